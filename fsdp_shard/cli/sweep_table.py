@@ -34,7 +34,9 @@ def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:
         jobs: The runs, which have ended.
         failed: The run_dir of each that failed.
     """
-    results = [_result(job.config) if job.config.run_dir not in failed else {} for job in jobs]
+    # A plan that does not fit leaves its figures, too.
+    has_result = [job.config.run_dir not in failed or job.config.ranks_are == "planned" for job in jobs]
+    results = [_result(job.config) if has else {} for job, has in zip(jobs, has_result, strict=True)]
     figures = [name for name in jobs[0].config.headline if any(result.get(name) is not None for result in results)]
     changed = changed_settings_of(jobs)
     rows = [["run", *changed[0], *(name.removesuffix("_bytes") for name in figures), "status", "run_dir"]]

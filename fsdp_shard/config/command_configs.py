@@ -13,7 +13,13 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation import EvaluateSettings
 from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning import AutoDeviceConfig, DeviceConfig, PlannedDispatchConfig, PlanSettings
+from fsdp_shard.planning import (
+    AutoDeviceConfig,
+    DeviceConfig,
+    PlannedDispatchConfig,
+    PlannedLaunchConfig,
+    PlanSettings,
+)
 from fsdp_shard.sharding import WRAPPERS, ShardConfig
 from fsdp_shard.training import (
     OBJECTIVES,
@@ -55,6 +61,7 @@ class RunConfig:
         takes_training_run: Whether run_dir may be that of a training run, whose files another command would replace.
         headline: Figures of result.json that the table of a sweep shows.
         is_default_run_dir: Whether run_dir was not given.
+        given: Names of the settings and groups on the command line.
         own_recipe: The file name of the recipe that is run, unless it is the shipped one.
     """
 
@@ -71,6 +78,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     is_default_run_dir = False  # not annotated, so that it is no setting
+    given = frozenset[str]()
     own_recipe = ""
 
     @property
@@ -314,6 +322,7 @@ class PlanConfig(RunConfig, PlanSettings):
     unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels", "dispatch.schedule")
 
     run_dir: str = default_run_dir("plan")
+    launch: PlannedLaunchConfig = field(default_factory=PlannedLaunchConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

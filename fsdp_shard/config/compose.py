@@ -187,6 +187,7 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
     config = dataclasses.replace(config, run_dir=run_dir)
     raw: Any = OmegaConf.to_container(composed, resolve=False)
     # A sweep keeps all directories: its table is made from them.
+    config.given = frozenset(override.lstrip("+~").partition("=")[0] for override in overrides)
     config.is_default_run_dir = number is None and raw["run_dir"] == schema().run_dir
     return Job(config, overrides)
 

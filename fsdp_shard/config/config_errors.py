@@ -171,7 +171,8 @@ def _expected(name: str, message: str) -> str:
     """`Value 'abc' of type 'str' could not be converted to Integer` without the names of Python types."""
     message = message.partition("\n")[0]
     if match := re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", message):
-        return f"{name}={match[1]} is not {_TYPES.get(match[2], match[2])}"
+        hint = "; a range is for `fsdp-shard plan search=true`" if name == "launch.ranks" and ":" in match[1] else ""
+        return f"{name}={match[1]} is not {_TYPES.get(match[2], match[2])}{hint}"
     if match := re.match(r"Value '(.*)' of type .* type hint '.*Union\[(.*)\]+'", message):
         kinds = [_TYPES[kind] for kind in match[2].rstrip("]").split(", ") if kind in _TYPES]
         return f"{name}={match[1]} is not {' or '.join(kinds)}"

@@ -24,8 +24,8 @@ from fsdp_shard.config import FinetuneConfig, refuse_nested
 from fsdp_shard.data import Samples, Task, Tokenized, open_samples, tokenize_all
 from fsdp_shard.distributed import gpu_number, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
-from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
-from fsdp_shard.utils import check_writable, format_count, format_size, write_atomically
+from fsdp_shard.planning import MemoryPlan, PlannedRun, Planner, advice_lines, advise, chosen_settings, plan_memory
+from fsdp_shard.utils import check as check_sections, check_writable, format_count, format_size, write_atomically
 
 _TRIAL_BYTES = 32 << 20
 _SLOW_BYTES_PER_SECOND = 50e6
@@ -139,12 +139,15 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
     """
     if not config.model.path:
         return None
+    return plan_memory(model_config(config), _planned_run(config))
+
+
+def _planned_run(config: FinetuneConfig) -> PlannedRun:
     length, num_ranks = _settle_length(config), min(world_sizes(config.launch))
     saving = config.checkpoint.asynchronous
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     on_gpu, packs = uses_gpus(config.launch), config.data.packing
-    run = PlannedRun(*sections, saving, config.objective, config.data.streaming, on_gpu=on_gpu, is_packed=packs)
-    return plan_memory(model_config(config), run)
+    return PlannedRun(*sections, saving, config.objective, config.data.streaming, on_gpu=on_gpu, is_packed=packs)
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
@@ -168,16 +171,26 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
     if plan.peak_bytes <= free:
         yield ok(text)
     else:
-        yield problem(
-            f"{text}. Use more ranks, a smaller train.micro_batch_size, or shard.activation_checkpointing=true"
-            f"{' or shard.cpu_offload=true' if on_gpu else ''}; `fsdp-shard plan` shows what needs the memory."
-        )
+        yield problem(f"{text}. {_what_would_fit(config, free, on_gpu=on_gpu)}")
     in_host_memory = max(rank.staging_bytes + rank.host_bytes for rank in plan.per_rank) * num_ranks
     if on_gpu and in_host_memory > free_host:
         yield problem(
             f"the ranks need up to {format_size(in_host_memory)} of host memory, {format_size(free_host)} free; "
             f"checkpoint.asynchronous=false and shard.cpu_offload=false need none."
         )
+
+
+def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) -> str:
+    """Settings with which each rank needs at most `free_bytes`; more ranks would have to share this machine."""
+
+    def check_together(run: PlannedRun) -> None:
+        sections = {name: getattr(run, name) for name in ("model", "shard", "train", "optim", "adapter", "objective")}
+        check_sections(replace(config, **sections))
+
+    planner = Planner(model_config(config), on_gpu=on_gpu, check_together=check_together)
+    given, starts = chosen_settings(config), _resumed_step(config) is None
+    found = advise(planner, _planned_run(config), free_bytes, given, fixed=("launch.ranks",), trains_other=starts)
+    return f"{' '.join(' '.join(advice_lines(found)).split())} `fsdp-shard plan` shows what needs the memory."
 
 
 def check_disk_space(

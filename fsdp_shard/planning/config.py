@@ -1,12 +1,53 @@
 """Settings of `plan` in addition to those of the planned run. Imports no torch."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig
-from fsdp_shard.planning.devices import DeviceConfig
+from fsdp_shard.planning.devices import AutoDeviceConfig, DeviceConfig
 from fsdp_shard.utils import setting
+
+
+@dataclass
+class PlannedLaunchConfig(LaunchConfig):
+    """The ranks to plan for; with `search`, a range of their number."""
+
+    ranks: Any = setting(
+        1, "Number of processes on a machine, each with one GPU; with search=true a range such as 1:64 too."
+    )
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError unless `ranks` is a number or a range with a power of two in it."""
+        if not re.fullmatch(r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", str(self.ranks)):
+            raise ConfigError(f"{prefix}ranks={self.ranks} is neither a number of ranks nor a range such as 1:64.")
+        if not self.rank_counts:
+            raise ConfigError(
+                f"{prefix}ranks={self.ranks} has no power of two in it, and only those are tried; give a range such as "
+                f"1:64."
+            )
+        super().check(prefix)
+
+    @property
+    def is_range(self) -> bool:
+        """Whether several numbers of ranks are planned."""
+        return ":" in str(self.ranks)
+
+    @property
+    def rank_counts(self) -> list[int]:
+        """The numbers of ranks to plan for: that of all machines, or of a range the powers of two for each machine."""
+        if not self.is_range:
+            return [int(self.ranks) * self.min_nodes]
+        low, high = map(int, str(self.ranks).split(":"))
+        powers = (1 << exponent for exponent in range(high.bit_length()))
+        return [ranks * self.min_nodes for ranks in powers if low <= ranks <= high]
+
+    @property
+    def num_ranks(self) -> int:
+        """The smallest number of ranks."""
+        return self.rank_counts[0]
 
 
 @dataclass
@@ -49,7 +90,30 @@ class PlannedDispatchConfig(DispatchConfig):
 class PlanSettings:
     """The settings of `fsdp-shard plan` besides `model`, `shard`, `train`, `optim` and `launch`."""
 
+    search: bool = setting(
+        False,
+        "Search the fewest GPUs that fit device.memory, of the numbers in launch.ranks, and the settings with which "
+        "memory and time are in balance: as a table, and with run_dir as search.png (needs matplotlib).",
+    )
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    launch: PlannedLaunchConfig = field(default_factory=PlannedLaunchConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
     checkpoint: PlanSavingConfig = field(default_factory=PlanSavingConfig)
     dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError for a range of ranks that nothing would search, or a search without a limit."""
+        if self.launch.is_range and not self.search:
+            raise ConfigError(
+                f"{prefix}launch.ranks={self.launch.ranks} is a range, which only {prefix}search=true takes; add that, "
+                f"or give a number."
+            )
+        if self.search and self.device.memory is None and not isinstance(self.device, AutoDeviceConfig):
+            raise ConfigError(
+                f"{prefix}search=true needs the memory of a GPU; add {prefix}device.memory=SIZE, such as 80GiB."
+            )
+        if self.search and self.dispatch.device_map is not None:
+            raise ConfigError(
+                f"{prefix}dispatch.device_map={self.dispatch.device_map} is for one plan, and {prefix}search=true "
+                f"makes many; leave one of them out."
+            )

@@ -60,6 +60,11 @@ class DeviceConfig:
     disk_write_bytes_per_second = Parsed("disk_write_bandwidth", _size_or_none)
     disk_read_bytes_per_second = Parsed("disk_read_bandwidth", _size_or_none)
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the figures are those of a GPU: a CPU's memory is host memory."""
+        return self.host_bandwidth is not None and self.host_bandwidth != self.memory_bandwidth
+
 
 @dataclass
 class AutoDeviceConfig(DeviceConfig):
@@ -93,6 +98,12 @@ class Hardware:
     disk_write_bandwidth: int | None = None
     disk_read_bandwidth: int | None = None
     name: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is known that the time of any step depends on."""
+        rates = (self.memory_bandwidth, self.link_bandwidth, self.network_bandwidth, self.host_bandwidth)
+        return len(self.flops) == 3 and None not in (*rates, self.num_per_machine)
 
 
 def hardware_of(config: DeviceConfig, *, ranks_per_node: int | None = None) -> Hardware:

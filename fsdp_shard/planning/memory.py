@@ -19,6 +19,7 @@ from fsdp_shard import models, sharding
 from fsdp_shard.planning.block_profiles import LOSS, Event, record_tape
 from fsdp_shard.planning.device_overhead import CUBLAS_WORKSPACE_BYTES, device_overhead
 from fsdp_shard.planning.divided_model import divide_model, with_expert_units
+from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
 from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
 from fsdp_shard.planning.optimizer import exchange_bytes, step_bytes, whole_update_bytes
 from fsdp_shard.planning.step_schedule import (
@@ -235,7 +236,13 @@ class MemoryPlan:
         """Whether `memory_bytes` hold the peak of every rank and what a GPU has besides; None when unknown."""
         if memory_bytes is None or self.peak_bytes is None:
             return None
-        return self.peak_bytes + self.overhead_bytes <= memory_bytes
+        return self.needed_bytes <= memory_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a device must have: the peak, which must be known, and what a GPU holds besides."""
+        assert self.peak_bytes is not None, "the caller has looked"
+        return self.peak_bytes + self.overhead_bytes
 
     @property
     def overhead_bytes(self) -> int:
@@ -243,13 +250,13 @@ class MemoryPlan:
         return sum(self.overhead.values())
 
 
-def plan_memory(config: PretrainedConfig, run: PlannedRun, built: PreTrainedModel | None = None) -> MemoryPlan:
+def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:
     """Plan the memory of a run.
 
     Args:
         config: The transformers config of the model.
         run: The settings of the run.
-        built: The model on meta, in its dtypes and with its adapter (`ModelFacts.model`); built if None.
+        facts: Those of earlier plans of the same model, which are used again and added to.
 
     Returns:
         The plan.
@@ -259,17 +266,15 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, built: PreTrainedMode
         ModelError: No blocks are found in the model.
     """
     sharding.check_mesh(run.shard, run.num_ranks)
-    model = _build(config, run, run.model.dtype) if built is None else built
-    sharding.check_shardable(model, run.shard)
+    facts = Facts() if facts is None else facts
+    model, blocks, units = planned_model(config, run, facts)
+    of_model = (with_any_loss(run.model), run.adapter)
+    facts.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
-    blocks = [
-        replace(block, num_params=_num_weights(model, block))
-        for block in models.no_split_blocks(model, run.shard.blocks)
-    ]
-    units = sharding.plan_units(model, run.shard)
-    part = _part_of_rank(config, run, units, model)
-    states = _states(part, run)
-    schedule, problem = plan_step(config, part, run)
+    part = facts.of("part", (*of_model, of_parameters(run.shard)), lambda: _part_of_rank(config, run, units, model))
+    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
+    states = facts.of("state", of_state, lambda: _states(part, run))
+    schedule, problem = plan_step(config, part, run, facts)
     by_phase: dict[str, list[Moment]] = {}
     for moment in schedule:
         by_phase.setdefault(moment.phase, []).append(moment)
@@ -284,6 +289,22 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, built: PreTrainedMode
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree
     return MemoryPlan(type(model).__name__, *sizes, overhead=_overhead(part, run, per_rank))
+
+
+def planned_model(
+    config: PretrainedConfig, run: PlannedRun, facts: Facts
+) -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
+    """The model as it trains, on meta, its blocks and its units."""
+
+    def build() -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
+        model = _build(config, run, run.model.dtype)
+        blocks = [
+            replace(block, num_params=_num_weights(model, block))
+            for block in models.no_split_blocks(model, run.shard.blocks)
+        ]
+        return model, blocks, sharding.plan_units(model, run.shard)
+
+    return facts.of("model", (with_any_loss(run.model), run.adapter, of_parameters(run.shard)), build)
 
 
 def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
@@ -459,7 +480,9 @@ def _whole_updates(
     return found
 
 
-def plan_step(config: PretrainedConfig, part: _Part, run: PlannedRun) -> tuple[tuple[Moment, ...], str | None]:
+def plan_step(
+    config: PretrainedConfig, part: _Part, run: PlannedRun, facts: Facts
+) -> tuple[tuple[Moment, ...], str | None]:
     """The moments of a run on any rank, without the optimizer's state.
 
     Returns:
@@ -471,9 +494,12 @@ def plan_step(config: PretrainedConfig, part: _Part, run: PlannedRun) -> tuple[t
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
     load = Moment("load", "", dict(terms))
-    record, has_loss_head = _tape(config, run, part)
+    of_batch = (run.objective, run.reference_kind, run.num_rows, run.padded_length, run.is_packed)
+    of_ranks = (run.shard.context_parallel, run.shard.context_method)
+    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks)
+    record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part))
     try:
-        tape = record()
+        tape = facts.of("tape", of_tape, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return (load,), first_line(error)
     if run.on_gpu:

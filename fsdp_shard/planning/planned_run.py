@@ -6,29 +6,52 @@ The checks need no torch, so that a mistake shows at once; `plan_run` loads it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_shard.checkpoint import CHECKPOINTS, Location, Store
 from fsdp_shard.distributed import LaunchConfig
+from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.models import ModelConfig, check_model_config
-from fsdp_shard.planning.config import PlanDataConfig, PlanSavingConfig
-from fsdp_shard.planning.devices import DeviceConfig, check_device, hardware_of
+from fsdp_shard.planning.config import PlanDataConfig, PlannedLaunchConfig, PlanSavingConfig
+from fsdp_shard.planning.devices import DeviceConfig, Hardware, check_device, hardware_of
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
-from fsdp_shard.utils import only_errors_of
+from fsdp_shard.utils import format_size, only_errors_of, require_package, walk
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from fsdp_shard.inference import DispatchConfig
-    from fsdp_shard.planning.memory import PlannedRun
+    from fsdp_shard.planning.memory import MemoryPlan, PlannedRun
+    from fsdp_shard.planning.search.pareto_front import Front
+    from fsdp_shard.planning.search.planner import Planner
+
+
+class SectionSettings(Protocol):
+    """The sections of a run that change its memory, and what the command line has of them."""
+
+    given: frozenset[str]
+    model: ModelConfig
+    shard: ShardConfig
+    objective: ObjectiveConfig
+    adapter: AdapterConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+    @property
+    def launch(self) -> LaunchConfig:
+        """The ranks."""
 
 
 class PlannedSettings(Protocol):
     """The config of a plan, as far as planning uses it."""
 
     run_dir: str
-    launch: LaunchConfig
+    given: frozenset[str]
+    search: bool
+    launch: PlannedLaunchConfig
     model: ModelConfig
     data: PlanDataConfig
     shard: ShardConfig
@@ -39,6 +62,10 @@ class PlannedSettings(Protocol):
     checkpoint: PlanSavingConfig
     device: DeviceConfig
     dispatch: DispatchConfig
+
+    @property
+    def kept_run_dir(self) -> str | None:
+        """Where files are left, if any are."""
 
     @property
     def source(self) -> Location:
@@ -62,11 +89,27 @@ class RunPlan:
         model: Its model.
         text: The plan for people.
         figures: Those of result.json.
+        misfit: Why it does not fit in `device.memory`, in a sentence; None if it does, or if that is not known.
+        front: What a search found.
     """
 
     model: PlannedModel
     text: str
     figures: Mapping[str, Any]
+    misfit: str | None = None
+    front: Front | None = None
+
+    def draw(self, directory: str | Path) -> None:
+        """Leave the picture of a search, if this is one that found something, in `directory`."""
+        if self.front is not None and self.front.points:
+            from fsdp_shard.planning.search.front_plot import PICTURE, plot_front
+
+            plot_front(self.front, Path(directory) / PICTURE)
+
+    def require_fit(self) -> None:
+        """Raise RunError if the run does not fit in `device.memory`."""
+        if self.misfit is not None:
+            raise RunError(self.misfit)
 
 
 def check_plan(config: PlannedSettings) -> None:
@@ -77,6 +120,8 @@ def check_plan(config: PlannedSettings) -> None:
     """
     config.adapter.check_installed()
     config.optim.check_installed()
+    if config.search and config.kept_run_dir is not None:
+        require_package("matplotlib", "plots", "search=true with run_dir", "leave run_dir out")
     source = planned_model(config).source
     check_model_config(source.directory)
     source.check_dequantizable()
@@ -99,14 +144,8 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         >>> plan.figures["peak_bytes"]  # doctest: +SKIP
         8437268480
     """
-    from fsdp_shard.distributed import uses_gpus
     from fsdp_shard.models import check_model_task, context_of
-    from fsdp_shard.planning.costs.model_facts import model_facts
-    from fsdp_shard.planning.costs.step_cost import step_cost
-    from fsdp_shard.planning.costs.step_report import step_figures, step_report
-    from fsdp_shard.planning.memory import PlannedRun, plan_memory
-    from fsdp_shard.planning.report import figures, plan_report
-    from fsdp_shard.planning.step_time import missing_figures
+    from fsdp_shard.planning.memory import PlannedRun
     from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
@@ -116,22 +155,116 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     check_model_task(model_config, config.model.task)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    hardware = hardware_of(config.device, ranks_per_node=config.launch.ranks if config.launch.max_nodes > 1 else None)
-    on_gpu, packs = uses_gpus(config.launch), config.data.packing
+    on_gpu, packs = plans_gpus(config), config.data.packing
     run = PlannedRun(*sections, config.checkpoint.asynchronous, config.objective, on_gpu=on_gpu, is_packed=packs)
+    plan = _plan_search if config.search else _plan_one
     with only_errors_of("transformers"):
-        facts = model_facts(model_config, config.model, config.adapter, config.shard)
-        plan = plan_memory(model_config, run, facts.model)
-        cost = step_cost(facts, run)
-        dispatch_text, dispatched = _plan_dispatch(config, model, length)
-    check_device(config.device, hardware, missing_figures(cost, hardware))
-    head = f"{context.describe(length)}\n{_quantization_line(model)}{_objective_line(run)}"
-    text = f"{head}{plan_report(plan, hardware.memory_bytes)}\n\n{step_report(cost, hardware)}{dispatch_text}"
+        found = plan(config, model, model_config, run)
+    text = f"{context.describe(length)}\n{_quantization_line(model)}{_objective_line(run)}{found.text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
-    found = figures(plan, hardware.memory_bytes) | {"step": step_figures(cost, hardware)}
-    return RunPlan(model, text, found | dispatched | {"sequence_length": length})
+    return replace(found, text=text, figures={**found.figures, "sequence_length": length})
+
+
+def plans_gpus(config: PlannedSettings) -> bool:
+    """Whether the planned ranks have GPUs: those of this machine, or of a preset."""
+    from fsdp_shard.distributed import uses_gpus
+
+    return uses_gpus(config.launch) or (config.launch.device == "auto" and config.device.is_gpu)
+
+
+def _plan_one(config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun) -> RunPlan:
+    """The plan of a run as it is, and where it does not fit, settings that would."""
+    from fsdp_shard.planning.costs.step_report import step_figures, step_report
+    from fsdp_shard.planning.report import figures, plan_report
+    from fsdp_shard.planning.search.advice import advise
+    from fsdp_shard.planning.search.advice_report import advice_figures, advice_lines
+    from fsdp_shard.planning.step_time import missing_figures
+
+    hardware = _hardware(config)
+    planner, memory_bytes = _planner(config, model_config, run, hardware), hardware.memory_bytes
+    plan, cost = planner.plan(run), planner.cost(run)
+    check_device(config.device, hardware, missing_figures(cost, hardware))
+    lines, found, misfit = [plan_report(plan, memory_bytes)], None, None
+    if plan.fits(memory_bytes) is False:
+        assert memory_bytes is not None, "else it is not known"
+        nodes, starts = config.launch.min_nodes, model.step is None
+        found = advise(planner, run, memory_bytes, chosen_settings(config), num_nodes=nodes, trains_other=starts)
+        lines += advice_lines(found)
+        misfit = (
+            f"The run needs {format_size(plan.needed_bytes)} on a rank, more than the {format_size(memory_bytes)} of "
+            f"device.memory; {'the plan shows settings that fit' if found else 'no settings were found that fit'}."
+        )
+    dispatch_text, dispatched = _plan_dispatch(config, model, run.sequence_length)
+    lines += ["", step_report(cost, hardware)]
+    all_figures = {
+        **figures(plan, memory_bytes),
+        "advice": advice_figures(found or ()),
+        "step": step_figures(cost, hardware),
+        **dispatched,
+    }
+    return RunPlan(model, "\n".join(lines) + dispatch_text, all_figures, misfit)
+
+
+def _hardware(config: PlannedSettings) -> Hardware:
+    return hardware_of(config.device, ranks_per_node=config.launch.ranks if config.launch.max_nodes > 1 else None)
+
+
+def _plan_search(
+    config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun
+) -> RunPlan:
+    """The fewest ranks that fit, and settings for them."""
+    from fsdp_shard.planning.search.pareto_front import front_figures, front_text, search_front
+
+    launch, hardware = config.launch, _hardware(config)
+    if hardware.memory_bytes is None:
+        raise ConfigError(
+            "search=true needs the memory of the devices; set device.memory, such as device.memory=80GiB, or a preset "
+            "such as device=h100."
+        )
+    planner = _planner(config, model_config, run, hardware)
+    given = chosen_settings(config)
+    front = search_front(planner, run, hardware.memory_bytes, launch.rank_counts, given, launch.min_nodes)
+    misfit = None
+    if front.cheapest is None:
+        misfit = (
+            f"Nothing fits in {format_size(hardware.memory_bytes)} with launch.ranks={launch.ranks}; give more ranks, "
+            f"or GPUs with more memory."
+        )
+    return RunPlan(model, front_text(front), front_figures(front), misfit, front)
+
+
+def _planner(config: PlannedSettings, model_config: PretrainedConfig, run: PlannedRun, hardware: Hardware) -> Planner:
+    """What plans `run` and others of its model; it knows the time of a step where the hardware is known."""
+    from fsdp_shard.planning.search.planner import Planner
+    from fsdp_shard.planning.step_time import step_time
+
+    planner = Planner(model_config, on_gpu=config.launch.device != "cpu")
+
+    def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float:
+        found = step_time(planner.cost(candidate), hardware)
+        assert found is not None, "as with the run itself"
+        return found.seconds
+
+    if hardware.is_whole and step_time(planner.cost(run), hardware) is not None:
+        planner.seconds = seconds
+    return planner
+
+
+def chosen_settings(config: SectionSettings) -> set[str]:
+    """Names of the settings and groups that the user chose: on the command line, or unlike the defaults."""
+    names = set(config.given)
+    if config.launch.num_ranks > 1:
+        names.add("launch.ranks")
+    usual = {"shard": "Fsdp2Config", "objective": "ObjectiveConfig", "adapter": "AdapterConfig", "optim": "AdamWConfig"}
+    for section in ("model", "train", *usual):
+        value = getattr(config, section)
+        if type(value).__name__ != usual.get(section, type(value).__name__):
+            names.add(section)
+        defaults = {name: default for name, _, default in walk(type(value)(), f"{section}.")}
+        names.update(name for name, _, now in walk(value, f"{section}.") if now != defaults[name])
+    return names
 
 
 def _quantization_line(model: PlannedModel) -> str:

@@ -127,10 +127,7 @@ def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
     balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
     if memory_bytes is None:
         return f"{balance} Set device.memory, such as device.memory=80GiB, to see whether it fits."
-    memory, needed = format_size(memory_bytes), plan.peak_bytes + plan.overhead_bytes
+    memory, needed = format_size(memory_bytes), plan.needed_bytes
     if plan.fits(memory_bytes):
         return f"{balance} Fits in {memory} with {format_size(memory_bytes - needed)} to spare."
-    return (
-        f"{balance} Does NOT fit in {memory}: {format_size(needed - memory_bytes)} too much. Try "
-        f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true or shard.cpu_offload=true."
-    )
+    return f"{balance} Does NOT fit in {memory}: {format_size(needed - memory_bytes)} too much."

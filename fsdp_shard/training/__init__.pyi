@@ -11,9 +11,9 @@ from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
 from .checkpoints.saver import Saver as Saver, new_saver as new_saver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave
-from .config import TrainConfig as TrainConfig
+from .config import TrainConfig as TrainConfig, check_batch as check_batch
 from .figures import data_figures as data_figures
-from .finetune_checks import check_finetune as check_finetune
+from .finetune_checks import check_finetune as check_finetune, check_trained as check_trained
 from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
 from .load_model import (
     LoadedModel as LoadedModel,
@@ -61,6 +61,7 @@ from .model_origin import (
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig, Pass as Pass
+from .objectives.objective_checks import check_parallelism as check_parallelism
 from .objectives.reference_model import ModelReference as ModelReference, add_reference as add_reference
 from .objectives.registry import OBJECTIVES as OBJECTIVES
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig

@@ -31,7 +31,7 @@ from fsdp_shard.training.objectives.objective_checks import check_objective
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_teacher
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
-from fsdp_shard.training.peft.config import PRINCIPAL, LoraConfig
+from fsdp_shard.training.peft.config import PRINCIPAL, AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
 from fsdp_shard.training.sample_length import describe_lengths, settle_run_length
 
@@ -134,10 +134,26 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
         quantize_base(model, adapter.quantize, shard, {})
         sharding.check_shardable(model, shard)  # quantized weights may be units of their own
+    check_trained(model, shard, adapter)
+    chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
+
+
+def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig, adapter: AdapterConfig) -> None:
+    """Check that what a model trains can be trained with these settings.
+
+    Args:
+        model: The model on meta, with its adapter, and quantized.
+        shard: How it will be sharded.
+        adapter: Its adapter.
+
+    Raises:
+        ConfigError: The settings do not fit the model, or each other.
+    """
+    check_adapter(adapter, shard)
+    if not adapter.trains_all:
         _check_adapted_experts(model, shard)
     sharding.check_dtypes(model, shard)
     _check_float16(model)
-    chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
 
 
 def _check_labels(config: FinetuneSettings, resumed: Path | None) -> None:

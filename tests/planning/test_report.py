@@ -29,13 +29,13 @@ def test_the_tree_of_units_is_there_when_asked_for() -> None:
     assert ["model.layers.0-1  LlamaDecoderLayer" in tree for tree in trees] == [False, True]
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_helps() -> None:
+def test_what_does_not_fit_says_by_how_much() -> None:
     found = plan()
     assert found.peak_bytes is not None
     last = plan_report(found, found.peak_bytes - 1024**2).splitlines()[-1]
     assert "Does NOT fit" in last
     assert "1.00 MiB too much" in last
-    assert "shard.activation_checkpointing=true" in last
+    assert "Try" not in last, "what would fit is searched, see test_search.py"
     assert "Set device.memory, such as device.memory=80GiB" in plan_report(found, None)
 
 

@@ -1,9 +1,10 @@
 """Whether an objective goes together with the task, the data, the adapter and the parallelism of a run."""
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.objectives.distill import DistillConfig
-from fsdp_shard.training.objectives.objective import ReferenceConfig
+from fsdp_shard.training.objectives.objective import ObjectiveConfig, ReferenceConfig
 from fsdp_shard.training.objectives.reference_model import reference_kind
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_distill
 
@@ -20,11 +21,7 @@ def check_objective(config: FinetuneSettings) -> None:
             f"objective={objective.name} trains model.task={' or '.join(objective.tasks)}, not {task}; change one of "
             f"them{', and set model.labels=[reward] for a new head' if objective.name == 'reward' else ''}."
         )
-    if config.shard.context_parallel > 1 and not objective.is_cross_entropy:
-        raise ConfigError(
-            f"objective={objective.name} does not go together with shard.context_parallel="
-            f"{config.shard.context_parallel} yet: its loss is of whole sequences. Leave one of them out."
-        )
+    check_parallelism(objective, config.shard)
     if isinstance(objective, DistillConfig):
         check_distill(config, objective)
     if not isinstance(objective, ReferenceConfig):
@@ -39,4 +36,18 @@ def check_objective(config: FinetuneSettings) -> None:
         raise ConfigError(
             "objective.reference=precomputed needs all samples before training, which data.streaming=true does not "
             "have; use objective.reference=sharded, or leave it out."
+        )
+
+
+def check_parallelism(objective: ObjectiveConfig, shard: ShardConfig) -> None:
+    """Raise ConfigError if the objective cannot be trained on sequences or layers that are divided over ranks."""
+    if shard.context_parallel > 1 and not objective.is_cross_entropy:
+        raise ConfigError(
+            f"objective={objective.name} does not go together with shard.context_parallel="
+            f"{shard.context_parallel} yet: its loss is of whole sequences. Leave one of them out."
+        )
+    if isinstance(objective, DistillConfig) and shard.tensor_parallel > 1:
+        raise ConfigError(
+            f"objective=distill does not go together with shard.tensor_parallel={shard.tensor_parallel} yet; leave "
+            f"one of them out."
         )

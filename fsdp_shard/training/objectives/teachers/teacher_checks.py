@@ -18,11 +18,6 @@ def check_distill(config: FinetuneSettings, distill: DistillConfig) -> None:
             "objective.teacher_logits=precomputed needs all samples before training, which data.streaming=true does "
             "not have; set objective.teacher_logits=computed."
         )
-    if config.shard.tensor_parallel > 1:
-        raise ConfigError(
-            f"objective=distill does not go together with shard.tensor_parallel={config.shard.tensor_parallel} yet; "
-            f"leave one of them out."
-        )
 
 
 def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None:

@@ -1,0 +1,258 @@
+"""A search for settings that fit: combinations of changes by what they cost, each planned for real.
+
+Changes that train the same come before those that do not. What the user chose stays, unless nothing fits otherwise.
+"""
+
+import heapq
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from fsdp_shard.errors import InputError
+from fsdp_shard.planning.memory import MemoryPlan, PlannedRun
+from fsdp_shard.planning.search.memory_savers import Option, Saver, memory_savers
+from fsdp_shard.planning.search.planner import Planner
+
+NUM_ADVISED = 4  # of each kind
+_MAX_PLANS = 400  # of each kind
+_MAX_CANDIDATES = 50_000
+_BATCH = "train.global_batch_size"
+_LARGER_BATCH = 30.0  # its cost
+
+_Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run with some changes.
+
+    Attributes:
+        run: The run.
+        overrides: The changes, as they are typed.
+        cost: The sum of their costs, see `memory_savers`.
+        slowdown: The part of it that is time: how many percent longer a step takes.
+        trains: What they change of the training.
+        replaced: Settings among them that the user had chosen otherwise.
+    """
+
+    run: PlannedRun
+    overrides: tuple[str, ...]
+    cost: float
+    slowdown: float
+    trains: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A candidate that fits, its peak, and the time of a step in seconds where it is known."""
+
+    candidate: Candidate
+    peak_bytes: int
+    seconds: float | None = None
+
+
+def advise(
+    planner: Planner,
+    run: PlannedRun,
+    memory_bytes: int,
+    given: Collection[str] = (),
+    *,
+    num_nodes: int = 1,
+    fixed: Collection[str] = (),
+    trains_other: bool = True,
+) -> list[Fitting]:
+    """Settings with which a run fits, those that train the same first, and among them the cheapest first.
+
+    Args:
+        planner: Plans the runs.
+        run: The run, which does not fit.
+        memory_bytes: Memory of a device.
+        given: Names of the settings that the user chose. They stay, unless nothing fits with them.
+        num_nodes: Number of machines.
+        fixed: Names of settings that stay in any case.
+        trains_other: Whether what is trained may change, as it may not in a run that is resumed.
+
+    Returns:
+        The first few of each kind; none if nothing fits.
+    """
+    savers = memory_savers(run, given, num_nodes)
+    search = _Search(planner, run, memory_bytes, given)
+    kept = {*given, *fixed}
+    same = search.first(savers, kept, trains_other=False) or search.first(savers, fixed, trains_other=False)
+    if not trains_other:
+        return same
+    other = search.first(savers, kept, trains_other=True, but=same)
+    if not same and not other:
+        other = search.first(savers, fixed, trains_other=True)
+    return [*same, *other]
+
+
+def fitting(planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str], limit: int) -> list[Fitting]:
+    """All candidates of the best kind that has any, of the first `limit` that are planned; the number of ranks stays.
+
+    Args:
+        planner: Plans the runs.
+        run: The run, whether it fits or not.
+        memory_bytes: Memory of a device.
+        given: Names of the settings that the user chose.
+        limit: Number of plans.
+    """
+    savers = memory_savers(run, given)
+    search = _Search(planner, run, memory_bytes, given)
+    for trains_other in (False, True):
+        for fixed in ({*given, "launch.ranks"}, {"launch.ranks"}):
+            allowed = [saver.allowed(fixed, may_change_training=trains_other) for saver in savers]
+
+            def is_wanted(candidate: Candidate, fixed: set[str] = fixed, trains_other: bool = trains_other) -> bool:
+                return bool(candidate.trains) == trains_other and not set(candidate.replaced) & fixed
+
+            if found := [fits for _, fits in search.walk(allowed, limit, is_wanted)]:
+                return found
+    return []
+
+
+class _Search:
+    """Plans candidates of one run; what does not fit is planned once."""
+
+    def __init__(self, planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str]) -> None:
+        self._planner, self._run, self._memory_bytes, self._given = planner, run, memory_bytes, set(given)
+        self._known: dict[tuple[str, ...], MemoryPlan | None] = {}  # None: not possible
+
+    def first(
+        self, savers: Sequence[Saver], fixed: Collection[str], *, trains_other: bool, but: Sequence[Fitting] = ()
+    ) -> list[Fitting]:
+        """The first few candidates that fit, none of which has all changes of an earlier one.
+
+        Args:
+            savers: What could be changed.
+            fixed: Names of settings that stay.
+            trains_other: Whether to look for candidates that change what is trained, and only those.
+            but: Candidates that were found before.
+        """
+        allowed = [saver.allowed(fixed, may_change_training=trains_other) for saver in savers]
+        found: list[Fitting] = []
+        enough: list[_Choice] = []
+
+        def is_wanted(candidate: Candidate) -> bool:
+            if bool(candidate.trains) != trains_other or set(candidate.replaced) & set(fixed):
+                return False
+            changes = set(candidate.overrides)
+            return not any(changes >= set(fits.candidate.overrides) for fits in but)
+
+        for choice, fits in self.walk(allowed, _MAX_PLANS, is_wanted, enough):
+            enough.append(choice)
+            found.append(fits)
+            if len(found) == NUM_ADVISED:
+                break
+        return found if self._planner.seconds is None else sorted(found, key=lambda fits: fits.seconds or 0.0)
+
+    def walk(
+        self,
+        savers: Sequence[Saver],
+        limit: int,
+        is_wanted: Callable[[Candidate], bool],
+        enough: Sequence[_Choice] = (),
+    ) -> Iterator[tuple[_Choice, Fitting]]:
+        """Candidates that fit, by cost.
+
+        Args:
+            savers: What could be changed.
+            limit: Number of plans.
+            is_wanted: Whether to plan a candidate.
+            enough: Choices that leave out all that have their changes and more; may grow meanwhile.
+        """
+        lengths = [len(saver.options) for saver in savers]
+        last = self._planner.num_plans + limit
+        for choice in _by_cost(savers):
+            if self._planner.num_plans >= last:
+                return
+            if any(all(n >= m for n, m in zip(choice, less, strict=True)) for less in enough):
+                continue
+            candidate = self._candidate(savers, choice)
+            if candidate is None or not is_wanted(candidate):
+                continue
+            frugal = tuple(
+                length - 1 if saver.is_of_activations else number
+                for number, length, saver in zip(choice, lengths, savers, strict=True)
+            )
+            most = self._plan(self._candidate(savers, frugal))
+            if most is not None and not most.fits(self._memory_bytes):
+                continue  # whatever is done about activations
+            plan = self._plan(candidate)
+            if plan is None or not plan.fits(self._memory_bytes):
+                continue
+            try:
+                self._planner.check_model(candidate.run)
+            except InputError:
+                continue
+            seconds = self._planner.seconds
+            assert plan.peak_bytes is not None, "it fits"
+            yield choice, Fitting(candidate, plan.peak_bytes, None if seconds is None else seconds(candidate.run, plan))
+
+    def _candidate(self, savers: Sequence[Saver], choice: _Choice) -> Candidate | None:
+        """The run with the chosen options, and a larger global batch where its ranks need one; None: not possible."""
+        options = [saver.options[number] for saver, number in zip(savers, choice, strict=True)]
+        run: PlannedRun | None = self._run
+        for option in options:
+            run = None if run is None else option.change(run)
+        if run is None:
+            return None
+        options += _larger_batch(run)
+        for option in options[len(choice) :]:
+            run = option.change(run) or run
+        overrides = tuple(chain.from_iterable(option.overrides for option in options))
+        names = {name for option in options for name in option.names}
+        return Candidate(
+            run,
+            overrides,
+            sum(option.cost for option in options),
+            sum(option.cost for option in options if not option.trains and "launch.ranks" not in option.names),
+            tuple(option.trains for option in options if option.trains),
+            tuple(sorted(name for name in names if name in self._given)),
+        )
+
+    def _plan(self, candidate: Candidate | None) -> MemoryPlan | None:
+        """The plan of a candidate; None if `finetune` would refuse it."""
+        if candidate is None:
+            return None
+        if candidate.overrides not in self._known:
+            try:
+                self._planner.check(candidate.run)
+                self._known[candidate.overrides] = self._planner.plan(candidate.run)
+            except InputError:
+                self._known[candidate.overrides] = None
+        return self._known[candidate.overrides]
+
+
+def _larger_batch(run: PlannedRun) -> list[Option]:
+    """The option of the smallest global batch, not below that of `run`, that its ranks can divide; none if it is."""
+    size, unit = run.train.global_batch_size, run.train.micro_batch_size * max(1, run.num_data_ranks)
+    if size % unit == 0:
+        return []
+    needed = -(-size // unit) * unit
+
+    def change(run: PlannedRun) -> PlannedRun:
+        return replace(run, train=replace(run.train, global_batch_size=needed))
+
+    return [Option(change, _LARGER_BATCH, (f"{_BATCH}={needed}",), "a larger global batch")]
+
+
+def _by_cost(savers: Sequence[Saver]) -> Iterator[_Choice]:
+    """Numbers of the options of each saver, cheapest sum first; the options of a saver are sorted by cost."""
+    costs = [[option.cost for option in saver.options] for saver in savers]
+    start = (0,) * len(costs)
+    heap: list[tuple[float, _Choice]] = [(0.0, start)]
+    seen = {start}
+    for _ in range(_MAX_CANDIDATES):
+        if not heap:
+            return
+        _, choice = heapq.heappop(heap)
+        yield choice
+        for index, number in enumerate(choice):
+            if number + 1 < len(costs[index]):
+                following = (*choice[:index], number + 1, *choice[index + 1 :])
+                if following not in seen:
+                    seen.add(following)
+                    cost = sum(options[n] for options, n in zip(costs, following, strict=True))
+                    heapq.heappush(heap, (cost, following))

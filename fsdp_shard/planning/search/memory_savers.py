@@ -1,0 +1,224 @@
+"""What could be changed of a run to need less memory, and what each change costs.
+
+The costs order a search; they are not measured. A cost of 10 stands for a step that takes about 10 % longer:
+recomputing a block is a third of its arithmetic (true), less without its matrix products (selective); a smaller
+micro-batch makes matrix products smaller; offloading moves bytes over PCIe. A change of what is trained costs as much
+as it changes: narrower weights less than another optimizer, that less than an adapter.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields, replace
+from math import log2
+from typing import Any
+
+from fsdp_shard.planning.memory import PlannedRun
+from fsdp_shard.sharding import Fsdp2Config
+from fsdp_shard.training import OPTIMIZERS, LoraConfig
+from fsdp_shard.utils import in_yaml
+
+MAX_RANKS = 1024
+_LONG_SEQUENCE = 8192  # tokens; shorter ones are not worth dividing
+
+_HALVING, _DOUBLING, _TENSOR_DOUBLING, _CONTEXT_DOUBLING = 6.0, 100.0, 20.0, 25.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """One change of a run, or none.
+
+    Attributes:
+        change: Makes the run; None where it is not possible.
+        cost: See the module.
+        overrides: The change as it is typed.
+        trains: What it changes of the training; empty if the same is trained.
+    """
+
+    change: Callable[[PlannedRun], PlannedRun | None] = lambda run: run
+    cost: float = 0.0
+    overrides: tuple[str, ...] = ()
+    trains: str = ""
+
+    @property
+    def names(self) -> set[str]:
+        """The settings that it changes."""
+        return {override.partition("=")[0] for override in self.overrides}
+
+
+@dataclass(frozen=True)
+class Saver:
+    """The options of one decision, from none to that which saves most; it changes `activations` only, or more."""
+
+    options: tuple[Option, ...]
+    is_of_activations: bool = False
+
+    def allowed(self, fixed: Collection[str], *, may_change_training: bool) -> "Saver":
+        """Without the options that change the settings in `fixed`, or what is trained."""
+        kept = (o for o in self.options if not o.names & set(fixed) and (may_change_training or not o.trains))
+        return replace(self, options=tuple(kept))
+
+
+def memory_savers(run: PlannedRun, given: Collection[str], num_nodes: int = 1) -> list[Saver]:
+    """All that could be changed of `run`; each begins with what it has now.
+
+    Args:
+        run: The run.
+        given: Names of the settings that the user chose, which a new optimizer or wrapper must have too.
+        num_nodes: Number of machines.
+    """
+    savers = [
+        Saver(tuple(_wrappers(run, given))),
+        Saver(tuple(_ranks(run, num_nodes))),
+        Saver(tuple(_replicas(run))),
+        Saver(tuple(_divided(run, "tensor_parallel", _TENSOR_DOUBLING))),
+        Saver(tuple(_sequences(run)), is_of_activations=True),
+        Saver(tuple(_adapters(run))),
+        Saver(tuple(_optimizers(run, given))),
+        Saver(tuple(_dtypes(run))),
+        Saver(tuple(_switches(run, "cpu_offload", False, True, 60.0))),
+        Saver(tuple(_references(run))),
+        Saver(tuple(_average(run))),
+        Saver(tuple(_switches(run, "sync_every_micro_batch", False, True, 8.0)), is_of_activations=True),
+        Saver(tuple(_resharding(run)), is_of_activations=True),
+        Saver(tuple(_chunks(run)), is_of_activations=True),
+        Saver(tuple(_recomputing(run)), is_of_activations=True),
+        Saver(tuple(_switches(run, "activation_offload", False, True, 30.0)), is_of_activations=True),
+        Saver(tuple(_micro_batches(run)), is_of_activations=True),
+    ]
+    return [replace(saver, options=(Option(), *saver.options)) for saver in savers if saver.options]
+
+
+def _set(section: str, values: dict[str, Any], cost: float, trains: str = "") -> Option:
+    """The option of other values of settings of a section."""
+
+    def change(run: PlannedRun) -> PlannedRun:
+        return replace(run, **{section: replace(getattr(run, section), **values)})
+
+    return Option(change, cost, tuple(f"{section}.{name}={in_yaml(value)}" for name, value in values.items()), trains)
+
+
+def _choose(run: PlannedRun, section: str, kind: type, option: Option, given: Collection[str]) -> Iterator[Option]:
+    """`option` with another dataclass of a section, with what the user set; nothing if that has not all of it."""
+    old = getattr(run, section)
+    defaults = type(old)()
+    names = {field.name for field in fields(old)}
+    kept = {n for n in names if f"{section}.{n}" in given or getattr(old, n) != getattr(defaults, n)}
+    if kept - {field.name for field in fields(kind)}:
+        return
+
+    def change(run: PlannedRun) -> PlannedRun:
+        return replace(run, **{section: kind(**{name: getattr(getattr(run, section), name) for name in kept})})
+
+    yield replace(option, change=change)
+
+
+def _wrappers(run: PlannedRun, given: Collection[str]) -> Iterator[Option]:
+    if not run.shard.is_sharded and run.num_ranks > 1:
+        yield from _choose(run, "shard", Fsdp2Config, Option(cost=15.0, overrides=("shard=fsdp2",)), given)
+
+
+def _ranks(run: PlannedRun, num_nodes: int) -> Iterator[Option]:
+    factor = 2
+    while run.num_ranks * factor <= max(MAX_RANKS, 2 * run.num_ranks):
+        number = run.num_ranks * factor
+        yield Option(
+            lambda run, number=number: replace(run, num_ranks=number),  # type: ignore[misc]  # of a default
+            _DOUBLING * log2(factor),
+            (f"launch.ranks={number // num_nodes}",),
+        )
+        factor *= 2
+
+
+def _replicas(run: PlannedRun) -> Iterator[Option]:
+    if run.shard.replicas > 1:
+        yield _set("shard", {"replicas": 1}, 20.0)
+
+
+def _divided(run: PlannedRun, name: str, cost: float) -> Iterator[Option]:
+    if getattr(run.shard, name) == 1:
+        for ranks in (2, 4, 8):
+            yield _set("shard", {name: ranks}, cost * log2(ranks))
+
+
+def _sequences(run: PlannedRun) -> Iterator[Option]:
+    if run.sequence_length >= _LONG_SEQUENCE:
+        yield from _divided(run, "context_parallel", _CONTEXT_DOUBLING)
+
+
+def _adapters(run: PlannedRun) -> Iterator[Option]:
+    if run.adapter.trains_all:
+        for words, settings, cost in (((), {}, 60.0), (("adapter.quantize=nf4",), {"quantize": "nf4"}, 90.0)):
+            adapter = LoraConfig(**settings)  # type: ignore[arg-type]  # of literal names
+            what = "trains an adapter" if not words else "trains an adapter of quantized weights"
+            yield Option(
+                lambda run, adapter=adapter: replace(run, adapter=adapter),  # type: ignore[misc]
+                cost,
+                ("adapter=lora", *words),
+                what,
+            )
+    elif isinstance(run.adapter, LoraConfig) and run.adapter.quantize != "nf4":
+        yield _set("adapter", {"quantize": "nf4"}, 40.0, "quantizes the frozen weights")
+
+
+def _optimizers(run: PlannedRun, given: Collection[str]) -> Iterator[Option]:
+    for name, cost in (("adamw8bit", 15.0), ("adafactor", 25.0)):
+        if type(run.optim) is not OPTIMIZERS[name]:
+            option = Option(cost=cost, overrides=(f"optim={name}",), trains="another optimizer")
+            yield from _choose(run, "optim", OPTIMIZERS[name], option, given)
+
+
+def _dtypes(run: PlannedRun) -> Iterator[Option]:
+    if run.model.dtype != "float32":
+        return
+    weights = _set("model", {"dtype": "bfloat16"}, 12.0, "weights in bfloat16")
+    if run.shard.is_sharded:
+        yield weights
+        return
+    of_wrapper = _set("shard", {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}, 0.0)
+
+    def change(run: PlannedRun) -> PlannedRun | None:
+        changed = weights.change(run)
+        return None if changed is None else of_wrapper.change(changed)
+
+    yield replace(weights, change=change, overrides=weights.overrides + of_wrapper.overrides)
+
+
+def _references(run: PlannedRun) -> Iterator[Option]:
+    if run.has_sharded_reference and not run.is_streamed:
+        yield _set("objective", {"reference": "precomputed"}, 5.0)
+
+
+def _average(run: PlannedRun) -> Iterator[Option]:
+    if run.train.ema_decay is not None:
+        none = _set("train", {"ema_decay": None}, 20.0, "keeps no average")
+        yield replace(none, overrides=("train.ema_decay=null",))
+
+
+def _switches(run: PlannedRun, name: str, now: Any, then: Any, cost: float) -> Iterator[Option]:
+    if getattr(run.shard, name) is now:
+        yield _set("shard", {name: then}, cost)
+
+
+def _resharding(run: PlannedRun) -> Iterator[Option]:
+    if run.shard.is_sharded and run.shard.reshard_after_forward is not True:
+        yield _set("shard", {"reshard_after_forward": True}, 8.0)
+
+
+def _chunks(run: PlannedRun) -> Iterator[Option]:
+    if run.model.chunked_loss is not True and run.model.task != "sequence_classification":
+        yield _set("model", {"chunked_loss": True}, 3.0)
+
+
+def _recomputing(run: PlannedRun) -> Iterator[Option]:
+    kind = run.shard.activation_checkpointing
+    if kind in (False, "none"):
+        yield _set("shard", {"activation_checkpointing": "selective"}, 10.0)
+    if kind is not True and kind != "all":
+        yield _set("shard", {"activation_checkpointing": True}, 25.0)
+
+
+def _micro_batches(run: PlannedRun) -> Iterator[Option]:
+    size = now = run.train.micro_batch_size
+    while size > 1:
+        size //= 2
+        if now % size == 0:
+            yield _set("train", {"micro_batch_size": size}, _HALVING * log2(now / size))

@@ -1,0 +1,135 @@
+"""`plan search=true`: the fewest ranks that fit, and the Pareto front of ranks, memory and time."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_shard.planning.memory import PlannedRun
+from fsdp_shard.planning.search.advice import Fitting, fitting
+from fsdp_shard.planning.search.advice_report import advice_figures, what_changes
+from fsdp_shard.planning.search.planner import Planner
+from fsdp_shard.utils import format_count, format_size, format_table
+
+_PLANS_EACH = 60  # of each number of ranks
+
+
+@dataclass(frozen=True)
+class Point:
+    """Settings that fit.
+
+    Attributes:
+        fits: The settings.
+        time: Time of a sample, relative to that of the cheapest set of ranks.
+    """
+
+    fits: Fitting
+    time: float
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.fits.candidate.run.num_ranks
+
+    def is_better(self, other: "Point") -> bool:
+        """Whether this is at most `other` in ranks, memory and time, and less in one of them."""
+        own, theirs = self._figures, other._figures
+        return own != theirs and all(one <= two for one, two in zip(own, theirs, strict=True))
+
+    @property
+    def _figures(self) -> tuple[float, ...]:
+        return self.num_ranks, self.fits.peak_bytes, self.time
+
+
+@dataclass(frozen=True)
+class Front:
+    """What a search found.
+
+    Attributes:
+        points: The settings that no other ones are better than, the cheapest first; none if nothing fits.
+        num_fitting: Number of candidates that fit.
+        num_plans: Number of runs that were planned.
+        memory_bytes: Memory of a device.
+    """
+
+    points: tuple[Point, ...]
+    num_fitting: int
+    num_plans: int
+    memory_bytes: int
+
+    @property
+    def cheapest(self) -> Point | None:
+        """The fastest of the fewest ranks that fit."""
+        return min(self.points, key=lambda point: (point.num_ranks, point.time), default=None)
+
+
+def search_front(
+    planner: Planner, run: PlannedRun, memory_bytes: int, rank_counts: Sequence[int], given: Collection[str], nodes: int
+) -> Front:
+    """Plan `run` with several numbers of ranks, and with changed settings for each.
+
+    Args:
+        planner: Plans the runs.
+        run: The run.
+        memory_bytes: Memory of a device.
+        rank_counts: Numbers of ranks of all machines.
+        given: Names of the settings that the user chose.
+        nodes: Number of machines.
+    """
+    found: list[Fitting] = []
+    for num_ranks in rank_counts:
+        for fits in fitting(planner, replace(run, num_ranks=num_ranks), memory_bytes, given, _PLANS_EACH):
+            overrides = (f"launch.ranks={num_ranks // nodes}", *fits.candidate.overrides)
+            found.append(replace(fits, candidate=replace(fits.candidate, overrides=overrides)))
+    points = sorted((Point(fits, _time(fits)) for fits in found), key=lambda point: (point.num_ranks, point.time))
+    kept = [point for point in points if not any(other.is_better(point) for other in points)]
+    unit = kept[0].time if kept else 1.0
+    relative = tuple(replace(point, time=point.time / unit) for point in kept)
+    return Front(relative, len(found), planner.num_plans, memory_bytes)
+
+
+def _time(fits: Fitting) -> float:
+    """Time of a sample: in seconds where it is known, else relative, as if ranks divided the work evenly."""
+    run = fits.candidate.run
+    if fits.seconds is not None:
+        return fits.seconds / run.train.global_batch_size
+    return (1 + fits.candidate.slowdown / 100) / run.num_ranks
+
+
+def front_text(front: Front) -> str:
+    """What a search found, for people."""
+    memory = format_size(front.memory_bytes)
+    if front.cheapest is None:
+        return f"Nothing fits in {memory}, of {format_count(front.num_plans, 'plan')}."
+    rows = [["ranks", "peak", "time", "settings", "changes"]]
+    for point in front.points:
+        settings = " ".join(point.fits.candidate.overrides)
+        peak = format_size(point.fits.peak_bytes)
+        rows.append([str(point.num_ranks), peak, f"{point.time:.2f}", settings, what_changes(point.fits)])
+    return "\n".join(
+        [
+            f"Fits in {memory} from {format_count(front.cheapest.num_ranks, 'rank')} on: "
+            f"{' '.join(front.cheapest.fits.candidate.overrides)}",
+            "",
+            *format_table(rows),
+            "",
+            f"Time is that of a sample, relative to the first row. {format_count(front.num_fitting, 'candidate')} of "
+            f"{format_count(front.num_plans, 'plan')} fit; nothing in the table is worse than another row in all of "
+            f"ranks, memory and time.",
+        ]
+    )
+
+
+def front_figures(front: Front) -> dict[str, Any]:
+    """The figures of a search in result.json."""
+    rows = advice_figures([point.fits for point in front.points])
+    points = [row | {"relative_time": point.time} for row, point in zip(rows, front.points, strict=True)]
+    cheapest = None if front.cheapest is None else points[front.points.index(front.cheapest)]
+    return {
+        "fits": cheapest is not None,
+        "peak_bytes": None if cheapest is None else cheapest["peak_bytes"],
+        "device_memory_bytes": front.memory_bytes,
+        "cheapest": cheapest,
+        "front": points,
+        "num_fitting": front.num_fitting,
+        "num_plans": front.num_plans,
+    }

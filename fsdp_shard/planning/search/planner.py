@@ -1,0 +1,69 @@
+"""Plans of one model with many settings, and whether `finetune` would take them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transformers import PretrainedConfig
+
+from fsdp_shard import sharding
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.planning.costs.model_facts import model_facts
+from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
+from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
+from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory, planned_model
+from fsdp_shard.training import check_batch, check_parallelism, check_trained
+from fsdp_shard.utils import check
+
+
+@dataclass
+class Planner:
+    """Plans runs of one model; what plans have in common is computed once.
+
+    Attributes:
+        config: The transformers config of the model.
+        on_gpu: Whether the ranks have GPUs.
+        check_together: Raises ConfigError for sections that contradict each other, beyond what is checked here.
+        seconds: The time of a step, from a run and its plan; None where it is not known.
+        num_plans: Number of runs that were planned.
+    """
+
+    config: PretrainedConfig
+    on_gpu: bool = True
+    check_together: Callable[[PlannedRun], None] | None = None
+    seconds: Callable[[PlannedRun, MemoryPlan], float] | None = None
+    facts: Facts = field(default_factory=Facts)
+    num_plans: int = 0
+
+    def plan(self, run: PlannedRun) -> MemoryPlan:
+        """Plan the memory of a run; raises as `plan_memory` does."""
+        self.num_plans += 1
+        return plan_memory(self.config, run, self.facts)
+
+    def cost(self, run: PlannedRun) -> StepCost:
+        """What a step of a run computes and sends."""
+        of_model = (with_any_loss(run.model), run.adapter, of_parameters(run.shard))
+        facts = self.facts.of(
+            "costs", of_model, lambda: model_facts(self.config, run.model, run.adapter, of_parameters(run.shard))
+        )
+        return step_cost(facts, run)
+
+    def check(self, run: PlannedRun) -> None:
+        """Raise an InputError if `finetune` would refuse the settings of `run`. Costs little; builds no model."""
+        for section in (run.model, run.shard, run.train, run.optim, run.adapter, run.objective):
+            check(section)
+        if self.check_together is not None:
+            self.check_together(run)
+        sharding.check_ranks(run.shard, run.num_ranks, on_gpu=self.on_gpu)
+        sharding.check_accumulation(run.shard, check_batch(run.train, run.num_data_ranks))
+        check_parallelism(run.objective, run.shard)
+        if run.train.neftune_alpha is not None and run.shard.context_parallel > 1:
+            raise ConfigError("train.neftune_alpha does not go together with shard.context_parallel yet.")
+        if run.model.chunked_loss is True and run.shard.tensor_parallel > 1:
+            raise ConfigError("model.chunked_loss=true does not go together with shard.tensor_parallel.")
+        run.optim.check_installed()
+        run.adapter.check_installed()
+
+    def check_model(self, run: PlannedRun) -> None:
+        """Raise an InputError if `finetune` would refuse the model with these settings, after `plan` has not."""
+        model, _, _ = planned_model(self.config, run, self.facts)
+        check_trained(model, run.shard, run.adapter)

@@ -1,0 +1,308 @@
+"""Settings that would fit: each that is advised is composed from a command line, planned, and fits; some train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
+
+from fsdp_shard.config import PlanConfig, compose_jobs
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.planning import Fitting, MemoryPlan, PlannedRun, Planner, advise, chosen_settings
+from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
+from fsdp_shard.training import OBJECTIVES, AdamWConfig, TrainConfig
+from fsdp_shard.utils import parse_size
+from tests.support.live_bytes import measure_run
+from tests.support.runs import run_recipe
+from tests.support.tiny import llama_config
+
+MODELS: dict[str, PretrainedConfig] = {
+    "llama_8b": LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192,
+    ),
+    "llama_70b": LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192,
+    ),
+    "mistral_7b": MistralConfig(architectures=["MistralForCausalLM"]),
+    "mixtral_8x7b": MixtralConfig(architectures=["MixtralForCausalLM"], max_position_embeddings=32768),
+    "t5_3b": T5Config(
+        architectures=["T5ForConditionalGeneration"], d_model=1024, d_kv=128, d_ff=16384, num_layers=24, num_heads=32,
+        vocab_size=32128,
+    ),
+    "gpt2_xl": GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=1600, n_layer=48, n_head=25),
+    "qwen3_30b": Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"], hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, vocab_size=151_936,
+    ),
+}  # fmt: skip
+
+# Model, memory of a GPU, and what the user types.
+CASES: list[tuple[str, str, str]] = [
+    ("gpt2_xl", "8GB", "launch.ranks=1"),
+    ("gpt2_xl", "16GB", "launch.ranks=1 data.sequence_length=1024"),
+    ("gpt2_xl", "24GB", "launch.ranks=1 train.micro_batch_size=8 data.sequence_length=1024"),
+    ("gpt2_xl", "12GB", "launch.ranks=4 train.micro_batch_size=2 data.sequence_length=1024"),
+    ("gpt2_xl", "24GB", "shard=ddp launch.ranks=2 data.sequence_length=512"),
+    ("gpt2_xl", "16GB", "shard=fsdp1 launch.ranks=2 data.sequence_length=1024"),
+    ("gpt2_xl", "8GB", "adapter=lora launch.ranks=1 data.sequence_length=1024"),
+    ("gpt2_xl", "16GB", "objective=dpo launch.ranks=2 data.sequence_length=1024"),
+    ("gpt2_xl", "16GB", "shard.reshard_after_forward=false launch.ranks=4 train.micro_batch_size=2"),
+    ("gpt2_xl", "24GB", "train.ema_decay=0.999 launch.ranks=1 data.sequence_length=512"),
+    ("t5_3b", "40GB", "model.task=seq2seq launch.ranks=1 data.sequence_length=512"),
+    ("t5_3b", "24GB", "model.task=seq2seq launch.ranks=2 data.sequence_length=512"),
+    ("t5_3b", "16GB", "model.task=seq2seq launch.ranks=4 data.sequence_length=512 train.micro_batch_size=2"),
+    ("t5_3b", "40GB", "model.task=seq2seq shard=ddp launch.ranks=4 data.sequence_length=512"),
+    ("t5_3b", "12GB", "model.task=seq2seq launch.ranks=8 data.sequence_length=1024"),
+    ("t5_3b", "24GB", "model.task=seq2seq optim=adafactor launch.ranks=1 data.sequence_length=512"),
+    ("mistral_7b", "80GB", "launch.ranks=1 data.sequence_length=2048"),
+    ("mistral_7b", "40GB", "launch.ranks=4 data.sequence_length=4096"),
+    ("mistral_7b", "80GB", "launch.ranks=2 data.sequence_length=8192 shard.activation_checkpointing=true"),
+    ("mistral_7b", "24GB", "launch.ranks=8 data.sequence_length=2048 train.micro_batch_size=4 "
+     "train.global_batch_size=32"),
+    ("mistral_7b", "80GB", "shard=ddp launch.ranks=8 data.sequence_length=1024"),
+    ("mistral_7b", "40GB", "shard=fsdp1 launch.ranks=4 data.sequence_length=2048"),
+    ("mistral_7b", "48GB", "model.dtype=bfloat16 launch.ranks=1 data.sequence_length=2048"),
+    ("llama_8b", "80GB", "launch.ranks=2 data.sequence_length=2048"),
+    ("llama_8b", "80GB", "launch.ranks=8 data.sequence_length=8192 train.micro_batch_size=4 "
+     "train.global_batch_size=32"),
+    ("llama_8b", "40GB", "launch.ranks=4 data.sequence_length=4096"),
+    ("llama_8b", "24GB", "launch.ranks=8 data.sequence_length=2048"),
+    ("llama_8b", "24GB", "adapter=lora launch.ranks=1 data.sequence_length=2048"),
+    ("llama_8b", "80GB", "objective=dpo launch.ranks=4 data.sequence_length=4096"),
+    ("llama_8b", "80GB", "objective=dpo objective.reference=sharded launch.ranks=4 data.sequence_length=2048 "
+     "shard.activation_checkpointing=selective"),
+    ("llama_8b", "80GB", "optim=sgd launch.ranks=1 data.sequence_length=4096"),
+    ("llama_8b", "48GB", "launch.ranks=16 data.sequence_length=8192 train.micro_batch_size=2 "
+     "train.global_batch_size=64 shard.replicas=4"),
+    ("llama_8b", "40GB", "launch.ranks=8 data.sequence_length=8192 shard.reshard_after_forward=false"),
+    ("llama_70b", "80GB", "launch.ranks=8 data.sequence_length=2048"),
+    ("llama_70b", "80GB", "launch.ranks=16 data.sequence_length=4096 train.global_batch_size=16"),
+    ("llama_70b", "40GB", "launch.ranks=64 data.sequence_length=4096 train.global_batch_size=64"),
+    ("mixtral_8x7b", "80GB", "launch.ranks=8 data.sequence_length=2048"),
+    ("mixtral_8x7b", "80GB", "launch.ranks=16 data.sequence_length=4096 train.global_batch_size=16"),
+    ("qwen3_30b", "80GB", "launch.ranks=4 data.sequence_length=2048"),
+    ("qwen3_30b", "40GB", "launch.ranks=16 data.sequence_length=2048 train.global_batch_size=16"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def planners() -> dict[str, Planner]:
+    """What plans of a model have in common serves all cases of it."""
+    return {name: Planner(config) for name, config in MODELS.items()}
+
+
+def composed(arguments: Sequence[str]) -> PlanConfig:
+    """The config of `plan`, from its command line."""
+    (job,) = compose_jobs(PlanConfig, ["model.path=unused", *arguments], "plan")
+    return job.config
+
+
+def with_overrides(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """A command line with `overrides`, in the place of those of the same name."""
+    names = {override.partition("=")[0] for override in overrides}
+    return [*(argument for argument in arguments if argument.partition("=")[0] not in names), *overrides]
+
+
+def run_of(config: PlanConfig) -> PlannedRun:
+    sections = (config.model, config.shard, config.train, config.optim)
+    length = config.data.sequence_length or 2048
+    return PlannedRun(*sections, length, config.launch.num_ranks, config.adapter, objective=config.objective)
+
+
+@pytest.mark.parametrize(("model", "memory", "typed"), CASES, ids=[f"{m}-{g}-{n}" for n, (m, g, _) in enumerate(CASES)])
+def test_what_is_advised_fits(planners: dict[str, Planner], model: str, memory: str, typed: str) -> None:
+    planner, arguments, memory_bytes = planners[model], typed.split(), parse_size(memory, "memory")
+    config = composed(arguments)
+    assert planner.plan(run_of(config)).fits(memory_bytes) is False
+    found = advise(planner, run_of(config), memory_bytes, chosen_settings(config))
+    assert found
+    for fits in found:
+        changed = run_of(composed(with_overrides(arguments, fits.candidate.overrides)))
+        planner.check(changed)  # as finetune does
+        assert changed == fits.candidate.run
+        plan = planner.plan(changed)
+        assert plan.fits(memory_bytes) is True
+        assert plan.peak_bytes == fits.peak_bytes
+    check_order(found, arguments)
+
+
+def check_order(found: Sequence[Fitting], arguments: Sequence[str]) -> None:
+    """What trains the same comes first; what the user typed is changed only where it is said."""
+    trains_other = [bool(fits.candidate.trains) for fits in found]
+    assert trains_other == sorted(trains_other)
+    for kind in (False, True):
+        costs = [fits.candidate.cost for fits in found if bool(fits.candidate.trains) is kind]
+        assert costs == sorted(costs)
+    typed = {argument.partition("=")[0] for argument in arguments}
+    for fits in found:
+        replaced = typed & {override.partition("=")[0] for override in fits.candidate.overrides}
+        assert replaced <= set(fits.candidate.replaced)
+
+
+def test_facts_of_earlier_plans_change_no_plan(planners: dict[str, Planner]) -> None:
+    planner, fresh = planners["gpt2_xl"], Planner(MODELS["gpt2_xl"])
+    run = run_of(composed(["launch.ranks=2", "data.sequence_length=256"]))
+    for shard in (Fsdp2Config(cpu_offload=True), Fsdp2Config(activation_checkpointing=True), Fsdp1Config()):
+        changed = replace(run, shard=shard)
+        assert planner.plan(changed).per_rank == fresh.plan(changed).per_rank
+        assert Planner(MODELS["gpt2_xl"]).plan(changed).per_rank == fresh.plan(changed).per_rank
+
+
+def test_what_the_user_chose_stays_if_anything_fits_with_it() -> None:
+    planner = Planner(llama_config(layers=6))
+    typed = ["train.micro_batch_size=4", "train.global_batch_size=8", "launch.ranks=2"]
+    run = run_of(composed(typed))
+    peak = planner.plan(run).peak_bytes or 0
+    found = advise(planner, run, int(peak * 0.9), {"train.micro_batch_size", "launch.ranks"})
+    assert found
+    assert not [fits for fits in found if fits.candidate.replaced]
+    free = advise(planner, run, int(peak * 0.9))
+    assert ("train.micro_batch_size=2",) in [fits.candidate.overrides for fits in free]
+
+
+def test_more_ranks_get_a_batch_that_they_can_divide_and_it_is_said() -> None:
+    planner = Planner(llama_config(layers=6))
+    run = run_of(composed(["launch.ranks=8"]))
+    found = advise(planner, replace(run, num_ranks=16), 10**9)
+    assert (found[0].candidate.overrides, found[0].candidate.trains) == (
+        ("train.global_batch_size=16",),
+        ("a larger global batch",),
+    )
+
+
+def test_a_time_that_is_known_sorts_what_fits() -> None:
+    def seconds(run: PlannedRun, plan: MemoryPlan) -> float:
+        return 1.0 if run.shard.cpu_offload else 2.0
+
+    config = llama_config(layers=6)
+    run = run_of(composed(["launch.ranks=2", "train.micro_batch_size=4"]))
+    peak = Planner(config).plan(run).peak_bytes or 0
+    found = advise(Planner(config, seconds=seconds), run, int(peak * 0.8))
+    same = [fits.seconds for fits in found if not fits.candidate.trains]
+    assert same == sorted(same, key=lambda value: value or 0.0)
+    assert None not in same
+
+
+# Runs on the ranks of this machine: what they change of a plain run with 2 ranks, and the advice that is tried.
+BIG = llama_config(layers=6)
+BIG.hidden_size, BIG.intermediate_size, BIG.head_dim, BIG.vocab_size = 192, 512, 64, 1000
+REAL: list[tuple[str, dict[str, Any], float]] = [
+    ("shard.activation_checkpointing=true", {"length": 256}, 0.7),
+    ("shard.activation_checkpointing=selective", {"length": 512}, 0.9),
+    ("train.micro_batch_size=1", {"train": TrainConfig(global_batch_size=8, micro_batch_size=4), "length": 256}, 0.6),
+    ("launch.ranks=4", {"length": 16}, 0.75),
+    ("shard=fsdp2", {"shard": DdpConfig(), "length": 16}, 0.8),
+    ("optim=adafactor", {"length": 16}, 0.8),
+    ("model.dtype=bfloat16", {"length": 16}, 0.75),
+    ("adapter=lora", {"length": 16}, 0.75),
+    ("shard.activation_checkpointing=true", {"shard": Fsdp1Config(), "length": 256}, 0.75),
+    ("shard.activation_checkpointing=true", {"objective": OBJECTIVES["orpo"](), "length": 128}, 0.75),
+]
+
+
+@pytest.mark.parametrize(("override", "settings", "share"), REAL, ids=[f"{n}-{o}" for n, (o, _, _) in enumerate(REAL)])
+def test_advice_holds_on_real_ranks(override: str, settings: dict[str, Any], share: float) -> None:
+    """With a limit between both peaks, the run is above it before, and below it with what is advised.
+
+    The limit is far enough from both that an error of a plan of 15 % makes no difference.
+    """
+    given = dict(settings)
+    length, train = given.pop("length"), given.pop("train", TrainConfig(global_batch_size=8))
+    shard = given.pop("shard", Fsdp2Config())
+    run = PlannedRun(ModelConfig(path="x"), shard, train, AdamWConfig(), length, 2, **given)
+    planner = Planner(BIG, on_gpu=False)
+    before = max(rank.peak for rank in measure_run(BIG, run))
+    limit = int(before * share)
+    chosen = {"launch.ranks"} - {override.partition("=")[0]}
+    found = {" ".join(f.candidate.overrides): f for f in advise(planner, run, limit, chosen)}
+    assert override in found, list(found)
+    after = max(rank.peak for rank in measure_run(BIG, found[override].candidate.run))
+    assert after <= limit < before
+
+
+def test_the_command_says_what_fits_and_ends_with_1(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    BIG.save_pretrained(model)
+    typed = [f"model.path={model}", "data.sequence_length=128", "train.micro_batch_size=8", "device.memory=60MB"]
+    ended = run_recipe("plan", tmp_path / "run", *typed)
+    assert ended.status == 1
+    assert ended.err.count("error: ") == 1
+    assert "more than device.memory=60MB" in ended.err
+    result = ended.result
+    assert (result["fits"], bool(result["advice"])) == (False, True)
+    for advice in result["advice"]:
+        assert " ".join(advice["overrides"]) in ended.out
+        again = run_recipe("plan", tmp_path / "again", *with_overrides(typed, advice["overrides"]))
+        assert (again.status, again.result["fits"]) == (0, True), again.err
+        assert again.result["peak_bytes"] == advice["peak_bytes"]
+
+
+def test_where_nothing_fits_that_is_one_sentence_and_1(tmp_path: Path) -> None:
+    llama_config().save_pretrained(tmp_path / "model")
+    typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "device.memory=1kB"]
+    ended = run_recipe("plan", tmp_path / "run", *typed)
+    assert (ended.status, ended.err.count("\n")) == (1, 1)
+    assert ended.err.rstrip().endswith("no settings were found that fit.")
+    assert ended.result["advice"] == []
+    searched = run_recipe("plan", tmp_path / "searched", *typed, "search=true", "launch.ranks=1:4")
+    assert (searched.status, "Nothing fits in device.memory=1kB" in searched.err) == (1, True)
+    assert not (tmp_path / "searched" / "search.png").exists()
+
+
+def test_a_search_finds_the_fewest_ranks_and_draws_the_front(tmp_path: Path) -> None:
+    BIG.save_pretrained(tmp_path / "model")
+    typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=64", "search=true", "launch.ranks=1:8"]
+    planner = Planner(BIG)
+    whole = run_of(composed(["data.sequence_length=64", "shard.activation_checkpointing=true"]))
+    memory = (planner.plan(replace(whole, num_ranks=4)).peak_bytes or 0) + 1000
+    ended = run_recipe("plan", tmp_path / "run", *typed, f"device.memory={memory}", "launch.device=cpu")
+    assert ended.status == 0, ended.err
+    result = ended.result
+    assert (result["fits"], result["cheapest"]["num_ranks"]) == (True, 4)
+    assert {row["num_ranks"] for row in result["front"]} <= {4, 8}
+    for row in result["front"]:
+        worse = [
+            other
+            for other in result["front"]
+            if other is not row
+            and all(other[name] <= row[name] for name in ("num_ranks", "peak_bytes", "relative_time"))
+        ]
+        assert not worse
+        assert row["peak_bytes"] <= memory
+    assert (tmp_path / "run" / "search.png").read_bytes().startswith(b"\x89PNG")
+    assert "from 4 ranks on" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["launch.ranks=1:64"], "launch.ranks=1:64 is a range, which only search=true takes"),
+        (["launch.ranks=5:7", "search=true", "device.memory=1GB"], "has no power of two in it"),
+        (["launch.ranks=many"], "launch.ranks=many is neither a number of ranks nor a range"),
+        (["search=true"], "add device.memory=SIZE"),
+        (["search=true", "device.memory=1GB", "dispatch.device_map=auto"], "is for one plan"),
+    ],
+)
+def test_ranges_are_for_a_search(typed: list[str], says: str, tmp_path: Path) -> None:
+    ended = run_recipe("plan", tmp_path / "run", "model.path=x", *typed)
+    assert (ended.status, says in ended.err) == (2, True), ended.err
+
+
+def test_elsewhere_a_range_of_ranks_is_refused(tmp_path: Path) -> None:
+    ended = run_recipe("finetune", tmp_path / "run", "model.path=x", "data.path=y", "launch.ranks=1:64")
+    assert (ended.status, "a range is for `fsdp-shard plan search=true`" in ended.err) == (2, True)
