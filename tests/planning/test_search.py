@@ -200,18 +200,19 @@ def test_a_time_that_is_known_sorts_what_fits() -> None:
 
 # Runs on the ranks of this machine: what they change of a plain run with 2 ranks, and the advice that is tried.
 BIG = llama_config(layers=6)
-BIG.hidden_size, BIG.intermediate_size, BIG.head_dim, BIG.vocab_size = 192, 512, 64, 1000
+BIG.hidden_size, BIG.intermediate_size, BIG.head_dim = 192, 512, 64
+FOUR: dict[str, Any] = {"train": TrainConfig(global_batch_size=8, micro_batch_size=4)}
 REAL: list[tuple[str, dict[str, Any], float]] = [
-    ("shard.activation_checkpointing=true", {"length": 256}, 0.7),
-    ("shard.activation_checkpointing=selective", {"length": 512}, 0.9),
-    ("train.micro_batch_size=1", {"train": TrainConfig(global_batch_size=8, micro_batch_size=4), "length": 256}, 0.6),
-    ("launch.ranks=4", {"length": 16}, 0.75),
-    ("shard=fsdp2", {"shard": DdpConfig(), "length": 16}, 0.8),
-    ("optim=adafactor", {"length": 16}, 0.8),
+    ("shard.activation_checkpointing=true", {**FOUR, "length": 256}, 0.58),
+    ("shard.activation_checkpointing=selective", {**FOUR, "length": 512}, 0.78),
+    ("train.micro_batch_size=1", {**FOUR, "length": 256}, 0.6),
+    ("launch.ranks=4", {"length": 16}, 0.72),
+    ("shard=fsdp2", {"shard": DdpConfig(), "length": 16}, 0.7),
+    ("optim=adafactor", {"length": 16}, 0.75),
     ("model.dtype=bfloat16", {"length": 16}, 0.75),
-    ("adapter=lora", {"length": 16}, 0.75),
-    ("shard.activation_checkpointing=true", {"shard": Fsdp1Config(), "length": 256}, 0.75),
-    ("shard.activation_checkpointing=true", {"objective": OBJECTIVES["orpo"](), "length": 128}, 0.75),
+    ("adapter=lora", {"length": 16}, 0.55),
+    ("shard.activation_checkpointing=true", {**FOUR, "shard": Fsdp1Config(), "length": 256}, 0.58),
+    ("shard.activation_checkpointing=true", {"objective": OBJECTIVES["orpo"](), "length": 256}, 0.72),
 ]
 
 
@@ -228,7 +229,7 @@ def test_advice_holds_on_real_ranks(override: str, settings: dict[str, Any], sha
     planner = Planner(BIG, on_gpu=False)
     before = max(rank.peak for rank in measure_run(BIG, run))
     limit = int(before * share)
-    chosen = {"launch.ranks"} - {override.partition("=")[0]}
+    chosen = {"launch.ranks", "train.micro_batch_size"} - {override.partition("=")[0]}
     found = {" ".join(f.candidate.overrides): f for f in advise(planner, run, limit, chosen)}
     assert override in found, list(found)
     after = max(rank.peak for rank in measure_run(BIG, found[override].candidate.run))
