@@ -19,6 +19,7 @@ _MAX_CANDIDATES = 50_000
 _BATCH = "train.global_batch_size"
 _LARGER_BATCH = 30.0  # its cost
 
+_DIVIDED = "shard.tensor_parallel"
 _Choice = tuple[int, ...]
 
 
@@ -78,14 +79,13 @@ def advise(
     """
     savers = memory_savers(run, given, num_nodes)
     search = _Search(planner, run, memory_bytes, given)
-    kept = {*given, *fixed}
-    same = search.first(savers, kept, trains_other=False) or search.first(savers, fixed, trains_other=False)
+    # Divided layers cost most of all to plan, so they come in where nothing fits without them.
+    attempts = ({*given, *fixed, _DIVIDED}, {*given, *fixed}, set(fixed))
+    same = next(filter(None, (search.first(savers, kept, trains_other=False) for kept in attempts)), [])
     if not trains_other:
         return same
-    other = search.first(savers, kept, trains_other=True, but=same)
-    if not same and not other:
-        other = search.first(savers, fixed, trains_other=True)
-    return [*same, *other]
+    others = (search.first(savers, kept, trains_other=True, but=same) for kept in attempts[: 1 if same else None])
+    return [*same, *next(filter(None, others), [])]
 
 
 def fitting(planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str], limit: int) -> list[Fitting]:
