@@ -11,6 +11,7 @@ def main(config: fs.PlanConfig) -> None:
     if plan.model.step is None and config.kept_run_dir is not None:  # nothing is written into the directory of a run
         fs.write_config(config)
         fs.write_result(config.kept_run_dir, plan.figures)
+        plan.draw(config.kept_run_dir)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,11 @@ class PlannedDispatchConfig(DispatchConfig):
 class PlanSettings:
     """The settings of `fsdp-shard plan` besides `model`, `shard`, `train`, `optim` and `launch`."""
 
+    run: str | None = setting(
+        None,
+        "Directory of a run of finetune: plan its settings, and compare with what it measured. `fsdp-shard plan RUN` "
+        "does so too. Nothing is written into it.",
+    )
     device: DeviceConfig = field(default_factory=DeviceConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
     checkpoint: PlanSavingConfig = field(default_factory=PlanSavingConfig)

@@ -12,20 +12,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_shard.checkpoint import CHECKPOINTS, Location, Store
 from fsdp_shard.distributed import LaunchConfig
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig, check_model_config
 from fsdp_shard.planning.config import DeviceConfig, PlanDataConfig, PlanSavingConfig
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
+from fsdp_shard.utils import say
 
 if TYPE_CHECKING:
     from fsdp_shard.inference import DispatchConfig
-    from fsdp_shard.planning.memory import PlannedRun
+    from fsdp_shard.planning.measured.measured_run import MeasuredRun
+    from fsdp_shard.planning.memory import MemoryPlan, PlannedRun
 
 
 class PlannedSettings(Protocol):
     """The config of a plan, as far as planning uses it."""
 
     run_dir: str
+    run: str | None
     launch: LaunchConfig
     model: ModelConfig
     data: PlanDataConfig
@@ -60,11 +64,22 @@ class RunPlan:
         model: Its model.
         text: The plan for people.
         figures: Those of result.json.
+        memory: The memory of each rank.
+        memory_bytes: The memory of a device, if known.
     """
 
     model: PlannedModel
     text: str
     figures: Mapping[str, Any]
+    memory: MemoryPlan
+    memory_bytes: int | None
+
+    def draw(self, directory: str | Path) -> None:
+        """Leave the pictures of the plan in `directory`: plan.html, and timeline.png if matplotlib is installed."""
+        from fsdp_shard.planning.pictures.plan_page import PAGE, write_pictures
+
+        problem = write_pictures(self.memory, self.memory_bytes, Path(directory), str(self.model.source))
+        say(f"\nPictures: {Path(directory) / PAGE}. {problem or ''}".rstrip())
 
 
 def check_plan(config: PlannedSettings) -> None:
@@ -73,6 +88,11 @@ def check_plan(config: PlannedSettings) -> None:
     Example:
         >>> fs.check_plan(config)  # doctest: +SKIP
     """
+    if config.run is not None and Path(config.run_dir).resolve() == Path(config.run).resolve():
+        raise ConfigError(
+            f"run_dir={config.run_dir} is the run that is compared, and nothing is written into it; give another "
+            f"run_dir."
+        )
     config.adapter.check_installed()
     config.optim.check_installed()
     source = planned_model(config).source
@@ -99,11 +119,13 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     """
     from fsdp_shard.distributed import uses_gpus
     from fsdp_shard.models import check_model_task, context_of
+    from fsdp_shard.planning.measured.comparison_with_run import compare, comparison_figures, comparison_text
     from fsdp_shard.planning.memory import PlannedRun, plan_memory
     from fsdp_shard.planning.report import figures, plan_report
     from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
+    measured = None if config.run is None else _measured(config)
     model_config = origin_config(config.model, model.source)
     check_model_task(model_config, config.model.task)
     context = context_of(model_config, trusted)
@@ -111,6 +133,8 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     saving, memory_bytes = config.checkpoint.asynchronous, config.device.memory_bytes
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     on_gpu, packs = uses_gpus(config.launch), config.data.packing
+    if measured is not None:
+        num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
     run = PlannedRun(*sections, saving, config.objective, on_gpu=on_gpu, is_packed=packs)
     plan = plan_memory(model_config, run)
     dispatch_text, dispatched = _plan_dispatch(config, model, length)
@@ -118,7 +142,22 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
-    return RunPlan(model, text, figures(plan, memory_bytes) | dispatched | {"sequence_length": length})
+    found = figures(plan, memory_bytes) | dispatched | {"sequence_length": length}
+    if measured is not None:
+        rows = compare(plan, measured)
+        text += f"\n\n{comparison_text(rows, plan, measured, found)}"
+        found["measured"] = comparison_figures(rows, measured)
+    return RunPlan(model, text, found, plan, memory_bytes)
+
+
+def _measured(config: PlannedSettings) -> MeasuredRun:
+    """What `run` has measured; its length of sequences becomes that of the plan."""
+    from fsdp_shard.planning.measured.measured_run import read_measured
+
+    measured = read_measured(Path(config.run or "").expanduser())
+    if config.data.sequence_length is None:
+        config.data.sequence_length = measured.sequence_length
+    return measured
 
 
 def _objective_line(run: PlannedRun) -> str:
