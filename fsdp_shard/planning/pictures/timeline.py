@@ -28,7 +28,7 @@ COLORS: Mapping[str, str] = {
 }
 _SPARE_COLORS = ("#6b7a8f", "#a1887f", "#4f6d7a", "#9e9d24")
 _INK = "#333333"
-_LEAST_SHARE = 0.06  # of the width, for each phase, so that its name can be read
+_LEAST_SHARE = 0.08  # of the width, for each phase, so that its name can be read
 _FAR = 3  # a limit that is this much above the peak is not in the picture
 
 
