@@ -136,7 +136,7 @@ def test_ticks_are_round_and_few() -> None:
 def test_names_are_text() -> None:
     found = plan(num_ranks=2)
     assert found.shards is not None
-    units = tuple(unit._replace(fqn=_HOSTILE) if unit.fqn else unit for unit in found.shards.units)
+    units = tuple(replace(unit, fqn=_HOSTILE) if unit.fqn else unit for unit in found.shards.units)
     hostile = replace(found, shards=replace(found.shards, units=units))
     page = _page(hostile, name=_HOSTILE)
     assert "script" not in {tag for tag, _ in page.elements}
