@@ -27,11 +27,10 @@ def split_run(arguments: Sequence[str], schema: type[RunConfig]) -> tuple[str | 
     if "run" not in {field.name for field in dataclasses.fields(schema)}:
         return None, list(arguments)
     rest = list(arguments)
-    first = next((n for n, argument in enumerate(rest) if not argument.startswith("-")), None)
-    if first is not None and (Path(rest[first]).is_dir() or "=" not in rest[first]):
-        if Path(rest[first]).suffix in (".yaml", ".yml"):
+    if rest and not rest[0].startswith("-") and (Path(rest[0]).is_dir() or "=" not in rest[0]):
+        if Path(rest[0]).suffix in (".yaml", ".yml"):
             return None, rest
-        rest[first] = f"run={rest[first]}"
+        rest[0] = f"run={rest[0]}"
     given = [argument.removeprefix("run=") for argument in rest if argument.startswith("run=")]
     if not given or given[-1] == "null":
         return None, rest
