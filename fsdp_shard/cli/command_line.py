@@ -24,6 +24,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   evaluate [name=value ...]     perplexity, tasks of lm-eval, classes, answers, speed
   generate [name=value ...]     generate text from a checkpoint, on GPUs, CPU and disk
   plan [name=value ...]         estimate the memory that each rank will need, from the config alone
+  plan RUN                      plan a run of finetune, and compare with what it measured
   doctor [name=value ...]       dry run: report the problems that finetune would hit
 
   inspect PATH                  show what is in a checkpoint of any format

@@ -27,6 +27,7 @@ from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import close_to_flag, composition_error, unknown_setting
 from fsdp_shard.config.own_file import CONFIG_NAME, register_own_file, split_own_file
 from fsdp_shard.config.reference import settings_of
+from fsdp_shard.config.run_to_plan import register_run, split_run
 from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import check, set_environment, shipped, write_atomically
@@ -73,11 +74,16 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
         ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
     """
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
+    run, arguments = split_run(arguments, schema)
     own_file, arguments = split_own_file(arguments)
+    if run is not None and own_file is not None:
+        raise ConfigError(f"{own_file} and run={run} both have settings; give one of them.")
     quoted = quote_text(arguments, settings_of(schema), is_sweep=is_sweep)
     try:
         if own_file is not None:
             register_own_file(own_file, schema)
+        if run is not None:
+            own_file = register_run(run, schema)
         composed = _compose(schema, quoted, program, command_of(schema) if own_file is None else CONFIG_NAME)
     except (ConfigError, BrokenPipeError):
         raise

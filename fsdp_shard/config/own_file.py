@@ -36,7 +36,7 @@ def register_own_file(file: str, schema: type) -> None:
     Raises:
         ConfigError: The file cannot be read, is not a mapping in YAML, or is the config of another command.
     """
-    content, command = _read(file), command_of(schema)
+    content, command = read_settings(file), command_of(schema)
     defaults = content.pop("defaults", [])
     if not isinstance(defaults, list):
         raise ConfigError(f"{file}: defaults is not a list of configs, such as `- override /adapter: lora`.")
@@ -60,7 +60,12 @@ def register_own_file(file: str, schema: type) -> None:
     ConfigStore.instance().store(name=CONFIG_NAME, node=node)
 
 
-def _read(file: str) -> dict[str, Any]:
+def read_settings(file: str) -> dict[str, Any]:
+    """The settings in a YAML file, by name.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not a mapping in YAML.
+    """
     try:
         content = OmegaConf.load(Path(file).expanduser())
     except FileNotFoundError:

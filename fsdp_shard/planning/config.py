@@ -95,6 +95,11 @@ class PlanSettings:
         "Search the fewest GPUs that fit device.memory, of the numbers in launch.ranks, and the settings with which "
         "memory and time are in balance: as a table, and with run_dir as search.png (needs matplotlib).",
     )
+    run: str | None = setting(
+        None,
+        "Directory of a run of finetune: plan its settings, and compare with what it measured. `fsdp-shard plan RUN` "
+        "does so too. Nothing is written into it.",
+    )
     device: DeviceConfig = field(default_factory=DeviceConfig)
     launch: PlannedLaunchConfig = field(default_factory=PlannedLaunchConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)

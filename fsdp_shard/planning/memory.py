@@ -22,6 +22,7 @@ from fsdp_shard.planning.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
 from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
 from fsdp_shard.planning.optimizer import exchange_bytes, step_bytes, whole_update_bytes
+from fsdp_shard.planning.pictures.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.planning.step_schedule import (
     ACTIVATIONS,
     BUFFERS,
@@ -204,6 +205,8 @@ class MemoryPlan:
         problem: Why the activations could not be measured, if so.
         tree: The table of units, with `shard.explain`.
         overhead: Bytes by term that a GPU holds besides tensors; none on CPUs.
+        shards: The shards of each unit; None in a plan that was made without.
+        tensor_ranks: Number of neighboring ranks that have the same rows.
     """
 
     model_class: str
@@ -214,6 +217,19 @@ class MemoryPlan:
     problem: str | None = None
     tree: tuple[str, ...] = ()
     overhead: Mapping[str, int] = field(default_factory=dict)
+    shards: UnitShards | None = None
+    tensor_ranks: int = 1
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank with the highest peak; where there is none, that with the most state."""
+        return max(self.per_rank, key=lambda rank: (rank.peak_bytes or 0, rank.state_bytes))
+
+    def units_of(self, rank: int) -> tuple[UnitHolding, ...]:
+        """What a rank holds of each unit for the whole run."""
+        if self.shards is None:
+            return ()
+        return self.shards.held(rank // self.tensor_ranks % len(self.shards.local_shapes))
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -273,7 +289,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
     part = facts.of("part", (*of_model, of_parameters(run.shard)), lambda: _part_of_rank(config, run, units, model))
     of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
-    states = facts.of("state", of_state, lambda: _states(part, run))
+    shards = facts.of("shards", of_state, lambda: _unit_shards(part, run))
+    states = facts.of("state", of_state, lambda: _states(shards, part, run))
     schedule, problem = plan_step(config, part, run, facts)
     by_phase: dict[str, list[Moment]] = {}
     for moment in schedule:
@@ -288,7 +305,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree
-    return MemoryPlan(type(model).__name__, *sizes, overhead=_overhead(part, run, per_rank))
+    return MemoryPlan(type(model).__name__, *sizes, _overhead(part, run, per_rank), shards, run.shard.tensor_parallel)
 
 
 def planned_model(
@@ -418,27 +435,46 @@ def _local_shapes(
     return [held | of_experts[index // shard.expert_parallel] for index, held in enumerate(of_dense)]
 
 
-def _states(part: _Part, run: PlannedRun) -> list[_State]:
-    """The state of each shard; equal shards are computed once."""
+def _unit_shards(part: _Part, run: PlannedRun) -> UnitShards:
+    """The parameters of each shard of a replica, and which of them have gradients and are updated."""
     model, units = part.model, part.units
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    dtypes = {name: param.dtype for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
-    padding = getattr(torch, run.model.dtype)
     local_shapes = _local_shapes(part, shapes, run)
-    owned_by_rank: Sequence[Sequence[str]] = [()] * run.num_shards
-    updates: dict[str, int] = {}
+    owned: Sequence[Sequence[str]] | None = None
     if run.optim.needs_full_params:
-        owned_by_rank = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
-        updates = _whole_updates(run.optim, trained, shapes, dtypes)
-
-    def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
-        return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
-
+        owned = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
     with_gradient = [name for name in local_shapes[0] if name in trained]
     if run.shard.flattens_units and run.num_shards > 1:  # one gradient of a unit, of its frozen parameters too
         flat = [(number, unit) for number, unit in enumerate(units) if any(name in trained for name in unit.parameters)]
         with_gradient = [name for number, unit in flat for name in (*unit.parameters, f"(padding of unit {number})")]
+    return UnitShards(
+        units,
+        local_shapes,
+        shapes,
+        {name: param.dtype for name, param in model.named_parameters()},
+        padding_dtype=getattr(torch, run.model.dtype),
+        with_gradient=frozenset(with_gradient),
+        trained=frozenset(trained),
+        owned=owned,
+        optim=run.optim,
+        flattens_units=run.shard.flattens_units,
+        has_average=run.train.ema_decay is not None,
+    )
+
+
+def _states(shards: UnitShards, part: _Part, run: PlannedRun) -> list[_State]:
+    """The state of each shard; equal shards are computed once."""
+    shapes, dtypes, trained, padding = shards.shapes, shards.dtypes, shards.trained, shards.padding_dtype
+    local_shapes, owned_by_rank = shards.local_shapes, shards.owned or [()] * run.num_shards
+    updates: dict[str, int] = {}
+    if run.optim.needs_full_params:
+        in_order = [name for name, param in part.model.named_parameters() if param.requires_grad]
+        updates = _whole_updates(run.optim, in_order, shapes, dtypes)
+
+    def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
+        return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
+
     contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
     known: dict[tuple[object, ...], _State] = {}
     states = []
@@ -447,7 +483,7 @@ def _states(part: _Part, run: PlannedRun) -> list[_State]:
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
         if (key := (content, tuple(owned))) not in known:
             own = {name: shape for name, shape in local.items() if name in trained}
-            gradients = {name: local[name] for name in with_gradient}
+            gradients = {name: shape for name, shape in local.items() if name in shards.with_gradient}
             # Under FSDP1 a part without elements has no gradient.
             has_gradient = {name: shape for name, shape in own.items() if prod(shape) or not run.shard.flattens_units}
             updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else has_gradient

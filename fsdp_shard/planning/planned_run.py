@@ -18,12 +18,13 @@ from fsdp_shard.planning.config import PlanDataConfig, PlannedLaunchConfig, Plan
 from fsdp_shard.planning.devices import DeviceConfig, Hardware, check_device, hardware_of
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
-from fsdp_shard.utils import format_size, only_errors_of, require_package, walk
+from fsdp_shard.utils import format_size, only_errors_of, require_package, say, walk
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from fsdp_shard.inference import DispatchConfig
+    from fsdp_shard.planning.measured.measured_run import MeasuredRun
     from fsdp_shard.planning.memory import MemoryPlan, PlannedRun
     from fsdp_shard.planning.search.pareto_front import Front
     from fsdp_shard.planning.search.planner import Planner
@@ -50,6 +51,7 @@ class PlannedSettings(Protocol):
 
     run_dir: str
     given: frozenset[str]
+    run: str | None
     search: bool
     launch: PlannedLaunchConfig
     model: ModelConfig
@@ -91,6 +93,8 @@ class RunPlan:
         figures: Those of result.json.
         misfit: Why it does not fit in `device.memory`, in a sentence; None if it does, or if that is not known.
         front: What a search found.
+        memory: The memory of each rank.
+        memory_bytes: The memory of a device, if known.
     """
 
     model: PlannedModel
@@ -98,13 +102,20 @@ class RunPlan:
     figures: Mapping[str, Any]
     misfit: str | None = None
     front: Front | None = None
+    memory: MemoryPlan | None = None
+    memory_bytes: int | None = None
 
     def draw(self, directory: str | Path) -> None:
-        """Leave the picture of a search, if this is one that found something, in `directory`."""
+        """Leave pictures in `directory`: plan.html, and timeline.png if matplotlib is installed; search.png of a search."""
         if self.front is not None and self.front.points:
             from fsdp_shard.planning.search.front_plot import PICTURE, plot_front
 
             plot_front(self.front, Path(directory) / PICTURE)
+        if self.memory is not None:
+            from fsdp_shard.planning.pictures.plan_page import PAGE, write_pictures
+
+            problem = write_pictures(self.memory, self.memory_bytes, Path(directory), str(self.model.source))
+            say(f"\nPictures: {Path(directory) / PAGE}. {problem or ''}".rstrip())
 
     def require_fit(self) -> None:
         """Raise RunError if the run does not fit in `device.memory`."""
@@ -118,6 +129,11 @@ def check_plan(config: PlannedSettings) -> None:
     Example:
         >>> fs.check_plan(config)  # doctest: +SKIP
     """
+    if config.run is not None and Path(config.run_dir).resolve() == Path(config.run).resolve():
+        raise ConfigError(
+            f"run_dir={config.run_dir} is the run that is compared, and nothing is written into it; give another "
+            f"run_dir."
+        )
     config.adapter.check_installed()
     config.optim.check_installed()
     if config.search and config.kept_run_dir is not None:
@@ -145,17 +161,22 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         8437268480
     """
     from fsdp_shard.models import check_model_task, context_of
+    from fsdp_shard.planning.measured.comparison_with_run import compare, comparison_figures, comparison_text
     from fsdp_shard.planning.memory import PlannedRun
     from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
+    measured = None if config.run is None else _measured(config)
     with only_errors_of("transformers"):  # kernels that are missing on this machine say nothing of the planned one
         model_config = origin_config(config.model, model.source)
         context = context_of(model_config, trusted)
     check_model_task(model_config, config.model.task)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    on_gpu, packs = plans_gpus(config), config.data.packing
+    on_gpu, packs = _plans_gpus(config), config.data.packing
+    if measured is not None:
+        num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
+    sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     run = PlannedRun(*sections, config.checkpoint.asynchronous, config.objective, on_gpu=on_gpu, is_packed=packs)
     plan = _plan_search if config.search else _plan_one
     with only_errors_of("transformers"):
@@ -164,10 +185,16 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
-    return replace(found, text=text, figures={**found.figures, "sequence_length": length})
+    figures = {**found.figures, "sequence_length": length}
+    if measured is not None:
+        assert found.memory is not None, "a search of a run is refused"
+        rows = compare(found.memory, measured)
+        text += f"\n\n{comparison_text(rows, found.memory, measured, figures)}"
+        figures["measured"] = comparison_figures(rows, measured)
+    return replace(found, text=text, figures=figures)
 
 
-def plans_gpus(config: PlannedSettings) -> bool:
+def _plans_gpus(config: PlannedSettings) -> bool:
     """Whether the planned ranks have GPUs: those of this machine, or of a preset."""
     from fsdp_shard.distributed import uses_gpus
 
@@ -204,7 +231,8 @@ def _plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretra
         "step": step_figures(cost, hardware),
         **dispatched,
     }
-    return RunPlan(model, "\n".join(lines) + dispatch_text, all_figures, misfit)
+    text = "\n".join(lines) + dispatch_text
+    return RunPlan(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes)
 
 
 def _hardware(config: PlannedSettings) -> Hardware:
@@ -273,6 +301,16 @@ def _quantization_line(model: PlannedModel) -> str:
     if method is None:
         return ""
     return f"The weights are quantized ({method}); this is the plan of what convert dequantize=true makes of them.\n"
+
+
+def _measured(config: PlannedSettings) -> MeasuredRun:
+    """What `run` has measured; its length of sequences becomes that of the plan."""
+    from fsdp_shard.planning.measured.measured_run import read_measured
+
+    measured = read_measured(Path(config.run or "").expanduser())
+    if config.data.sequence_length is None:
+        config.data.sequence_length = measured.sequence_length
+    return measured
 
 
 def _objective_line(run: PlannedRun) -> str:

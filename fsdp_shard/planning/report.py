@@ -7,12 +7,14 @@ from typing import Any
 
 from fsdp_shard.models import Block
 from fsdp_shard.planning.memory import MemoryPlan, RankMemory
-from fsdp_shard.utils import format_number, format_size, format_table
+from fsdp_shard.utils import format_count, format_number, format_size, format_table, printable
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
 _NOT_COUNTED = (
     "Not counted: what is not a tensor of the run, such as Python, libraries, and buffers of the collectives."
 )
+_MAX_UNEVEN = 3  # that are named
+_UNEVEN_RATIO = 1.005
 _OPTIONAL = ("average", "reference")  # shown where a run has them
 
 
@@ -62,14 +64,38 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             *format_table(_block_rows(plan.blocks)),
             "",
             *([*plan.tree, ""] if plan.tree else ()),
-            *format_table(_rank_rows(plan.per_rank)),
+            *format_table(rank_rows(plan.per_rank)),
             "",
             *([staged] if staging else ()),
-            *_peak_lines(plan.per_rank),
-            *(_overhead_lines(plan.overhead) or [_NOT_COUNTED]),
-            _verdict(plan, memory_bytes),
+            *summary_lines(plan, memory_bytes),
         ]
     )
+
+
+def summary_lines(plan: MemoryPlan, memory_bytes: int | None) -> list[str]:
+    """The peak, what a GPU has besides, which shards are uneven, and whether it fits in `memory_bytes`."""
+    lines = [*_peak_lines(plan.per_rank), *(_overhead_lines(plan.overhead) or [_NOT_COUNTED]), *_uneven_lines(plan)]
+    return [*lines, _verdict(plan, memory_bytes)]
+
+
+def _uneven_lines(plan: MemoryPlan) -> list[str]:
+    """The units whose shards differ, those with the most bytes above the mean first."""
+    uneven = () if plan.shards is None else plan.shards.uneven()
+    if not uneven:
+        return []
+    found = [unit for unit in uneven if unit.ratio >= _UNEVEN_RATIO]
+    if not found:
+        return [f"Parameters of {format_count(len(uneven), 'unit')} are uneven over the ranks, by less than 0.5 %."]
+    groups = [list(group) for _, group in groupby(found, key=lambda unit: (unit.most_bytes, unit.mean_bytes))]
+    parts = []
+    for group in groups[:_MAX_UNEVEN]:
+        first, last = (printable(unit.fqn or "(root)") for unit in (group[0], group[-1]))
+        extra = format_size(group[0].most_bytes - group[0].mean_bytes)
+        name = first if len(group) == 1 else f"{first} ... {last}, each"
+        parts.append(f"{name} {group[0].ratio:.2f} x the mean ({extra} more)")
+    if others := len(uneven) - sum(map(len, groups[:_MAX_UNEVEN])):
+        parts.append(f"and less in {format_count(others, 'other unit')}")
+    return [f"Parameters are uneven over the ranks in: {', '.join(parts)}."]
 
 
 def _size(num_bytes: int | None) -> str:
@@ -87,8 +113,8 @@ def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
     return rows
 
 
-def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
-    """A row for each run of ranks with equal figures."""
+def rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
+    """The table by rank: its head, and a row for each run of ranks with equal figures."""
     present = {name for name in _OPTIONAL if any(getattr(rank, f"{name}_bytes") for rank in ranks)}
     columns = [column for column in _COLUMNS if column not in _OPTIONAL or column in present]
     rows = [["rank", *columns]]

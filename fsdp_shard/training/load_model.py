@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from fsdp_shard.training.model_origin import NewHead, classifier_entries, empty_
 from fsdp_shard.training.peft import initial_values, lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.qlora import QuantizedBase, quantize_base
-from fsdp_shard.utils import format_count, format_size, peak_resident_bytes
+from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, resident_bytes
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,18 @@ class LoadFigures:
         shard_bytes: The rank's shards of parameters and buffers.
         largest_block_bytes: The largest block.
         excess_bytes: The peak without shards and largest block: the program itself, and buffers.
+        before_bytes: Resident memory of this rank, not of the worst one, when nothing was loaded.
     """
 
     peak_memory_bytes: int
     shard_bytes: int
     largest_block_bytes: int
     excess_bytes: int
+    before_bytes: int = 0
+
+    def worst(self) -> dict[str, int]:
+        """The figures that are of the worst rank, by name."""
+        return {name: num for name, num in asdict(self).items() if name != "before_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +112,7 @@ class UnfilledModel:
     largest_block_bytes: int
     described: ModelDescription
     head: NewHead | None = None
+    before_bytes: int = 0
 
     def load(self, sharded: ShardedModel, seed: int) -> LoadedModel:
         """Read each rank's shards from the files; a collective.
@@ -133,7 +140,7 @@ class UnfilledModel:
             if adapter.principal is not None:
                 adapter.principal.fill(shards, names, self.index, seed, context)
             run_on_all(context, lambda: initial_values.fill_magnitudes(adapter.magnitudes, shards, names, self.index))
-        figures = _figures(shards, self.largest_block_bytes, context)
+        figures = replace(_figures(shards, self.largest_block_bytes, context), before_bytes=self.before_bytes)
         return LoadedModel(**vars(self.described), model=sharded, figures=figures)
 
 
@@ -193,7 +200,8 @@ def unfilled_model(
             num_fused=num_fused, config=model.config, base=base,
             notes=[*filter(None, notes), *layer_drop_notes(config, source)],
         )  # fmt: skip
-        yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described, head)
+        before = resident_bytes()
+        yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described, head, before)
 
 
 def match_weights(

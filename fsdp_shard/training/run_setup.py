@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.optim import Optimizer
@@ -324,4 +324,6 @@ def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, 
     figures = data_figures(run.dataset, run.state.num_samples, run.state.source_tokens)
     peaks = run.context.all_gather_object(device_peak_bytes(run.context.device.type))
     figures["peak_memory_bytes_by_rank"] = peaks
-    log.finish(config.model.path, {"num_params": loaded.num_params, "load": asdict(loaded.figures), **figures})
+    figures["memory_before_bytes_by_rank"] = run.context.all_gather_object(loaded.figures.before_bytes)
+    figures["device"] = run.context.device.type
+    log.finish(config.model.path, {"num_params": loaded.num_params, "load": loaded.figures.worst(), **figures})

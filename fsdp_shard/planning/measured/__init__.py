@@ -1,0 +1,1 @@
+"""A plan compared with what its run measured."""

@@ -1,0 +1,179 @@
+"""Reads what a run of finetune has measured. It writes nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, OPTIMIZER, Store, member, read_manifest
+from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.training import METRICS
+from fsdp_shard.utils import RESULT, in_yaml, read_bounded, read_json, run_limited
+
+_RANK_FILE = re.compile(rf"{OPTIMIZER}/shard-(\d{{5}})-of-\d{{5}}\.safetensors")
+_LENGTH_BYTES = 8  # of the header of a safetensors file
+
+# Settings that change memory, and that a plan does not have: why.
+_NOT_PLANNED: Mapping[str, tuple[Any, str]] = {
+    "loss": (None, "a loss of one's own"),
+    "model.kernels": ("none", "fused kernels keep less than what is planned"),
+    "shard.compile": (False, "a compiler decides what is kept"),
+    "data.streaming": (False, "samples are not known before"),
+    "data.target_length": (None, "targets have another length"),
+    "train.eval_every": (0, "evaluations are not planned"),
+    "train.sample_prompts": ([], "generating samples is not planned"),
+    "train.neftune_alpha": (None, "the noise is not planned"),
+    "train.profile": ([], "profiling takes memory of its own"),
+    "objective.teacher": (None, "the teacher is not planned"),
+}
+_FIXED_LENGTH_KINDS = ("text",)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run has measured.
+
+    Attributes:
+        path: Its directory.
+        device: `cpu` or `cuda`; None of runs that did not record it.
+        peaks: The most memory of each rank: allocated on a GPU, or resident in a process.
+        before: Resident memory of each rank before the weights were loaded; none of runs that did not record it.
+        worst_peak: The most of any rank, of a run that has not ended.
+        shard_bytes: The most that a rank has of parameters and buffers.
+        optimizer: Bytes of optimizer state in the file of each rank of the latest checkpoint.
+        sequence_length: In tokens.
+        step_seconds: The median of the steps after the first.
+        not_planned: Settings that a plan does not have, each with the reason.
+    """
+
+    path: Path
+    device: str | None
+    peaks: Sequence[int]
+    before: Sequence[int]
+    worst_peak: int | None
+    shard_bytes: int | None
+    optimizer: Sequence[int]
+    sequence_length: int | None
+    step_seconds: float | None
+    not_planned: Sequence[str]
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Number of its ranks; None if it has not ended."""
+        return len(self.peaks) or None
+
+
+def read_measured(path: Path) -> MeasuredRun:
+    """Read what a run has measured.
+
+    Raises:
+        ConfigError: It has measured nothing.
+        CheckpointError: One of its files is damaged.
+    """
+    result = _read_result(path)
+    rows = _read_rows(path / METRICS)
+    if not result and not rows:
+        raise ConfigError(f"{path} has no {RESULT} and no {METRICS}, so it has measured nothing; give another run.")
+    loaded = result.get("load")
+    seconds = [row["step_seconds"] for row in rows if _is_number(row.get("step_seconds"))]
+    length = result.get("sequence_length")
+    device = result.get("device")
+    return MeasuredRun(
+        path=path,
+        device=device if device in ("cpu", "cuda") else None,
+        peaks=_counts(result.get("peak_memory_bytes_by_rank")),
+        before=_counts(result.get("memory_before_bytes_by_rank")),
+        worst_peak=max((row["memory_bytes"] for row in rows if _is_count(row.get("memory_bytes"))), default=None),
+        shard_bytes=_count(loaded.get("shard_bytes")) if isinstance(loaded, dict) else None,
+        optimizer=_optimizer_bytes(path),
+        sequence_length=_count(length),
+        step_seconds=statistics.median(seconds[1:] or seconds) if seconds else None,
+        not_planned=_not_planned(path / CONFIG_FILE),
+    )
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    result = read_json(path / RESULT) if (path / RESULT).is_file() else {}
+    if not isinstance(result, dict):
+        raise CheckpointError(f"{path / RESULT} is no map of figures; give another run.")
+    return result
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; damaged lines, as a killed run leaves at the end, are left out."""
+    rows = []
+    for line in read_bounded(file, "metadata_bytes").splitlines() if file.is_file() else ():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        rows += [row] if isinstance(row, dict) else []
+    return rows
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _count(value: Any) -> int | None:
+    return value if _is_count(value) else None
+
+
+def _counts(values: Any) -> list[int]:
+    """Positive numbers; none if one of them is not."""
+    return values if isinstance(values, list) and all(map(_is_count, values)) else []
+
+
+def _optimizer_bytes(path: Path) -> list[int]:
+    """Bytes of tensors in the optimizer's files of the latest step, by rank: their sizes without their headers."""
+    store = Store(path / CHECKPOINTS)
+    if (latest := store.latest()) is None:
+        return []
+    step = store.path(latest)
+    manifest = read_manifest(step)
+    found: dict[int, int] = {}
+    for name, record in ({} if manifest is None else manifest.files).items():
+        if match := _RANK_FILE.fullmatch(name):
+            with member(step, name).open("rb") as file:
+                header = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            found[int(match[1])] = record.size - _LENGTH_BYTES - header
+    return [found[rank] for rank in sorted(found)]
+
+
+def _not_planned(file: Path) -> list[str]:
+    """The settings of a run that change its memory, and that a plan does not know."""
+    content = read_bounded(file, "settings_bytes")
+    settings = run_limited(lambda: _parse(content), f"reading the settings in {file}", error=CheckpointError)
+    found = []
+    for name, (default, reason) in _NOT_PLANNED.items():
+        value = _value(settings, name)
+        if value is not None and value != default:
+            found.append(f"{name}={in_yaml(value)} ({reason})")
+    kind, packing = _value(settings, "data.kind"), _value(settings, "data.packing")
+    if kind is not None and kind not in _FIXED_LENGTH_KINDS and not packing:
+        found.append(f"data.kind={in_yaml(kind)} (samples may be shorter than data.sequence_length)")
+    return found
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    document = yaml.safe_load(content.decode())
+    return document if isinstance(document, dict) else {}
+
+
+def _value(settings: Mapping[str, Any], name: str) -> Any:
+    value: Any = settings
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

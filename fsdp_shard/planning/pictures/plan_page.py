@@ -1,0 +1,94 @@
+"""The pictures of a plan: timeline.png, and plan.html, one page that asks for nothing else and runs no script.
+
+All names in it are escaped by jinja2.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from fsdp_shard.planning.memory import MemoryPlan
+from fsdp_shard.planning.pictures import timeline as timeline_layout, treemap as treemap_layout
+from fsdp_shard.planning.pictures.timeline import Timeline, color_of, draw_png, lay_out
+from fsdp_shard.planning.pictures.treemap import treemap
+from fsdp_shard.planning.pictures.unit_holdings import UnitHolding
+from fsdp_shard.planning.report import rank_rows, summary_lines
+from fsdp_shard.utils import format_size, printable, write_atomically
+
+PAGE, PICTURE = "plan.html", "timeline.png"
+_FOLDER = Path(__file__).parent
+_TEMPLATE, _STYLE = "plan_page.html.jinja", "plan_page.css"
+_UNIT_TERMS = ("parameters", "gradients", "optimizer", "average")
+
+
+def write_pictures(plan: MemoryPlan, memory_bytes: int | None, directory: Path, name: str) -> str | None:
+    """Write plan.html, and timeline.png where matplotlib is installed and there is a peak.
+
+    Args:
+        plan: The plan.
+        memory_bytes: The memory of a device, if known.
+        directory: Where to write, which exists.
+        name: What is planned, such as the path of a model.
+
+    Returns:
+        Why there is no timeline.png, in a sentence; None if there is one.
+    """
+    fullest = plan.fullest
+    timeline = None if fullest.peak is None else lay_out(fullest.moments, memory_bytes)
+    write_atomically(directory / PAGE, plan_page(plan, timeline, memory_bytes, name).encode())
+    if timeline is None:
+        return f"There is no {PICTURE}: {plan.problem}."
+    if find_spec("matplotlib") is None:
+        return f"There is no {PICTURE}, which needs matplotlib (the extra `plots`); the timeline is in {PAGE} too."
+    draw_png(timeline, directory / PICTURE, f"{plan.model_class}: a step of rank {fullest.rank}")
+    return None
+
+
+def plan_page(plan: MemoryPlan, timeline: Timeline | None, memory_bytes: int | None, name: str) -> str:
+    """The page as HTML."""
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    style = _FOLDER.joinpath(_STYLE).read_text(encoding="utf-8")
+    units = plan.units_of(plan.fullest.rank)
+    return environment.get_template(_TEMPLATE).render(
+        title=printable(f"{plan.model_class}, {name}"),
+        lines=summary_lines(plan, memory_bytes),
+        ranks=rank_rows(plan.per_rank),
+        rank=plan.fullest.rank,
+        timeline=timeline,
+        plot={key: getattr(timeline_layout, key) for key in ("WIDTH", "HEIGHT", "LEFT", "RIGHT", "TOP", "BOTTOM")},
+        tiles=treemap(units),
+        map={"WIDTH": treemap_layout.WIDTH, "HEIGHT": treemap_layout.HEIGHT},
+        unit_legend=list(color_of(_terms(units)).items()),
+        unit_rows=_unit_rows(units),
+        style=Markup(style),  # ours, and without an end tag in it
+        policy=_policy(style),
+    )
+
+
+def _policy(style: str) -> str:
+    """The Content-Security-Policy: our style by its digest, no script, and no request for anything."""
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def _terms(units: Sequence[UnitHolding]) -> list[str]:
+    return [term for term in _UNIT_TERMS if any(term in unit.terms for unit in units)]
+
+
+def _unit_rows(units: Sequence[UnitHolding]) -> list[list[str]]:
+    terms = _terms(units)
+    rows = [["unit", *terms, "all"]]
+    for unit in units:
+        sizes = [*(unit.terms.get(term, 0) for term in terms), unit.total_bytes]
+        rows.append([printable(unit.fqn or "(root)"), *map(format_size, sizes)])
+    return rows
