@@ -1,0 +1,339 @@
+"""Bytes of live tensors, counted while real code runs, and the training of a planned run on real ranks under that count.
+
+What is counted are storages in CPU memory that operators make or use, each once, by the size that it has now: FSDP frees
+and allocates the memory of its gathered parameters by resizing a storage, which no operator sees, so sizes are read again
+at each operator. What a kernel allocates inside of itself is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig
+
+from fsdp_shard.data import Batch, Shuffled, WindowDataset
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.models import build_on_meta, rebuild_buffers
+from fsdp_shard.planning import PlannedRun
+from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training import (
+    LoraConfig,
+    TrainerState,
+    TrainingRun,
+    build_optimizer,
+    inject_lora,
+    quantize_base,
+    train,
+    use_loss_head,
+)
+from fsdp_shard.training.objectives.reference_model import ModelReference
+from fsdp_shard.training.optim.weight_average import WeightAverage
+from tests.support.ranks import on_ranks
+
+# A storage that grew: its bytes, and what made it.
+_Entry = tuple[int, str]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live storages, of those that operators inside make or use.
+
+    Attributes:
+        now: Bytes that are live.
+        most: The most that were live at one time.
+        phase: What is running, for `most_by_phase`; "backward" is found without being told.
+        most_by_phase: The most that were live in each phase.
+        by_maker: At the peak, bytes by the phase and the operator that made them, if `explains`.
+    """
+
+    def __init__(self, *, explains: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self.phase = "load"
+        self.most_by_phase: dict[str, int] = {}
+        self.by_maker: Counter[str] = Counter()
+        self._explains = explains
+        self._live: dict[int, _Entry] = {}  # by the address of the C++ object
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._ignored: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):  # DTensor asks them for shapes
+            return func(*args, **(kwargs or {}))
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass runs operators on its parts, which come here
+        maker = ""
+        if self._explains:
+            maker = f"{self._phase_now()} {func.name()}"
+        self._poll()
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors((result, args, kwargs)):
+            self._count(tensor, maker)
+        self._poll()
+        return result
+
+    def ignore(self, *tensors: torch.Tensor) -> None:
+        """Do not count these."""
+        self._ignored |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def reset(self) -> None:
+        """Forget the peaks, but not what is live."""
+        self.most, self.most_by_phase, self.by_maker = self.now, {}, Counter()
+
+    def _phase_now(self) -> str:
+        return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
+
+    def _count(self, tensor: torch.Tensor, maker: str) -> None:
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if tensor.device.type != "cpu" or not is_plain:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._ignored:
+            return
+        shape = list(tensor.shape)
+        self._live[key] = 0, f"{maker} {tensor.dtype} {shape}" if self._explains else ""
+        self._storages[key] = weakref.ref(storage)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        size, _ = self._live.pop(key, (0, ""))
+        self._storages.pop(key, None)
+        self.now -= size
+
+    def _poll(self) -> None:
+        """Read the sizes again, and compare with the peaks."""
+        for key, (size, maker) in list(self._live.items()):
+            storage = self._storages[key]() if key in self._storages else None
+            if storage is not None and (found := storage.nbytes()) != size:
+                self._live[key] = found, maker
+                self.now += found - size
+        phase = self._phase_now()
+        self.most_by_phase[phase] = max(self.now, self.most_by_phase.get(phase, 0))
+        if self.now > self.most:
+            self.most = self.now
+            if self._explains:
+                self.by_maker = Counter()
+                for size, maker in self._live.values():
+                    self.by_maker[maker] += size
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes on one rank of a run.
+
+    Attributes:
+        parameters: Of its shards of the parameters, without padding.
+        gradients: Of the storages of the gradients, at the beginning of the optimizer's step.
+        optimizer: Of the state of the optimizer, after the last step.
+        peak: The most bytes of tensors that were live at one time, after the model was built.
+        by_phase: The same in each phase: forward, loss, backward, clip, optimizer, end.
+        by_maker: What was live at the peak, by what made it, the largest first.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: int
+    by_phase: Mapping[str, int] = field(default_factory=dict)
+    by_maker: Mapping[str, int] = field(default_factory=dict)
+
+
+def measure_run(
+    config: PretrainedConfig, run: PlannedRun, *, steps: int = 2, packed: bool = False, explains: bool = False
+) -> list[RankBytes]:
+    """Train a planned run for some steps on real ranks with random weights and tokens; what each rank had in memory."""
+    shard = run.shard
+    mesh = {
+        name: getattr(shard, name) for name in ("replicas", "tensor_parallel", "expert_parallel", "context_parallel")
+    }
+    return on_ranks(run.num_ranks, _measure, config, run, steps, packed, explains, **mesh)
+
+
+def _measure(
+    context: DistributedContext, config: PretrainedConfig, run: PlannedRun, steps: int, packed: bool, explains: bool
+) -> RankBytes:
+    with LiveBytes(explains=explains) as live:
+        model = build_sharded(config, run, context)
+        training = training_run(config, run, model, context, steps, packed)
+        gradients: list[int] = []
+        with _phases(live, training, gradients):
+            live.reset()
+            live.phase = "start"
+            for _ in train(training):
+                live.phase = "end"
+    params = [
+        shard.data for name, shard in model.local_shards().items() if isinstance(shard.tensor, torch.nn.Parameter)
+    ]
+    states = getattr(training.optimizer, "_inner", training.optimizer).state.values()
+    tensors = [value for state in states for value in state.values()]
+    largest = dict(sorted(live.by_maker.items(), key=lambda item: -item[1])[:60])
+    return RankBytes(
+        sum(param.numel() * param.element_size() for param in params),
+        max(gradients, default=0),
+        storage_bytes(plain_parts(tensors)),
+        live.most,
+        live.most_by_phase,
+        largest,
+    )
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of `tensors`, each once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def plain_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The plain tensors that `values` are or are made of."""
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value.to_local()
+        elif hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from plain_parts(getattr(value, name) for name in names)
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def build_sharded(config: PretrainedConfig, run: PlannedRun, context: DistributedContext) -> ShardedModel:
+    """The model of a run with random weights, sharded as `load_sharded` does."""
+    model = build_on_meta(config, run.model.dtype).train()
+    if isinstance(run.adapter, LoraConfig):
+        inject_lora(model, run.adapter, run.model.path, {}, run.model.task)
+        quantize_base(model, run.adapter.quantize, run.shard, {})
+    if run.shard.tensor_parallel == 1:
+        use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
+    rebuild_buffers(model, context.device)
+    found = run.shard.shard(model, context)
+    _fill(found)
+    return found
+
+
+@torch.no_grad()
+def _fill(model: ShardedModel) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, shard in model.local_shards().items():
+        if "quantized" in name or not isinstance(shard.tensor, torch.nn.Parameter):
+            shard.data.zero_() if "quantized" in name else None
+        elif "norm" in name or "ln_" in name or "layer_norm" in name:
+            shard.data.fill_(1.0)
+        else:
+            shard.data.normal_(0.0, 0.02, generator=generator)
+
+
+def training_run(
+    config: PretrainedConfig,
+    run: PlannedRun,
+    model: ShardedModel,
+    context: DistributedContext,
+    steps: int,
+    packed: bool,
+) -> TrainingRun:
+    """The run at its beginning."""
+    from dataclasses import replace
+
+    optimizer, data = build_optimizer(run.optim, model, context), _data(config, run, packed)
+    settings = replace(run.train, steps=steps, schedule="constant", log_every=1 << 30)
+    settings.global_batch_size = run.num_micro_batches * run.train.micro_batch_size * run.num_data_ranks
+    training = TrainingRun(
+        model, optimizer, data, settings, context, TrainerState(0, data.identity), objective=run.objective,
+        sync_every_micro_batch=run.shard.sync_every_micro_batch,
+    )  # fmt: skip
+    if run.train.ema_decay is not None:
+        training.average = WeightAverage(run.train.ema_decay, model.local_shards())
+    if run.reference_kind == "sharded":
+        frozen = build_sharded(config, run, context)
+        frozen.module.requires_grad_(False)
+        training.reference = ModelReference(frozen, has_adapter=not run.adapter.trains_all)
+    elif run.reference_kind == "adapter":
+        training.reference = ModelReference(model, has_adapter=True)
+    return training
+
+
+class _Rows:
+    """Random rows as a dataset gives them; `extra` changes each batch."""
+
+    def __init__(self, inner: Any, extra: Any) -> None:
+        self._inner, self._extra = inner, extra
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def batch(self, positions: Any) -> Batch:
+        found: Batch = self._extra(self._inner.batch(positions))
+        return found
+
+
+def _data(config: PretrainedConfig, run: PlannedRun, packed: bool) -> Any:
+    length, vocabulary = run.sequence_length, config.get_text_config().vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
+    windows = Shuffled(WindowDataset(tokens, length, "random"), seed=0)
+    if run.objective.samples == "pairs":
+        return _Rows(windows, _in_pairs)
+    if getattr(config, "is_encoder_decoder", False):
+        return _Rows(windows, _for_encoder_decoder)
+    return _Rows(windows, _packed) if packed else windows
+
+
+def _in_pairs(batch: Batch) -> Batch:
+    """Each row twice: a chosen and a rejected answer."""
+    return Batch({name: value.repeat(2, 0) for name, value in batch.inputs.items()}, batch.labels.repeat(2, 0))
+
+
+def _for_encoder_decoder(batch: Batch) -> Batch:
+    tokens = batch.inputs["input_ids"]
+    return Batch({"input_ids": tokens, "decoder_input_ids": tokens}, batch.labels)
+
+
+def _packed(batch: Batch) -> Batch:
+    """Two documents in each row."""
+    rows, length = batch.inputs["input_ids"].shape
+    positions = np.concatenate([np.arange(length // 2), np.arange(length - length // 2)])
+    return Batch(batch.inputs | {"position_ids": positions[None].repeat(rows, 0)}, batch.labels)
+
+
+@contextmanager
+def _phases(live: LiveBytes, run: TrainingRun, gradients: list[int]) -> Iterator[None]:
+    """Tell `live` what runs, and collect the bytes of the gradients at the beginning of each update."""
+    module = run.model.module
+
+    def enters(name: str) -> Any:
+        def set_phase(*args: Any, **kwargs: Any) -> None:
+            live.phase = name
+
+        return set_phase
+
+    def begins_update(*args: Any) -> None:
+        live.phase = "optimizer"
+        found = [param.grad for param in module.parameters() if param.grad is not None]
+        gradients.append(storage_bytes(plain_parts(found)))
+
+    hooks = [
+        module.register_forward_pre_hook(enters("forward")),
+        module.register_forward_hook(enters("loss")),
+        run.optimizer.register_step_pre_hook(begins_update),
+        run.optimizer.register_step_post_hook(enters("end")),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
