@@ -122,7 +122,7 @@ def measure_activations(
     """
     model.train()
     repeated = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
-    with _causal_without_mask(model), FakeTensorMode():
+    with causal_without_mask(model), FakeTensorMode():
         replace_tensors(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         parameters = set(_storages([*model.parameters(), *model.buffers()]))
         saved = _Saved(parameters, recomputed_fqns(repeated, settings.activation_checkpointing))
@@ -151,7 +151,7 @@ def _storages(value: Any) -> Iterator[UntypedStorage]:
 
 
 @contextmanager
-def _causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
+def causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
     """Have a model with sdpa attention use its causal flag instead of a mask."""
     if attention_implementations(model) != ["sdpa"]:
         yield

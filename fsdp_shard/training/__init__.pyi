@@ -54,7 +54,11 @@ from .model_origin import (
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig
-from .objectives.reference_model import add_reference as add_reference
+from .objectives.reference_model import (
+    ModelReference as ModelReference,
+    PrecomputedReference as PrecomputedReference,
+    add_reference as add_reference,
+)
 from .objectives.registry import OBJECTIVES as OBJECTIVES
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer
@@ -62,6 +66,7 @@ from .optim.config import OptimConfig as OptimConfig
 from .optim.muon import MuonConfig as MuonConfig
 from .optim.registry import OPTIMIZERS as OPTIMIZERS
 from .optim.torch_optim import AdamWConfig as AdamWConfig, SgdConfig as SgdConfig
+from .optim.weight_average import WeightAverage as WeightAverage
 from .peft.config import AdapterConfig as AdapterConfig, LoraConfig as LoraConfig
 from .peft.lora import check_continues as check_continues, inject_lora as inject_lora
 from .peft.qlora import quantize_base as quantize_base

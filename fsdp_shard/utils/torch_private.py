@@ -176,6 +176,31 @@ def _flat_handles(module: nn.Module) -> Iterator[Any]:
     return (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module) if unit._handle is not None)
 
 
+def fake_store() -> dist.Store:
+    """The store of a process group with the backend `fake`, which this makes known to torch.
+
+    Without it, one rank of a run could not be planned alone: each collective would wait for the others.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def is_faking() -> bool:
+    """Whether a mode of fake tensors is active. Without it, one could not tell that DTensor only computes shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs on this thread. Without it, operators of backward passes could not be told apart."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The address of the storage of `tensor`, which a fake tensor has too, other than that of its memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def num_storage_users(tensor: torch.Tensor) -> int:
     """Return how many tensors use the memory of `tensor`, itself included."""
     storage = tensor.untyped_storage()
