@@ -59,3 +59,8 @@ class PlanSettings:
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
     checkpoint: PlanSavingConfig = field(default_factory=PlanSavingConfig)
     dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)
+    trace: bool = setting(
+        False,
+        "Also trace two training steps of rank 0 on tensors without memory, operator by operator, and show the peak "
+        "beside that of the formula. It takes up to a minute for 80 layers.",
+    )

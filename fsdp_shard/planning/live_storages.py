@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, in_backward, is_faking, storage_key
+from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, in_backward, is_faking, storage_key, without_fakes
 
 # Kinds that storages have from their birth on, whatever reads or writes them.
 KEPT = ("parameters", "buffers", "reference", "optimizer", "average", "gradients")
@@ -102,12 +102,10 @@ class LiveStorages(TorchDispatchMode):
             return NotImplemented  # runs operators on its parts, which come here
         if name == "aten::_local_scalar_dense" and type(args[0]) not in _REAL:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
-        if is_faking() or self.phase == "load" or name == "aten::_local_scalar_dense":
-            result = func(*args, **kwargs)
-            if self.phase == "load":
-                for tensor in tensors_in(result):
-                    self._count(tensor, "load", "buffers", is_buffer=name.startswith(_EMPTY))
-            return result
+        if self.phase == "load":
+            return self._load(func, args, kwargs)
+        if is_faking() or name == "aten::_local_scalar_dense":
+            return func(*args, **kwargs)
         phase = self._phase_of(name)
         self._log(phase, None, 0)
         self._poll(phase)
@@ -135,6 +133,16 @@ class LiveStorages(TorchDispatchMode):
                 self._count(tensor, self.phase, kind, is_buffer=False)
             if key in self._live:
                 self._live[key].kind = kind
+
+    def _load(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = list(tensors_in((args, kwargs)))
+        if given and all(type(tensor) in _REAL and not tensor.is_meta for tensor in given):
+            with without_fakes():  # which rank is where in a mesh
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._count(tensor, "load", "buffers", is_buffer=func.name().startswith(_EMPTY))
+        return result
 
     def _phase_of(self, name: str) -> str:
         if not (in_backward() and self.has_turned):

@@ -18,8 +18,10 @@ from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from fsdp_shard.inference import DispatchConfig
-    from fsdp_shard.planning.memory import PlannedRun
+    from fsdp_shard.planning.memory import MemoryPlan, PlannedRun
 
 
 class PlannedSettings(Protocol):
@@ -37,6 +39,7 @@ class PlannedSettings(Protocol):
     checkpoint: PlanSavingConfig
     device: DeviceConfig
     dispatch: DispatchConfig
+    trace: bool
 
     @property
     def source(self) -> Location:
@@ -112,11 +115,22 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     run = PlannedRun(*sections, saving, config.objective)
     plan = plan_memory(model_config, run)
     dispatch_text, dispatched = _plan_dispatch(config, model, length)
-    text = f"{context.describe(length)}\n{_objective_line(run)}{plan_report(plan, memory_bytes)}{dispatch_text}"
+    trace_text, traced = _trace(model_config, run, plan) if config.trace else ("", {})
+    text = f"{context.describe(length)}\n{_objective_line(run)}{plan_report(plan, memory_bytes)}"
+    text += f"{trace_text}{dispatch_text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
-    return RunPlan(model, text, figures(plan, memory_bytes) | dispatched | {"sequence_length": length})
+    return RunPlan(model, text, figures(plan, memory_bytes) | traced | dispatched | {"sequence_length": length})
+
+
+def _trace(config: PretrainedConfig, run: PlannedRun, plan: MemoryPlan) -> tuple[str, dict[str, Any]]:
+    """Text and figures of the traced steps of rank 0."""
+    from fsdp_shard.planning.report import trace_figures, trace_report
+    from fsdp_shard.planning.step_trace import trace_step
+
+    trace, planned = trace_step(config, run), plan.per_rank[0].peak_bytes
+    return f"\n\n{trace_report(trace, planned)}", {"trace": trace_figures(trace, planned)}
 
 
 def _objective_line(run: PlannedRun) -> str:

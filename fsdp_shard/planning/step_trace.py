@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -48,7 +49,7 @@ from fsdp_shard.training import (
     train,
     use_loss_head,
 )
-from fsdp_shard.utils import first_line, one_thread
+from fsdp_shard.utils import first_line, initialize_fsdp2, one_thread
 
 _STEPS = 2
 _MICRO_BATCHES = 3  # the first, one between, the last: more are like the one between
@@ -158,11 +159,17 @@ def _check(run: PlannedRun, rank: int) -> None:
     """Raise ConfigError for what cannot be traced."""
     if not 0 <= rank < run.num_ranks:
         raise ConfigError(f"There is no rank {rank} of {run.num_ranks} to trace; give one from 0 on.")
+    run.optim.check_installed()
     sharding.check_mesh(run.shard, run.num_ranks)
     if run.shard.compile is not False:
         raise ConfigError(
             "trace=true cannot be used with shard.compile, as compiled blocks need tensors that have memory; plan with "
             "shard.compile=false, which needs no less."
+        )
+    if isinstance(run.shard, sharding.Fsdp1Config) and not run.shard.reshard_after_forward:
+        raise ConfigError(
+            "trace=true cannot be used with shard=fsdp1 and shard.reshard_after_forward=false, as torch asks there for the "
+            "address of gathered parameters, which tensors without memory do not have; trace shard=fsdp2 instead."
         )
     if isinstance(run.objective, DistillConfig):
         raise ConfigError(
@@ -208,6 +215,9 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
     ):
         with live.fake:
             training = _training(config, run, built, frozen, context, live)
+            shards = training.model.local_shards().values()
+            held = [shard.data for shard in shards if isinstance(shard.tensor, nn.Parameter)]
+            state["parameters"] = sum(part.numel() * part.element_size() for part in held)
         live.phase = "forward"
         with _phases(live, training, built.blocks, state):
             for _ in train(training):
@@ -314,6 +324,8 @@ def _sharded(model: PreTrainedModel, run: PlannedRun, context: DistributedContex
     sharded = shard.shard(model, context)
     if isinstance(sharded.module, DistributedDataParallel):
         sharded.module.register_comm_hook(None, _stay)
+    if isinstance(sharded.module, FSDPModule):
+        initialize_fsdp2(sharded.module)
     return sharded
 
 
@@ -362,8 +374,6 @@ def _phases(
         states = getattr(optimizer, "inner_state", optimizer.state).values()
         held = [value for values in states for value in values.values()]
         live.mark(held, "optimizer")
-        shards = [shard.data for shard in run.model.local_shards().values() if isinstance(shard.tensor, nn.Parameter)]
-        state["parameters"] = sum(shard.numel() * shard.element_size() for shard in shards)
         state["optimizer"] = _storage_bytes(held)
         if run.average is not None:
             state["average"] = _storage_bytes(shard.data for shard in run.average.trained().values())

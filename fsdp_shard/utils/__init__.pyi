@@ -85,6 +85,7 @@ from .torch_private import (
     hides_originals as hides_originals,
     hybrid_shard_grad_op as hybrid_shard_grad_op,
     in_backward as in_backward,
+    initialize_fsdp2 as initialize_fsdp2,
     int8_matmul as int8_matmul,
     is_costly_operator as is_costly_operator,
     is_faking as is_faking,
@@ -99,5 +100,6 @@ from .torch_private import (
     uncompiled as uncompiled,
     version as version,
     view_base as view_base,
+    without_fakes as without_fakes,
 )
 from .work_progress import report_progress as report_progress

@@ -17,9 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     FakeTensorMode as FakeTensorMode,
+    unset_fake_temporarily as without_fakes,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -184,6 +185,15 @@ def fake_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def initialize_fsdp2(module: nn.Module) -> None:
+    """Do what the first forward pass of a module under `fully_shard` does before anything else.
+
+    It pads uneven shards, and finds that this is done by the address of their memory, which fake tensors do not have;
+    without it, what was taken of the shards before the first forward pass would keep the memory of before.
+    """
+    fully_shard.state(module)._lazy_init()
 
 
 def is_faking() -> bool:
