@@ -4,9 +4,9 @@ torch has trackers for this (`torch.distributed._tools`: MemTracker, and FSDPMem
 serve here: they know neither FSDP1 nor DDP nor optimizers that gather whole parameters, replace methods of torch's
 classes while they track, and count what DTensor computes shapes with if tensors are fake anyhow. So this is a mode of
 our own that sees each operator. It notes every storage that an operator makes or is given, once, by its size; a weak
-reference says when it is gone. FSDP frees and allocates the memory of gathered parameters by resizing a storage, which
-no operator shows, so the sizes of buffers (made by `torch.empty`, used by collectives, or resized before) are read again
-before each operator. What a kernel allocates inside of itself is not seen.
+reference says when it is gone. FSDP frees and allocates the memory of gathered parameters by resizing a storage,
+which no operator shows, so the sizes of buffers (made by `torch.empty`, used by collectives, or resized before) are
+read again before each operator. What a kernel allocates inside of itself is not seen.
 
 What a storage holds may show later: a buffer becomes a gradient when it is reduced. So a log is kept of what came and
 went, and bytes by kind are added up from it at the end.
@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, in_backward, is_faking, storage_key, without_fakes
 
+# What gloo copies of what it reduces and scatters; what `shard.cpu_offload` copies between a device and the CPU.
+GLOO, OFFLOADED = "copies of gloo", "copies of what is offloaded"
 # Kinds that storages have from their birth on, whatever reads or writes them.
 KEPT = ("parameters", "buffers", "reference", "optimizer", "average", "gradients")
 _GATHERING = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_", "c10d::allgather_")
@@ -73,10 +75,10 @@ class LiveMoment:
 class LiveStorages(TorchDispatchMode):
     """Runs operators inside on fake tensors, and logs the storages that come and go.
 
-    Values do not exist: what is read from a tensor is 1, and every element counts as not zero. While the model is built
-    (`phase` is "load"), the mode `fake` is to be active too: it may be left for a while, as device meshes do. Afterwards
-    it must not be: DTensor would use it to compute shapes of whole tensors, where now it has a mode of its own, whose
-    tensors do not count.
+    Values do not exist: what is read from a tensor is 1, and every element counts as not zero. While the model is
+    built (`phase` is "load"), the mode `fake` is to be active too: it may be left for a while, as device meshes do.
+    Afterwards it must not be: DTensor would use it to compute shapes of whole tensors, where now it has a mode of its
+    own, whose tensors do not count.
 
     Attributes:
         fake: The mode that makes tensors fake.
@@ -123,6 +125,7 @@ class LiveStorages(TorchDispatchMode):
             self._count(tensor, phase, kind, is_buffer=name.startswith(_EMPTY))
         if name in _GATHERING or name in _REDUCING:
             self._exchanged(name, [*given, *made])
+            self._copy(name, args, phase)
         return result
 
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
@@ -187,6 +190,20 @@ class LiveStorages(TorchDispatchMode):
             elif in_backward() and storage.kind != "gathered":
                 storage.kind = "unreduced gradients"
             self._resized[key] = storage
+
+    def _copy(self, name: str, args: Any, phase: str) -> None:
+        """Log what is copied for the time of an operator, though no fake tensor is."""
+        if name == "c10d::_reduce_scatter_base_":
+            output, whole, *_ = args
+            self._borrow(GLOO, whole.nbytes, phase)
+            self._borrow(OFFLOADED, output.nbytes, phase)
+        elif name == "fsdp::all_gather_copy_in":
+            self._borrow(OFFLOADED, sum(shard.nbytes for shard in args[0]), phase)
+
+    def _borrow(self, kind: str, num_bytes: int, phase: str) -> None:
+        copy = Storage(kind)
+        self._log(phase, copy, num_bytes)
+        self._log(phase, copy, -num_bytes)
 
     def _poll(self, phase: str) -> None:
         """Read again the sizes of what may be resized. What has no memory gets some only for an operator's use."""

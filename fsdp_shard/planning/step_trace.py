@@ -1,13 +1,14 @@
-"""The memory of a training step, traced: the code of a run itself, as one of its ranks runs it, on tensors without memory.
+"""The memory of a training step, traced: the code of a run, as one of its ranks runs it, on tensors without memory.
 
-The model is sharded by the wrapper, and the loop of training takes two steps of it: forward passes, the loss in chunks,
-backward passes, clipping and the optimizer, which makes its state in the first. The tensors are fake (`FakeTensorMode`),
-so nothing of the model's size is in memory; the process group is fake, so nothing is sent, and 1,024 ranks cost what 2
-do. `LiveStorages` counts. Kernels are those of the CPU, so that a trace and a run on CPU ranks have the same operators.
+The model is sharded by the wrapper, and the loop of training takes two steps with it: forward passes, the loss in
+chunks, backward passes, clipping and the optimizer, which makes its state in the first. The tensors are fake
+(`FakeTensorMode`), so nothing of the model's size is in memory; the process group is fake, so nothing is sent, and
+1,024 ranks cost what 2 do. `LiveStorages` counts. Kernels are those of the CPU, so that a trace and a run on CPU ranks
+have the same operators. The model has all of its layers: the time is that of its operators in Python.
 
-What differs from a GPU: its optimizers may update many parameters at once and take more for it, the loss of whole logits
-has larger chunks there, memory that a stream has not released yet counts as free here, and copies of
-`shard.cpu_offload` to the device count while they are made.
+What differs from a GPU: its optimizers may update many parameters at once and take more for it, the loss of whole
+logits has larger chunks there, and memory that a stream has not released yet counts as free here. What
+`shard.cpu_offload` copies to the device counts while it is copied.
 """
 
 import multiprocessing
@@ -15,7 +16,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,7 +33,15 @@ from fsdp_shard import data, models, sharding
 from fsdp_shard.distributed import DistributedContext, as_fake_rank
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.planning.activations import causal_without_mask
-from fsdp_shard.planning.live_storages import LiveMoment, LiveStorages, moments, plain_parts, tensors_in
+from fsdp_shard.planning.live_storages import (
+    GLOO,
+    OFFLOADED,
+    LiveMoment,
+    LiveStorages,
+    moments,
+    plain_parts,
+    tensors_in,
+)
 from fsdp_shard.planning.memory import PlannedRun
 from fsdp_shard.training import (
     DistillConfig,
@@ -117,7 +126,7 @@ class StepTrace:
         return found
 
 
-def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> StepTrace:
+def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0, *, gloo: bool = False) -> StepTrace:
     """Trace the memory of a rank in training steps of a run.
 
     In a process of its own, so that nothing of this one changes: no process group, no thread, no random state.
@@ -126,6 +135,7 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> Step
         config: The transformers config of the model.
         run: The settings of the run.
         rank: The rank, of `run.num_ranks`.
+        gloo: Count what gloo copies of gradients that it reduces, as on CPU ranks; NCCL copies nothing.
 
     Returns:
         What was live when.
@@ -138,7 +148,7 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> Step
     # Ranks of a process group cannot fork; a plan has none, and a fork has everything imported.
     processes = multiprocessing.get_context("spawn" if dist.is_initialized() else "fork")
     receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=_answer, args=(sender, config, run, rank))
+    child = processes.Process(target=_answer, args=(sender, config, run, rank, gloo))
     child.start()
     sender.close()
     try:
@@ -168,8 +178,8 @@ def _check(run: PlannedRun, rank: int) -> None:
         )
     if isinstance(run.shard, sharding.Fsdp1Config) and not run.shard.reshard_after_forward:
         raise ConfigError(
-            "trace=true cannot be used with shard=fsdp1 and shard.reshard_after_forward=false, as torch asks there for the "
-            "address of gathered parameters, which tensors without memory do not have; trace shard=fsdp2 instead."
+            "trace=true cannot be used with shard=fsdp1 and shard.reshard_after_forward=false, as torch asks there for "
+            "the address of gathered parameters, which tensors without memory do not have; trace shard=fsdp2 instead."
         )
     if isinstance(run.objective, DistillConfig):
         raise ConfigError(
@@ -178,11 +188,11 @@ def _check(run: PlannedRun, rank: int) -> None:
         )
 
 
-def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank: int) -> None:
+def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank: int, gloo: bool) -> None:
     """Trace in this process, and send the trace, or the error."""
     torch.set_num_threads(1)
     try:
-        answer: Any = _trace(config, run, rank)
+        answer: Any = _trace(config, run, rank, gloo)
     except FsdpShardError as error:
         answer = error
     except Exception as error:  # of torch, which not all operators of models can be traced with
@@ -199,7 +209,7 @@ def _name(config: PretrainedConfig) -> str:
     return next(iter(config.architectures or ()), type(config).__name__)
 
 
-def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
+def _trace(config: PretrainedConfig, run: PlannedRun, rank: int, gloo: bool) -> StepTrace:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 compares them
     shard = run.shard
     mesh = {name: getattr(shard, name) for name in ("tensor_parallel", "expert_parallel", "context_parallel")}
@@ -223,7 +233,8 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
             for _ in train(training):
                 training.interrupted_by = 0  # as everything that is read is 1
                 live.phase = "optimizer"
-    found = moments(live.events, _ON_HOST if shard.cpu_offload else ())
+    uncounted = {*(_ON_HOST if shard.cpu_offload else (OFFLOADED,)), *(() if gloo else (GLOO,))}
+    found = moments(live.events, uncounted)
     kept = tuple(_moment(moment) for moment in found if moment.phase != "load")
     return StepTrace(rank, kept, state, sum(state.values()) if shard.cpu_offload else 0)
 

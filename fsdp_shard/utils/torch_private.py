@@ -4,7 +4,7 @@ Imported through the lazy door of `utils`, so that torch is loaded only where on
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     FakeTensorMode as FakeTensorMode,
-    unset_fake_temporarily as without_fakes,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
@@ -194,6 +193,14 @@ def initialize_fsdp2(module: nn.Module) -> None:
     without it, what was taken of the shards before the first forward pass would keep the memory of before.
     """
     fully_shard.state(module)._lazy_init()
+
+
+def without_fakes() -> AbstractContextManager[object]:
+    """Within the block no mode of fake tensors is active. Without it, meshes would not know which rank is where."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    found: AbstractContextManager[object] = unset_fake_temporarily()  # type: ignore[no-untyped-call]  # in torch
+    return found
 
 
 def is_faking() -> bool:
