@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_shard.planning import known_values
 from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, in_backward, is_faking, storage_key, without_fakes
 
 # What gloo copies of what it reduces and scatters; what `shard.cpu_offload` copies between a device and the CPU.
@@ -46,10 +47,11 @@ _MADE_IN = {
 class Storage:
     """A storage that was seen: what it holds, its bytes now, and the weak reference that says when it is gone."""
 
-    __slots__ = ("kind", "reference", "size")
+    __slots__ = ("kind", "reference", "size", "values")
 
     def __init__(self, kind: str) -> None:
         self.kind, self.size = kind, 0
+        self.values: torch.Tensor | None = None  # flat, where they are followed and known
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
 
 
@@ -75,7 +77,8 @@ class LiveMoment:
 class LiveStorages(TorchDispatchMode):
     """Runs operators inside on fake tensors, and logs the storages that come and go.
 
-    Values do not exist: what is read from a tensor is 1, and every element counts as not zero. While the model is
+    Values do not exist: what is read from a tensor is 1, and every element counts as not zero; with `follows_values`
+    some are known (`known_values.py`). While the model is
     built (`phase` is "load"), the mode `fake` is to be active too: it may be left for a while, as device meshes do.
     Afterwards it must not be: DTensor would use it to compute shapes of whole tensors, where now it has a mode of its
     own, whose tensors do not count.
@@ -88,8 +91,9 @@ class LiveStorages(TorchDispatchMode):
         events: The log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows_values: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._follows_values = follows_values
         self.phase, self.where, self.has_turned = "load", "", False
         self.events: list[Event] = []
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -103,7 +107,7 @@ class LiveStorages(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # runs operators on its parts, which come here
         if name == "aten::_local_scalar_dense" and type(args[0]) not in _REAL:
-            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return self._read(args[0])
         if self.phase == "load":
             return self._load(func, args, kwargs)
         if is_faking() or name == "aten::_local_scalar_dense":
@@ -123,6 +127,8 @@ class LiveStorages(TorchDispatchMode):
         made = list(tensors_in(result))
         for tensor in made:
             self._count(tensor, phase, kind, is_buffer=name.startswith(_EMPTY))
+        if self._follows_values:
+            self._follow(func, args, kwargs, made)
         if name in _GATHERING or name in _REDUCING:
             self._exchanged(name, [*given, *made])
             self._copy(name, args, phase)
@@ -136,6 +142,31 @@ class LiveStorages(TorchDispatchMode):
                 self._count(tensor, self.phase, kind, is_buffer=False)
             if key in self._live:
                 self._live[key].kind = kind
+
+    def _read(self, tensor: torch.Tensor) -> bool | float | int:
+        if (value := self._value_of(tensor)) is not None:
+            known: bool | float | int = value.item()
+            return known
+        return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def _value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        storage = self._live.get(storage_key(tensor))
+        if storage is None or storage.values is None or storage.values.dtype != tensor.dtype:
+            return None
+        return storage.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
+        """Follow the values of what an operator makes or changes; views share those of their storage."""
+        if func._schema.is_mutable:
+            if not known_values.change(func, args, kwargs, self._value_of):
+                for tensor in tensors_in((made, args[:1], kwargs.get("out"))):
+                    self._set_values(tensor, None)
+        elif len(made) == 1 and not any(storage_key(made[0]) == storage_key(t) for t in tensors_in((args, kwargs))):
+            self._set_values(made[0], known_values.follow(func, args, kwargs, made[0], self._value_of))
+
+    def _set_values(self, tensor: torch.Tensor, values: torch.Tensor | None) -> None:
+        if (storage := self._live.get(storage_key(tensor))) is not None:
+            storage.values = values
 
     def _load(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = list(tensors_in((args, kwargs)))

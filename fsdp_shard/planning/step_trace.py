@@ -216,7 +216,7 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int, gloo: bool) -> 
     built, frozen = _build(config, run), _build(config, run) if run.has_sharded_reference else None
     with one_thread():
         run.optim.build({"weight": nn.Parameter(torch.zeros(64, 64))}, {"weight": (64, 64)})  # imports what it needs
-    live, state = LiveStorages(), dict[str, int]()
+    live, state = LiveStorages(follows_values=shard.expert_parallel > 1), dict[str, int]()
     with (
         as_fake_rank(rank, run.num_ranks, shard.replicas, **mesh) as context,
         _attention(built.model, run),

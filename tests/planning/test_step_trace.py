@@ -29,7 +29,7 @@ CHUNKED = ModelConfig(path="x", chunked_loss=True)
 LORA, DPO = LoraConfig(rank=4), OBJECTIVES["dpo"]
 NF4 = LoraConfig(rank=4, quantize="nf4")
 MUON, ADAFACTOR, SGD = (OPTIONS["optim"][name]() for name in ("muon", "adafactor", "sgd"))
-TENSOR = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TENSOR = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
 
 # Names of settings that were measured on real ranks -> the settings.
 RUNS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def tiny(**layout: int) -> LlamaConfig:
     """A Llama of 4 layers, whose gate has 85 rows unless `layout` says otherwise."""
     config = llama_config(layers=4)
-    config.hidden_size, config.vocab_size = 64, 128
+    config.hidden_size, config.vocab_size = 48, 128
     for name, value in layout.items():
         setattr(config, name, value)
     if layout:
