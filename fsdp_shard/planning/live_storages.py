@@ -157,7 +157,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         """Follow the values of what an operator makes or changes; views share those of their storage."""
-        if func._schema.is_mutable:
+        if func._schema.is_mutable or func.name().startswith("c10d::"):  # which do not say what they change
             if not known_values.change(func, args, kwargs, self._value_of):
                 for tensor in tensors_in((made, args[:1], kwargs.get("out"))):
                     self._set_values(tensor, None)

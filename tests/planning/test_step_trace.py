@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError
@@ -56,6 +56,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "reference without adapter": {"objective": DPO(), "adapter": LORA},
     "tensor": {"shard": Fsdp2Config(tensor_parallel=2), "num_ranks": 4, "layout": TENSOR},
     "ulysses": {"shard": Fsdp2Config(context_parallel=2), "layout": TENSOR, "train": TrainConfig(global_batch_size=1)},
+    "experts": {"layout": {"num_local_experts": 4}, "sequence_length": 64},
+    "expert parallel": {
+        "shard": Fsdp2Config(expert_parallel=2),
+        "layout": {"num_local_experts": 4},
+        "sequence_length": 64,
+    },
     "ring": {
         "shard": Fsdp2Config(context_parallel=2, context_method="ring"),
         "sequence_length": 64,
@@ -64,8 +70,14 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(**layout: int) -> LlamaConfig:
-    """A Llama of 4 layers, whose gate has 85 rows unless `layout` says otherwise."""
+def tiny(**layout: int) -> PretrainedConfig:
+    """A Llama of 4 layers, whose gate has 85 rows unless `layout` says otherwise; with experts, a Mixtral of 3."""
+    if "num_local_experts" in layout:
+        return MixtralConfig(
+            architectures=["MixtralForCausalLM"], hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, vocab_size=128, max_position_embeddings=128,
+            num_experts_per_tok=2, dtype="float32", **layout,
+        )  # fmt: skip
     config = llama_config(layers=4)
     config.hidden_size, config.vocab_size = 48, 128
     for name, value in layout.items():
