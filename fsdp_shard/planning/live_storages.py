@@ -24,7 +24,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_shard.planning import known_values
-from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, in_backward, is_faking, storage_key, without_fakes
+from fsdp_shard.utils import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    changes_arguments,
+    in_backward,
+    is_faking,
+    storage_key,
+    without_fakes,
+)
 
 # What gloo copies of what it reduces and scatters; what `shard.cpu_offload` copies between a device and the CPU.
 GLOO, OFFLOADED = "copies of gloo", "copies of what is offloaded"
@@ -157,7 +165,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
         """Follow the values of what an operator makes or changes; views share those of their storage."""
-        if func._schema.is_mutable or func.name().startswith("c10d::"):  # which do not say what they change
+        if changes_arguments(func) or func.name().startswith("c10d::"):  # which do not say what they change
             if not known_values.change(func, args, kwargs, self._value_of):
                 for tensor in tensors_in((made, args[:1], kwargs.get("out"))):
                     self._set_values(tensor, None)

@@ -58,7 +58,7 @@ from fsdp_shard.training import (
     train,
     use_loss_head,
 )
-from fsdp_shard.utils import first_line, initialize_fsdp2, one_thread
+from fsdp_shard.utils import first_line, initialize_fsdp2, one_thread, storage_key
 
 _STEPS = 2
 _MICRO_BATCHES = 3  # the first, one between, the last: more are like the one between
@@ -422,8 +422,7 @@ def _follow(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
 
 def _storage_bytes(tensors: Any) -> int:
     """Bytes of the storages of `tensors`, each once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in plain_parts(tensors)}
-    return sum(storages.values())
+    return sum({storage_key(part): part.untyped_storage().nbytes() for part in plain_parts(tensors)}.values())
 
 
 class _Samples(data.Dataset):

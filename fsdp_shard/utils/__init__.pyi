@@ -80,6 +80,7 @@ from .torch_private import (
     DataDependentOutputException as DataDependentOutputException,
     FakeTensorMode as FakeTensorMode,
     TorchDispatchMode as TorchDispatchMode,
+    changes_arguments as changes_arguments,
     fake_store as fake_store,
     flat_parameter_shards as flat_parameter_shards,
     hides_originals as hides_originals,

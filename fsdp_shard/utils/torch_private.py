@@ -203,6 +203,11 @@ def without_fakes() -> AbstractContextManager[object]:
     return found
 
 
+def changes_arguments(operator: Any) -> bool:
+    """Whether an operator changes arguments in place, as far as it says. Without it, all values would be unknown."""
+    return bool(operator._schema.is_mutable)
+
+
 def is_faking() -> bool:
     """Whether a mode of fake tensors is active. Without it, one could not tell that DTensor only computes shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
