@@ -146,7 +146,7 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0, *, gloo
     """
     _check(run, rank)
     # Ranks of a process group cannot fork; a plan has none, and a fork has everything imported.
-    processes = multiprocessing.get_context("spawn" if dist.is_initialized() else "fork")
+    processes: Any = multiprocessing.get_context("spawn" if dist.is_initialized() else "fork")
     receiver, sender = processes.Pipe(duplex=False)
     child = processes.Process(target=_answer, args=(sender, config, run, rank, gloo))
     child.start()

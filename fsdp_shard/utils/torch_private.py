@@ -192,14 +192,15 @@ def initialize_fsdp2(module: nn.Module) -> None:
     It pads uneven shards, and finds that this is done by the address of their memory, which fake tensors do not have;
     without it, what was taken of the shards before the first forward pass would keep the memory of before.
     """
-    fully_shard.state(module)._lazy_init()
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]  # torch sets it on the function
+    state._lazy_init()
 
 
 def without_fakes() -> AbstractContextManager[object]:
     """Within the block no mode of fake tensors is active. Without it, meshes would not know which rank is where."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    found: AbstractContextManager[object] = unset_fake_temporarily()  # type: ignore[no-untyped-call]  # in torch
+    found: AbstractContextManager[object] = unset_fake_temporarily()
     return found
 
 
