@@ -113,14 +113,15 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
         config: Settings of the run.
 
     Returns:
-        The plan; None if there is no model, or with tensor or expert parallelism, which cannot be planned for.
+        The plan; None if there is no model.
     """
-    if not config.model.path or config.shard.tensor_parallel > 1 or config.shard.expert_parallel > 1:
+    if not config.model.path:
         return None
     length, num_ranks = _settle_length(config), min(world_sizes(config.launch))
     saving = config.checkpoint.asynchronous
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    run = PlannedRun(*sections, saving, config.objective, config.data.streaming)
+    on_gpu, packs = uses_gpus(config.launch), config.data.packing
+    run = PlannedRun(*sections, saving, config.objective, config.data.streaming, on_gpu=on_gpu, is_packed=packs)
     return plan_memory(training.origin_config(config.model, _source(config)), run)
 
 

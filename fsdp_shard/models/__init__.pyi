@@ -46,5 +46,6 @@ from .transformers_private import (
     ignored_unexpected_keys as ignored_unexpected_keys,
     is_plain_fast_tokenizer as is_plain_fast_tokenizer,
     is_stateful as is_stateful,
+    keep_experts as keep_experts,
     parallel_plan as parallel_plan,
 )

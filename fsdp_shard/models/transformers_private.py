@@ -50,6 +50,15 @@ def apply_tensor_plan(model: Any, mesh: DeviceMesh, plan: dict[str, str]) -> Non
     apply(model, mesh, *([plan] if follows_plans_by_fqn() else []))
 
 
+def keep_experts(module: Any, num_experts: int) -> None:
+    """Have a module of experts know that it has only so many of them, as an expert-parallel plan does.
+
+    Without `_is_expert_parallel`, `plan` would not count how rows of other ranks' experts are masked.
+    """
+    module.num_experts = num_experts
+    module._is_expert_parallel = True
+
+
 def follows_plans_by_fqn() -> bool:
     """Whether transformers takes expanded plans, and has expert parallelism with a batch of each rank: from 5.23 on."""
     import transformers

@@ -145,7 +145,7 @@ class LiveStorages(TorchDispatchMode):
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
         """Say what the storages of `tensors` hold, from their birth on."""
         for tensor in plain_parts(tensors):
-            key = storage_key(tensor)
+            key = storage_key(tensor.untyped_storage())
             if key not in self._live:
                 self._count(tensor, self.phase, kind, is_buffer=False)
             if key in self._live:
@@ -158,7 +158,7 @@ class LiveStorages(TorchDispatchMode):
         return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def _value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        storage = self._live.get(storage_key(tensor))
+        storage = self._live.get(storage_key(tensor.untyped_storage()))
         if storage is None or storage.values is None or storage.values.dtype != tensor.dtype:
             return None
         return storage.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -169,11 +169,13 @@ class LiveStorages(TorchDispatchMode):
             if not known_values.change(func, args, kwargs, self._value_of):
                 for tensor in tensors_in((made, args[:1], kwargs.get("out"))):
                     self._set_values(tensor, None)
-        elif len(made) == 1 and not any(storage_key(made[0]) == storage_key(t) for t in tensors_in((args, kwargs))):
+        elif len(made) == 1 and storage_key(made[0].untyped_storage()) not in {
+            storage_key(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))
+        }:
             self._set_values(made[0], known_values.follow(func, args, kwargs, made[0], self._value_of))
 
     def _set_values(self, tensor: torch.Tensor, values: torch.Tensor | None) -> None:
-        if (storage := self._live.get(storage_key(tensor))) is not None:
+        if (storage := self._live.get(storage_key(tensor.untyped_storage()))) is not None:
             storage.values = values
 
     def _load(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -203,7 +205,8 @@ class LiveStorages(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor, phase: str, kind: str, *, is_buffer: bool) -> None:
         if tensor.device.type != "cpu" or type(tensor) in _REAL:
             return
-        key, inner = storage_key(tensor), tensor.untyped_storage()
+        inner = tensor.untyped_storage()
+        key = storage_key(inner)
         if (storage := self._live.get(key)) is None:
             storage = self._live[key] = Storage(kind)
             storage.reference = weakref.ref(inner, partial(self._gone, key))
@@ -221,7 +224,7 @@ class LiveStorages(TorchDispatchMode):
     def _exchanged(self, name: str, touched: Iterable[torch.Tensor]) -> None:
         """Note what gathers and reductions have read and written."""
         for tensor in touched:
-            key = storage_key(tensor)
+            key = storage_key(tensor.untyped_storage())
             if (storage := self._live.get(key)) is None or storage.kind in KEPT:
                 continue
             if name in _GATHERING:

@@ -1,23 +1,40 @@
 """Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
-Counted are, per rank: its shard of the parameters, gradients and optimizer state; what is unsharded for a while (units
-gathered in the compute dtype, gradients before they are reduced, and one dequantized weight); and the activations of
-one micro-batch, or of the rank's part of its sequences. They are added up as if all were in use at once, so the peak
-is an upper bound. Not counted: the CUDA context, the allocator's fragmentation and the buffers of the communication
-library.
+Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
+step, played over the units (`step_schedule`) from what one micro-batch keeps (`block_profiles`). The peak is the
+highest of these moments. It counts tensors. What a GPU holds besides (`device_overhead`) is shown apart.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
-from fsdp_shard.errors import ConfigError
-from fsdp_shard.planning.activations import measure_activations, take_out_head
-from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.planning.block_profiles import LOSS, Event, record_tape
+from fsdp_shard.planning.device_overhead import CUBLAS_WORKSPACE_BYTES, device_overhead
+from fsdp_shard.planning.divided_model import divide_model, with_expert_units
+from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
+from fsdp_shard.planning.optimizer import exchange_bytes, step_bytes, whole_update_bytes
+from fsdp_shard.planning.step_schedule import (
+    ACTIVATIONS,
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    LOSS_TERM,
+    PLAYERS,
+    TEMPORARIES,
+    UNREDUCED,
+    Moment,
+    StepRules,
+    highest,
+)
+from fsdp_shard.planning.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import (
     AdapterConfig,
     LoraConfig,
@@ -25,17 +42,31 @@ from fsdp_shard.training import (
     ObjectiveConfig,
     OptimConfig,
     TrainConfig,
+    cross_entropy_chunk_bytes,
     inject_lora,
     quantize_base,
+    use_loss_head,
 )
 from fsdp_shard.utils import balanced_partition, first_line
+
+_FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The settings of the planned run, as in `finetune`; `sequence_length` is in tokens."""
+    """The settings of the planned run, as in `finetune`.
+
+    Attributes:
+        model: As in `finetune`, like the others that are not described here.
+        sequence_length: In tokens.
+        num_ranks: Number of ranks.
+        saves_asynchronously: Whether saves may copy the state into host memory.
+        is_streamed: Whether samples are not known before.
+        on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
+        is_packed: Whether rows hold several documents, which sdpa keeps apart by a mask.
+    """
 
     model: models.ModelConfig
     shard: sharding.ShardConfig
@@ -47,6 +78,8 @@ class PlannedRun:
     saves_asynchronously: bool = True
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     is_streamed: bool = False
+    on_gpu: bool = False
+    is_packed: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -84,6 +117,11 @@ class PlannedRun:
         """Number of tokens that a rank has of each sequence."""
         return -(-self.sequence_length // self.shard.context_parallel)
 
+    @property
+    def padded_length(self) -> int:
+        """The same, with what is filled up so that all ranks have two chunks of one length."""
+        return self.part_length + (self.part_length % 2 if self.shard.context_parallel > 1 else 0)
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -94,12 +132,18 @@ class RankMemory:
         parameters_bytes: Its shard of the parameters.
         gradients_bytes: Its shard of the gradients.
         optimizer_bytes: Its shard of the optimizer state.
-        unsharded_bytes: Parameters and gradients that are unsharded for a while.
-        activations_bytes: Activations of one micro-batch; None when they could not be measured.
+        unsharded_bytes: The most that parameters and gradients take while they are unsharded, with the buffers of
+            their collectives.
+        activations_bytes: The most that activations and the loss take; None when they could not be measured.
         host_bytes: Bytes of the state that are in host memory, with CPU offload.
         staging_bytes: Bytes of the copy in host memory that asynchronous saves write from, not in the peak.
-        reference_bytes: Its shard of the reference model of a preference objective, and the root that stays gathered.
+        reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
+        schedule: The moments of a run, without what only some ranks have; shared by ranks.
+        highest_moments: Those of `schedule` with the most bytes in their phase: what a rank has besides is the same
+            within a phase, so that its peak is one of them.
+        own: Bytes by term that this rank has besides, at each moment after the model is loaded.
+        updates_bytes: The most that a step of the optimizer takes for a moment.
     """
 
     rank: int
@@ -112,6 +156,10 @@ class RankMemory:
     staging_bytes: int = 0
     reference_bytes: int = 0
     average_bytes: int = 0
+    schedule: tuple[Moment, ...] = ()
+    highest_moments: tuple[Moment, ...] = ()
+    own: Mapping[str, int] = field(default_factory=dict)
+    updates_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -119,12 +167,27 @@ class RankMemory:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.average_bytes
 
     @property
-    def peak_bytes(self) -> int | None:
-        """Upper bound on the bytes in use on the device; None when the activations could not be measured."""
-        if self.activations_bytes is None:
+    def moments(self) -> tuple[Moment, ...]:
+        """What is on the device at each moment of a run."""
+        return tuple(self._complete(moment) for moment in self.schedule)
+
+    @property
+    def peak(self) -> Moment | None:
+        """The moment with the most bytes on the device; None when the activations could not be measured."""
+        if self.activations_bytes is None or not self.highest_moments:
             return None
-        transient_bytes = self.unsharded_bytes + self.activations_bytes
-        return self.state_bytes - self.host_bytes + self.reference_bytes + transient_bytes
+        return highest(self._complete(moment) for moment in self.highest_moments)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes of tensors on the device; None when the activations could not be measured."""
+        return None if self.peak is None else self.peak.total_bytes
+
+    def _complete(self, moment: Moment) -> Moment:
+        if moment.phase == "load":
+            return moment
+        updates = {TEMPORARIES: self.updates_bytes} if moment.phase == "optimizer" and self.updates_bytes else {}
+        return replace(moment, terms={**self.own, **moment.terms, **updates})
 
 
 @dataclass(frozen=True)
@@ -139,6 +202,7 @@ class MemoryPlan:
         per_rank: The memory of each rank.
         problem: Why the activations could not be measured, if so.
         tree: The table of units, with `shard.explain`.
+        overhead: Bytes by term that a GPU holds besides tensors; none on CPUs.
     """
 
     model_class: str
@@ -148,6 +212,7 @@ class MemoryPlan:
     per_rank: tuple[RankMemory, ...]
     problem: str | None = None
     tree: tuple[str, ...] = ()
+    overhead: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -167,8 +232,15 @@ class MemoryPlan:
         return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
     def fits(self, memory_bytes: int | None) -> bool | None:
-        """Whether the peak of every rank is at most `memory_bytes`; None when either is unknown."""
-        return None if memory_bytes is None or self.peak_bytes is None else self.peak_bytes <= memory_bytes
+        """Whether `memory_bytes` hold the peak of every rank and what a GPU has besides; None when unknown."""
+        if memory_bytes is None or self.peak_bytes is None:
+            return None
+        return self.peak_bytes + self.overhead_bytes <= memory_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes that a GPU holds besides tensors."""
+        return sum(self.overhead.values())
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
@@ -185,12 +257,6 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
         ConfigError: The settings cannot work for this model and number of ranks, or cannot be planned.
         ModelError: No blocks are found in the model.
     """
-    for name, what in (("tensor_parallel", "divided layers keep"), ("expert_parallel", "is sent to experts")):
-        if (ranks := getattr(run.shard, name)) > 1:
-            raise ConfigError(
-                f"shard.{name}={ranks} cannot be planned: the memory that {what} is not counted. Plan with "
-                f"shard.{name}=1."
-            )
     sharding.check_mesh(run.shard, run.num_ranks)
     model = _build(config, run, run.model.dtype)
     sharding.check_shardable(model, run.shard)
@@ -200,24 +266,23 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
         for block in models.no_split_blocks(model, run.shard.blocks)
     ]
     units = sharding.plan_units(model, run.shard)
-    activations, problem = _activations_bytes(config, run)
-    unsharded = _unsharded_bytes(run.shard, units, accumulates=run.num_micro_batches > 1)
-    unsharded += models.dequantization_bytes(model, sharding.itemsize(run.shard.param_dtype))
-    states = _state_bytes(model, units, run)
-    per_rank = []
-    for rank in range(run.num_ranks):
-        parameters, gradients, optimizer, average = states[rank % run.num_shards]
-        host = parameters + gradients + optimizer + average if run.shard.cpu_offload else 0
-        staging = gradients + optimizer + average if run.saves_asynchronously else 0  # only what is trained is saved
-        reference = 0
-        if run.has_sharded_reference:
-            of_root = units[-1].gathered_bytes if run.shard.is_sharded else 0
-            reference = of_root + (0 if run.shard.cpu_offload else parameters)
-        sizes = (parameters, gradients, optimizer, unsharded, activations, host, staging, reference, average)
-        per_rank.append(RankMemory(rank, *sizes))
+    part = _part_of_rank(config, run, units, model)
+    states = _states(part, run)
+    schedule, problem = plan_step(config, part, run)
+    by_phase: dict[str, list[Moment]] = {}
+    for moment in schedule:
+        by_phase.setdefault(moment.phase, []).append(moment)
+    moments = schedule, tuple(map(highest, by_phase.values()))
+    unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in schedule), default=0)
+    activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in schedule), default=0)
+    per_rank = [
+        _rank_memory(rank, states[_shard_of(rank, run)], run, moments, unsharded, None if problem else activations)
+        for rank in range(run.num_ranks)
+    ]
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
-    return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)
+    sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree
+    return MemoryPlan(type(model).__name__, *sizes, overhead=_overhead(part, run, per_rank))
 
 
 def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
@@ -239,77 +304,256 @@ def _num_weights(model: PreTrainedModel, block: models.Block) -> int:
     return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())
 
 
-def _unsharded_bytes(shard: sharding.ShardConfig, units: Sequence[sharding.Unit], *, accumulates: bool) -> int:
-    """An upper bound on the bytes of gathered units and of gradients that are not reduced yet.
+def _rank_memory(
+    rank: int,
+    state: "_State",
+    run: PlannedRun,
+    moments: tuple[tuple[Moment, ...], tuple[Moment, ...]],
+    unsharded: int,
+    activations: int | None,
+) -> RankMemory:
+    """The memory of one rank; `moments` are those of all phases, and the highest of each."""
+    is_offloaded = run.shard.cpu_offload
+    total = state.parameters + state.gradients + state.optimizer + state.average
+    own = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
+    return RankMemory(
+        rank,
+        state.parameters,
+        state.gradients,
+        state.optimizer,
+        unsharded,
+        activations,
+        host_bytes=total if is_offloaded else 0,
+        # Only what is trained is saved.
+        staging_bytes=state.gradients + state.optimizer + state.average if run.saves_asynchronously else 0,
+        reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
+        average_bytes=state.average,
+        schedule=moments[0],
+        highest_moments=moments[1],
+        own={name: num for name, num in own.items() if num},
+        updates_bytes=0 if is_offloaded else state.updates,
+    )
 
-    Gathered are the root, the unit that computes and the prefetched ones, in the dtype that they compute in, and what
-    all units keep after the forward pass. Gradients are those of the root and of one unit, and a copy of one of the two
-    in the dtype of the reduction; those of all units, if they are reduced once per step only.
 
-    Args:
-        shard: The shard settings.
-        units: All units of the model, the root last.
-        accumulates: Whether a step has several micro-batches.
+def _sum(moment: Moment, *terms: str) -> int:
+    return sum(moment.terms.get(term, 0) for term in terms)
 
-    Returns:
-        The bytes; 0 where nothing is sharded, as everything is then counted as state of the rank.
+
+@dataclass(frozen=True)
+class _State:
+    """Bytes of the state of one shard, and what its optimizer takes for a moment."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    average: int
+    updates: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a replica's rank has of a model before it is sharded: all of it, or its part of divided layers and experts.
+
+    Attributes:
+        model: The model on meta, in the dtypes that parameters are stored in.
+        units: Its units, the root last.
+        experts: FQNs of the units of divided experts.
     """
-    if not shard.is_sharded:
-        return 0
-    *inner, root = (unit.gathered_bytes for unit in units)
-    every, num_ahead = shard.reshard_after_forward, max(1, shard.prefetch_forward or 0, shard.prefetch_backward or 0)
-    gathered = root + (sum(inner) if every is False else sum(sorted(inner)[-1 - num_ahead :]))
-    if type(every) is int:
-        gathered += sum(inner) // every
-    *trained, of_root = (unit.num_trained * sharding.itemsize(unit.dtype) for unit in units)
-    reduce = sharding.itemsize(shard.reduce_dtype)
-    gradients = of_root + max(trained, default=0) + reduce * max(unit.num_trained for unit in units)
-    if accumulates and not shard.sync_every_micro_batch:
-        gradients += sum(unit.num_trained for unit in units) * reduce
-    return gathered + gradients
+
+    model: PreTrainedModel
+    units: Sequence[sharding.Unit]
+    experts: frozenset[str] = frozenset()
 
 
-def _state_bytes(
-    model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun
-) -> list[tuple[int, int, int, int]]:
-    """Bytes of parameters, gradients, optimizer state and averages of each shard; equal shards are computed once."""
+def _part_of_rank(
+    config: PretrainedConfig, run: PlannedRun, units: Sequence[sharding.Unit], model: PreTrainedModel
+) -> _Part:
+    if run.shard.tensor_parallel == run.shard.expert_parallel == 1:
+        return _Part(model, units)
+    divided = _build(config, run, run.model.dtype)
+    experts = divide_model(divided, run.shard)
+    return _Part(divided, with_expert_units(units, experts), experts)
+
+
+def _shard_of(rank: int, run: PlannedRun) -> int:
+    """Which of the shards of a replica a rank has; those that divide layers have the same rows."""
+    return rank // run.shard.tensor_parallel % run.num_shards
+
+
+def _local_shapes(
+    part: _Part, shapes: Mapping[str, sharding.Shape], run: PlannedRun
+) -> list[dict[str, sharding.Shape]]:
+    """The local shape of every parameter for each shard."""
+    shard, num_shards = run.shard, run.num_shards
+    if not part.experts:
+        return shard.local_shapes(shapes, part.units, num_shards)
+    dense, experts = dict(shapes), dict[str, sharding.Shape]()
+    for unit in part.units:
+        if unit.fqn in part.experts:
+            experts |= {name: dense.pop(name) for name in unit.parameters}
+    of_dense = shard.local_shapes(dense, part.units, num_shards)
+    of_experts = shard.local_shapes(experts, part.units, num_shards // shard.expert_parallel)
+    return [held | of_experts[index // shard.expert_parallel] for index, held in enumerate(of_dense)]
+
+
+def _states(part: _Part, run: PlannedRun) -> list[_State]:
+    """The state of each shard; equal shards are computed once."""
+    model, units = part.model, part.units
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
     padding = getattr(torch, run.model.dtype)
-    local_shapes = run.shard.local_shapes(shapes, units, run.num_shards)
+    local_shapes = _local_shapes(part, shapes, run)
     owned_by_rank: Sequence[Sequence[str]] = [()] * run.num_shards
+    updates: dict[str, int] = {}
     if run.optim.needs_full_params:
         owned_by_rank = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
+        updates = _whole_updates(run.optim, trained, shapes, dtypes)
 
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
 
+    with_gradient = [name for name in local_shapes[0] if name in trained]
+    if run.shard.flattens_units and run.num_shards > 1:  # one gradient of a unit, of its frozen parameters too
+        flat = [(number, unit) for number, unit in enumerate(units) if any(name in trained for name in unit.parameters)]
+        with_gradient = [name for number, unit in flat for name in (*unit.parameters, f"(padding of unit {number})")]
     contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
-    known: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
-    sizes = []
-    for local, owned in zip(local_shapes, owned_by_rank, strict=True):
+    known: dict[tuple[object, ...], _State] = {}
+    states = []
+    foreach = run.on_gpu and run.shard.wrapper != "fsdp2"  # DTensors are updated one by one
+    for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
         if (key := (content, tuple(owned))) not in known:
-            gradients = {name: shape for name, shape in local.items() if name in trained}
-            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
-            optimizer = optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
-            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, gradients.values()))  # in float32
-            known[key] = num_bytes(local), num_bytes(gradients), optimizer, average
-        sizes.append(known[key])
-    return sizes
+            own = {name: shape for name, shape in local.items() if name in trained}
+            gradients = {name: local[name] for name in with_gradient}
+            # Under FSDP1 a part without elements has no gradient.
+            has_gradient = {name: shape for name, shape in own.items() if prod(shape) or not run.shard.flattens_units}
+            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else has_gradient
+            optimizer, taken = (
+                step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach) if updated else (0, 0)
+            )
+            if run.optim.needs_full_params:
+                held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
+                taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates)
+            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, own.values()))  # in float32
+            known[key] = _State(num_bytes(local), num_bytes(gradients), optimizer, average, taken)
+        states.append(known[key])
+    return states
 
 
-def _activations_bytes(config: PretrainedConfig, run: PlannedRun) -> tuple[int | None, str | None]:
-    """Bytes that a micro-batch saves for the backward pass, with the loss and its gradient, in the compute dtype.
+def _whole_updates(
+    optim: OptimConfig,
+    trained: Iterable[str],
+    shapes: Mapping[str, sharding.Shape],
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, int]:
+    """What the update of each whole parameter takes for a moment; those that are alike are measured once."""
+    known: dict[object, int] = {}
+    found = {}
+    for name in trained:
+        key = re.sub(r"\d+", "*", name), shapes[name], dtypes[name]
+        if key not in known:
+            known[key] = whole_update_bytes(optim, name, shapes[name], dtypes[name])
+        found[name] = known[key]
+    return found
 
-    Or None and why they cannot be measured: control flow that depends on values, or a model without text input.
+
+def plan_step(config: PretrainedConfig, part: _Part, run: PlannedRun) -> tuple[tuple[Moment, ...], str | None]:
+    """The moments of a run on any rank, without the optimizer's state.
+
+    Returns:
+        The moments, and why activations could not be measured, if so; then there are none of a step.
     """
-    model = _build(config, run, run.shard.param_dtype)
-    any_vocabulary, num_tokens = not run.objective.is_cross_entropy, run.num_rows * run.part_length
-    of_head = take_out_head(model, run.model.chunked_loss, num_tokens, any_vocabulary=any_vocabulary)
+    model = part.model
+    in_units, parameters = unit_bytes(model, part.units, run.shard, run.num_shards, part.experts)
+    terms = {} if run.shard.cpu_offload else {"parameters": parameters}
+    if run.has_sharded_reference and not run.shard.cpu_offload:
+        terms["reference"] = parameters
+    load = Moment("load", "", dict(terms))
+    record, has_loss_head = _tape(config, run, part)
     try:
-        activations = measure_activations(model, run.shard, run.num_rows, run.part_length)
+        tape = record()
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        return None, first_line(error)
-    return activations.saved_bytes + (2 * activations.logits_bytes if of_head is None else of_head), None
+        return (load,), first_line(error)
+    if run.on_gpu:
+        terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
+        if run.objective.is_cross_entropy and not has_loss_head:
+            tape = _with_chunks_of_gpus(tape, model, run)
+    batch = batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel, is_packed=run.is_packed)
+    terms["batch"] = batch * run.num_micro_batches
+    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + _FIGURES_BYTES
+    if not run.shard.is_sharded:
+        terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
+    player.step(tape)
+    player.note("", "optimizer")
+    return (load, *player.moments), None
+
+
+def _with_chunks_of_gpus(tape: Sequence[Event], model: PreTrainedModel, run: PlannedRun) -> list[Event]:
+    """The tape, which was made on a CPU, with the larger chunks in which a GPU upcasts logits.
+
+    A chunk is there four times: upcast, its log-softmax, and the gradients of both.
+    """
+    text: Any = model.config.get_text_config()
+    logits = 4 * run.num_rows * run.padded_length * int(getattr(text, "vocab_size", 1))
+    cpu, gpu = (min(logits, cross_entropy_chunk_bytes(device)) for device in ("cpu", "cuda"))
+    extra = 4 * (gpu - cpu)
+    return [
+        replace(event, rise=event.rise + extra, rise_alone=event.rise_alone + extra) if event.kind == LOSS else event
+        for event in tape
+    ]
+
+
+def _overhead(part: _Part, run: PlannedRun, per_rank: Sequence[RankMemory]) -> Mapping[str, int]:
+    """What the GPU of the fullest rank holds besides tensors; nothing on CPUs."""
+    peaks = [rank.peak_bytes for rank in per_rank]
+    if not run.on_gpu or None in peaks:
+        return {}
+    shard = run.shard
+    divided = (shard.replicas, shard.tensor_parallel, shard.expert_parallel, shard.context_parallel, run.num_shards)
+    num_params = sum(1 for _ in part.model.parameters())
+    num_groups = 1 + sum(ranks > 1 for ranks in divided) if run.num_ranks > 1 else 0
+    return device_overhead(max(peak for peak in peaks if peak is not None), 4 * num_params, num_groups)
+
+
+def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
+    shard, stored = run.shard, str(trained_dtype(model)).removeprefix("torch.")
+    default_backward = 1 if shard.wrapper == "fsdp1" else 0
+    backward = default_backward if shard.prefetch_backward is None else shard.prefetch_backward
+    return StepRules(
+        reshard=shard.reshard_after_forward,
+        prefetch_forward=shard.prefetch_forward or 0,
+        prefetch_backward=backward,
+        num_micro_batches=run.num_micro_batches,
+        sync_every_micro_batch=shard.sync_every_micro_batch,
+        gradient_itemsize=sharding.itemsize(shard.param_dtype),
+        casts_gradients=shard.param_dtype != shard.reduce_dtype,
+        casts_reduced=shard.reduce_dtype != stored,
+        keeps_reduced=shard.replicas > 1,
+        copies_reduced=not run.on_gpu,
+        offloads_activations=shard.activation_offload,
+        has_host_gradients=shard.cpu_offload,
+    )
+
+
+def _tape(config: PretrainedConfig, run: PlannedRun, part: _Part) -> tuple[Callable[[], list[Event]], bool]:
+    """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
+    model = _build(config, run, run.shard.param_dtype)
+    if run.shard.flattens_units:
+        for unit in part.units:  # one flat gradient, also of what is frozen
+            params = [model.get_parameter(name) for name in unit.parameters]
+            if any(param.requires_grad for param in params):
+                for param in params:
+                    param.requires_grad_(True)
+    has_loss_head = run.shard.tensor_parallel == 1 and use_loss_head(  # else the head is divided
+        model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy
+    )
+    divide_model(model, run.shard)
+    num_parts = run.shard.context_parallel
+    if num_parts > 1:
+        sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
+    sizes = run.num_rows, run.padded_length, num_parts
+    compute = micro_batch_loss(model, run.objective, run.reference_kind, *sizes, is_packed=run.is_packed)
+    record = partial(record_tape, model, run.shard, part.units, compute, uncast=part.experts, is_packed=run.is_packed)
+    return record, has_loss_head

@@ -1,13 +1,20 @@
-"""Bytes of an optimizer's state, measured by letting the real one take a step on fake tensors."""
+"""Bytes of an optimizer's state and of what a step takes for a moment, measured by the real one on fake tensors."""
 
-from collections.abc import Mapping
-from contextlib import suppress
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from itertools import zip_longest
+from math import prod
 
 import torch
 from torch import nn
 
+from fsdp_shard.planning.block_profiles import Recorder
 from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import DataDependentOutputException, FakeTensorMode, one_thread
+
+_LARGE = 1 << 16  # elements from which on rows and columns beside a matrix do not matter
+_SIDE = 256
 
 
 def optimizer_bytes(
@@ -27,12 +34,115 @@ def optimizer_bytes(
     Returns:
         The bytes of the state after the first step.
     """
+    return step_bytes(optim, local, shapes, dtypes)[0]
+
+
+def step_bytes(
+    optim: OptimConfig,
+    local: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    uses_foreach: bool = False,
+) -> tuple[int, int]:
+    """Bytes of the state, and the most that a step of all these parameters takes besides it.
+
+    Of parameters that are alike, one is updated, unless a step takes all of them at one time.
+
+    The arguments are those of `optimizer_bytes`; `uses_foreach` is whether one call updates all parameters, which torch
+    chooses for plain tensors on a GPU.
+    """
     with one_thread():
         _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao computes tables at first use
+    alike: dict[object, list[str]] = {}
+    for name, shape in local.items():
+        key = name if uses_foreach else re.sub(r"\d+", "*", name)
+        alike.setdefault((key, shape, shapes[name], dtypes[name]), []).append(name)
+    numbers = {names[0]: len(names) for names in alike.values()}
     with FakeTensorMode():
-        params = {name: nn.Parameter(torch.empty(shape, dtype=dtypes[name])) for name, shape in local.items()}
+        params = {name: nn.Parameter(torch.empty(local[name], dtype=dtypes[name])) for name in numbers}
         optimizer = _step(optim, params, shapes)
-        return sum(_num_bytes(value) for state in optimizer.state.values() for value in state.values())
+        state = sum(
+            numbers[name] * _num_bytes(value)
+            for name, param in params.items()
+            for value in optimizer.state.get(param, {}).values()
+        )
+        for group in optimizer.param_groups if uses_foreach else ():
+            if "foreach" in group and not group.get("fused"):
+                group["foreach"] = True
+        return state, _second_step(optimizer)
+
+
+def _second_step(optimizer: torch.optim.Optimizer) -> int:
+    """The most bytes that a step takes, when the state is there."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    recorder = Recorder()
+    recorder.ignore([params, [param.grad for param in params], [*optimizer.state.values()]])
+    with recorder, suppress(DataDependentOutputException):
+        optimizer.step()
+    recorder.mark("", "")
+    return recorder.events[0].rise
+
+
+def whole_update_bytes(optim: OptimConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The most bytes that the update of one whole parameter takes, besides its state.
+
+    Adafactor looks at values, so a step is made with small real tensors of as many dimensions, and scaled.
+    """
+    size = prod(shape)
+    is_small = size <= _LARGE
+    like = shape if is_small else (_LARGE,) if len(shape) < 2 else (*(1,) * (len(shape) - 2), _SIDE, _SIDE)
+    needs_values = _needs_values(optim)
+    like = like if needs_values else shape
+    with one_thread(), nullcontext() if needs_values else FakeTensorMode():
+        params = {name: nn.Parameter(torch.zeros(like, dtype=dtype))}
+        found = _second_step(_step(optim, params, {name: shape}))
+    return found * -(-size // max(1, prod(like)))
+
+
+def _needs_values(optim: OptimConfig) -> bool:
+    try:
+        with one_thread(), FakeTensorMode():
+            param = nn.Parameter(torch.zeros(64, 64))
+            optimizer = optim.build({"weight": param}, {"weight": (64, 64)})
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+    except DataDependentOutputException:
+        return True
+    return False
+
+
+def exchange_bytes(
+    owned: Sequence[Sequence[str]],
+    rank: int,
+    held: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    updates: Mapping[str, int],
+) -> int:
+    """The most bytes that a step takes on `rank` when each parameter is updated by the rank that owns it.
+
+    A round gathers the values and the gradient of one parameter on its owner, updates it and sends it back; each
+    exchange has a flat copy of what is sent.
+
+    Args:
+        owned: Names of the parameters of each rank, in the order of the rounds.
+        rank: The rank.
+        held: Bytes that this rank has of each parameter.
+        shapes: The unsharded shape of every parameter.
+        dtypes: The dtype of every parameter.
+        updates: What the update of each parameter takes, by name.
+    """
+    most = 0
+    for names in zip_longest(*owned):
+        own = names[rank]
+        sent = sum(held.get(name, 0) for name in names if name is not None)
+        whole = 0 if own is None else prod(shapes[own]) * dtypes[own].itemsize
+        update = 0 if own is None else updates[own]
+        most = max(most, 2 * whole + sent, 2 * whole + update, 2 * whole + sent)
+    return most
 
 
 def _step(

@@ -100,6 +100,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         >>> plan.figures["peak_bytes"]  # doctest: +SKIP
         8437268480
     """
+    from fsdp_shard.distributed import uses_gpus
     from fsdp_shard.models import check_model_task, context_of
     from fsdp_shard.planning.memory import PlannedRun, plan_memory
     from fsdp_shard.planning.report import figures, plan_report
@@ -112,7 +113,8 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
     saving, memory_bytes = config.checkpoint.asynchronous, config.device.memory_bytes
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    run = PlannedRun(*sections, saving, config.objective)
+    on_gpu, packs = uses_gpus(config.launch), config.data.packing
+    run = PlannedRun(*sections, saving, config.objective, on_gpu=on_gpu, is_packed=packs)
     plan = plan_memory(model_config, run)
     dispatch_text, dispatched = _plan_dispatch(config, model, length)
     trace_text, traced = _trace(model_config, run, plan) if config.trace else ("", {})

@@ -1,13 +1,14 @@
 """A memory plan as text and as the figures of result.json."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from fsdp_shard.models import Block
 from fsdp_shard.planning.memory import MemoryPlan, RankMemory
-from fsdp_shard.planning.step_trace import Moment, StepTrace
+from fsdp_shard.planning.step_schedule import Moment
+from fsdp_shard.planning.step_trace import StepTrace
 from fsdp_shard.utils import format_number, format_size, format_table
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
@@ -22,12 +23,25 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
         "num_trained_params": plan.num_trained,
         "bytes_by_dtype": plan.bytes_by_dtype,
         "blocks": [asdict(block) for block in plan.blocks],
-        "per_rank": [asdict(rank) | {"peak_bytes": rank.peak_bytes} for rank in plan.per_rank],
+        "per_rank": [_rank_figures(rank) for rank in plan.per_rank],
         "peak_bytes": plan.peak_bytes,
+        "overhead_bytes": dict(plan.overhead),
         "device_memory_bytes": memory_bytes,
         "fits": plan.fits(memory_bytes),
         "balance": plan.balance,
     }
+
+
+_FIGURES = (
+    "rank", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "unsharded_bytes", "activations_bytes",
+    "host_bytes", "staging_bytes", "reference_bytes", "average_bytes", "peak_bytes",
+)  # fmt: skip
+
+
+def _rank_figures(rank: RankMemory) -> dict[str, Any]:
+    """The figures of a rank, with the moment of its peak."""
+    peak = None if rank.peak is None else asdict(rank.peak)
+    return {name: getattr(rank, name) for name in _FIGURES} | {"peak": peak}
 
 
 def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
@@ -51,6 +65,8 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             *format_table(_rank_rows(plan.per_rank)),
             "",
             *([staged] if staging else ()),
+            *_peak_lines(plan.per_rank),
+            *_overhead_lines(plan.overhead),
             _verdict(plan, memory_bytes),
         ]
     )
@@ -76,13 +92,13 @@ def trace_report(trace: StepTrace, planned_bytes: int | None) -> str:
     """The trace as text: the highest moment of each phase by what is in memory, and the peak beside the formula's."""
     highest: dict[str, Moment] = {}
     for moment in trace.moments:
-        if moment.phase not in highest or moment.num_bytes > highest[moment.phase].num_bytes:
+        if moment.phase not in highest or moment.total_bytes > highest[moment.phase].total_bytes:
             highest[moment.phase] = moment
     terms = sorted({name for moment in highest.values() for name, size in moment.terms.items() if size >= _SMALL_BYTES})
     rows = [["phase", "in", "all", *terms]]
     for phase, moment in highest.items():
         sizes = [format_size(moment.terms.get(name, 0)) for name in terms]
-        rows.append([phase, moment.where or "(root)", format_size(moment.num_bytes), *sizes])
+        rows.append([phase, moment.where or "(root)", format_size(moment.total_bytes), *sizes])
     line = f"Traced, rank {trace.rank} has at most {format_size(trace.peak_bytes)} at one time, in {trace.phase}"
     if planned_bytes is not None:
         line += f"; the formula has {format_size(planned_bytes)}, {planned_bytes / trace.peak_bytes - 1:+.1%}"
@@ -117,16 +133,38 @@ def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     return rows
 
 
+def _peak_lines(ranks: Sequence[RankMemory]) -> list[str]:
+    """When the fullest rank has the most in memory, and what."""
+    peaks = [rank for rank in ranks if rank.peak is not None]
+    if not peaks:
+        return []
+    fullest = max(peaks, key=lambda rank: rank.peak_bytes or 0)
+    peak = fullest.peak
+    assert peak is not None
+    terms = sorted(peak.terms.items(), key=lambda term: -term[1])
+    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in terms if num)
+    where = f" at {peak.where}" if peak.where else ""
+    return [f"The peak of rank {fullest.rank} is in the phase {peak.phase}{where}: {sizes}."]
+
+
+def _overhead_lines(overhead: Mapping[str, int]) -> list[str]:
+    """What a GPU holds besides tensors."""
+    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in overhead.items() if num)
+    return [f"Besides tensors a GPU holds about: {sizes}. The peak does not include it; whether it fits does."][
+        : bool(overhead)
+    ]
+
+
 def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
     if plan.peak_bytes is None:
         return f"Activations could not be measured ({plan.problem}), so there is no peak."
     balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
     if memory_bytes is None:
         return f"{balance} Set device.memory, such as device.memory=80GB, to see whether it fits."
-    memory = format_size(memory_bytes)
+    memory, needed = format_size(memory_bytes), plan.peak_bytes + plan.overhead_bytes
     if plan.fits(memory_bytes):
-        return f"{balance} Fits in {memory} with {format_size(memory_bytes - plan.peak_bytes)} to spare."
+        return f"{balance} Fits in {memory} with {format_size(memory_bytes - needed)} to spare."
     return (
-        f"{balance} Does NOT fit in {memory}: {format_size(plan.peak_bytes - memory_bytes)} too much. Try "
+        f"{balance} Does NOT fit in {memory}: {format_size(needed - memory_bytes)} too much. Try "
         f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true or shard.cpu_offload=true."
     )

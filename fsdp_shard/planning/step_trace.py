@@ -32,7 +32,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import data, models, sharding
 from fsdp_shard.distributed import DistributedContext, as_fake_rank
 from fsdp_shard.errors import ConfigError, FsdpShardError
-from fsdp_shard.planning.activations import causal_without_mask
+from fsdp_shard.planning.block_profiles import attending_without_values
 from fsdp_shard.planning.live_storages import (
     GLOO,
     OFFLOADED,
@@ -43,6 +43,7 @@ from fsdp_shard.planning.live_storages import (
     tensors_in,
 )
 from fsdp_shard.planning.memory import PlannedRun
+from fsdp_shard.planning.step_schedule import Moment
 from fsdp_shard.training import (
     DistillConfig,
     LoraConfig,
@@ -66,26 +67,6 @@ _ON_HOST = ("parameters", "gradients", "optimizer", "optimizer temporaries", "av
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a rank has in memory at one time.
-
-    Attributes:
-        phase: `forward`, `loss`, `backward`, `reduce` or `optimizer`, which clipping belongs to.
-        where: FQN of the block that runs, "" outside of blocks.
-        terms: Bytes by what they hold.
-    """
-
-    phase: str
-    where: str
-    terms: Mapping[str, int]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all terms."""
-        return sum(self.terms.values())
-
-
-@dataclass(frozen=True)
 class StepTrace:
     """The memory of one rank over two training steps.
 
@@ -105,12 +86,12 @@ class StepTrace:
     @property
     def peak(self) -> Moment:
         """The moment with the most bytes."""
-        return max(self.moments, key=lambda moment: moment.num_bytes)
+        return max(self.moments, key=lambda moment: moment.total_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that are live at one time."""
-        return self.peak.num_bytes
+        return self.peak.total_bytes
 
     @property
     def phase(self) -> str:
@@ -122,11 +103,11 @@ class StepTrace:
         """The most bytes that are live at one time in each phase."""
         found: dict[str, int] = {}
         for moment in self.moments:
-            found[moment.phase] = max(moment.num_bytes, found.get(moment.phase, 0))
+            found[moment.phase] = max(moment.total_bytes, found.get(moment.phase, 0))
         return found
 
 
-def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0, *, gloo: bool = False) -> StepTrace:
+def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> StepTrace:
     """Trace the memory of a rank in training steps of a run.
 
     In a process of its own, so that nothing of this one changes: no process group, no thread, no random state.
@@ -135,7 +116,6 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0, *, gloo
         config: The transformers config of the model.
         run: The settings of the run.
         rank: The rank, of `run.num_ranks`.
-        gloo: Count what gloo copies of gradients that it reduces, as on CPU ranks; NCCL copies nothing.
 
     Returns:
         What was live when.
@@ -148,7 +128,7 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0, *, gloo
     # Ranks of a process group cannot fork; a plan has none, and a fork has everything imported.
     processes: Any = multiprocessing.get_context("spawn" if dist.is_initialized() else "fork")
     receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=_answer, args=(sender, config, run, rank, gloo))
+    child = processes.Process(target=_answer, args=(sender, config, run, rank))
     child.start()
     sender.close()
     try:
@@ -188,11 +168,11 @@ def _check(run: PlannedRun, rank: int) -> None:
         )
 
 
-def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank: int, gloo: bool) -> None:
+def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank: int) -> None:
     """Trace in this process, and send the trace, or the error."""
     torch.set_num_threads(1)
     try:
-        answer: Any = _trace(config, run, rank, gloo)
+        answer: Any = _trace(config, run, rank)
     except FsdpShardError as error:
         answer = error
     except Exception as error:  # of torch, which not all operators of models can be traced with
@@ -209,7 +189,7 @@ def _name(config: PretrainedConfig) -> str:
     return next(iter(config.architectures or ()), type(config).__name__)
 
 
-def _trace(config: PretrainedConfig, run: PlannedRun, rank: int, gloo: bool) -> StepTrace:
+def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 compares them
     shard = run.shard
     mesh = {name: getattr(shard, name) for name in ("tensor_parallel", "expert_parallel", "context_parallel")}
@@ -233,7 +213,7 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int, gloo: bool) -> 
             for _ in train(training):
                 training.interrupted_by = 0  # as everything that is read is 1
                 live.phase = "optimizer"
-    uncounted = {*(_ON_HOST if shard.cpu_offload else (OFFLOADED,)), *(() if gloo else (GLOO,))}
+    uncounted = {*(_ON_HOST if shard.cpu_offload else (OFFLOADED,)), *((GLOO,) if run.on_gpu else ())}
     found = moments(live.events, uncounted)
     kept = tuple(_moment(moment) for moment in found if moment.phase != "load")
     return StepTrace(rank, kept, state, sum(state.values()) if shard.cpu_offload else 0)
@@ -283,8 +263,10 @@ def _build(config: PretrainedConfig, run: PlannedRun) -> _Built:
 
 
 def _attention(model: PreTrainedModel, run: PlannedRun) -> AbstractContextManager[None]:
-    """Attention without a mask where a run has none; where sequences are divided, there is another one."""
-    return causal_without_mask(model) if run.shard.context_parallel == 1 else nullcontext()
+    """Attention with the mask that a run has, if any; where sequences are divided, there is another one."""
+    if run.shard.context_parallel > 1:
+        return nullcontext()
+    return attending_without_values(model, is_packed=run.is_packed)
 
 
 def _training(
@@ -422,7 +404,9 @@ def _follow(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
 
 def _storage_bytes(tensors: Any) -> int:
     """Bytes of the storages of `tensors`, each once."""
-    return sum({storage_key(part): part.untyped_storage().nbytes() for part in plain_parts(tensors)}.values())
+    return sum(
+        {storage_key(part.untyped_storage()): part.untyped_storage().nbytes() for part in plain_parts(tensors)}.values()
+    )
 
 
 class _Samples(data.Dataset):
@@ -440,6 +424,8 @@ class _Samples(data.Dataset):
         length, rows = self.sequence_length, () if self._run.objective.samples == "rows" else (2,)
         tokens = np.zeros((*rows, length), np.int64)
         inputs = {"input_ids": tokens} if self._is_causal else {"input_ids": tokens, "attention_mask": tokens + 1}
+        if self._run.is_packed:
+            inputs["position_ids"] = np.arange(length) % -(-length // 2)  # two documents
         is_classified = self._run.model.task == data.CLASSIFICATION
         labels = np.zeros(rows, np.int64) if is_classified else tokens
         extras = {} if not rows else {name: np.zeros(2, np.float32) for name in ("reference_log_probs", "desirable")}

@@ -14,6 +14,8 @@ from .config import (
 from .context_parallel.attention import (
     attending as attending,
     attending_alone as attending_alone,
+    chosen_method as chosen_method,
+    divide_attention as divide_attention,
     divided_by as divided_by,
 )
 from .context_parallel.checks import check_context_parallel as check_context_parallel

@@ -29,7 +29,13 @@ from .logging.metrics_log import (
 )
 from .logging.run_log import RunLog as RunLog
 from .loop import StepReport as StepReport, TrainingRun as TrainingRun, train as train
-from .loss.cross_entropy import cross_entropy as cross_entropy
+from .loss.cross_entropy import (
+    cross_entropy as cross_entropy,
+    cross_entropy_chunk_bytes as cross_entropy_chunk_bytes,
+)
+from .loss.device_batch import DeviceBatch as DeviceBatch
+from .loss.distillation import Targets as Targets
+from .loss.forward_loss import forward_log_probs as forward_log_probs
 from .loss.linear_cross_entropy import (
     giving_loss as giving_loss,
     linear_cross_entropy as linear_cross_entropy,
@@ -39,6 +45,7 @@ from .loss.own_functions import (
     LossFunction as LossFunction,
     MetricsFunction as MetricsFunction,
     OwnFunctions as OwnFunctions,
+    StepSums as StepSums,
 )
 from .loss.row_values import LOSS_CHUNK_BYTES as LOSS_CHUNK_BYTES
 from .model_identity import check_base_model as check_base_model
@@ -53,7 +60,7 @@ from .model_origin import (
 )
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.distill import DistillConfig as DistillConfig
-from .objectives.objective import ObjectiveConfig as ObjectiveConfig
+from .objectives.objective import ObjectiveConfig as ObjectiveConfig, Pass as Pass
 from .objectives.reference_model import (
     ModelReference as ModelReference,
     PrecomputedReference as PrecomputedReference,

@@ -93,6 +93,11 @@ def local_shape_and_offset(
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that are alive. Without `_cdata`, `plan` could not count each one once."""
+    return int(storage._cdata)
+
+
 def int8_matmul(inputs: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """`inputs` [rows, in] times the transpose of int8 `weight` [out, in], scaled by `scales` [out]; for CPUs.
 
@@ -217,11 +222,6 @@ def is_faking() -> bool:
 def in_backward() -> bool:
     """Whether a backward pass runs on this thread. Without it, operators of backward passes could not be told apart."""
     return torch._C._current_graph_task_id() != -1
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """The address of the storage of `tensor`, which a fake tensor has too, other than that of its memory."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def num_storage_users(tensor: torch.Tensor) -> int:

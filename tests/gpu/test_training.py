@@ -128,7 +128,7 @@ def test_the_plan_beside_the_measured_peak(bench: Bench) -> None:
             del run, loaded
             planned = PlannedRun(
                 ModelConfig(path=str(path)), settings, TrainConfig(global_batch_size=1), AdamWConfig(), length, 1,
-                *([lora] if lora else []),
+                *([lora] if lora else []), on_gpu=not IS_REHEARSAL,
             )  # fmt: skip
             expected = plan_memory(job.config, planned).peak_bytes
             ratio = None if expected is None else expected / max(measured, 1)

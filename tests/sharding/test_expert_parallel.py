@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fsdp_shard.checkpoint import RunState, Store, locate, open_checkpoint, save_step, verify
 from fsdp_shard.data import Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig, build_on_meta
-from fsdp_shard.planning import plan_memory
 from fsdp_shard.sharding import check_ranks, check_shardable
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import (
@@ -34,7 +33,6 @@ from fsdp_shard.training import (
     train,
 )
 from fsdp_shard.utils import check
-from tests.planning.test_memory import planned
 from tests.support.ranks import on_ranks
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer
@@ -250,8 +248,6 @@ def test_what_cannot_be_divided_is_named() -> None:
             check(wrong)
     with pytest.raises(ConfigError, match=r"shard\.replicas=2 times shard\.expert_parallel=2 does not divide the 6"):
         check_ranks(replace(two, replicas=2), 6, on_gpu=False)
-    with pytest.raises(ConfigError, match=r"shard\.expert_parallel=2 cannot be planned: "):
-        plan_memory(MixtralConfig(), planned(shard=two))
 
 
 def test_a_loss_that_is_not_trained_is_told(root: Path, texts: Path, tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ from fsdp_shard.checkpoint import RunState, Store, load_shards, open_checkpoint,
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
-from fsdp_shard.planning import plan_memory
 from fsdp_shard.sharding import check_ranks, check_shardable
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.utils import check
-from tests.planning.test_memory import planned
 from tests.support.ranks import on_ranks
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, llama_config
@@ -184,8 +182,6 @@ def test_what_cannot_be_divided_is_named() -> None:
             check(wrong)
     with pytest.raises(ConfigError, match=r"shard\.replicas=2 times shard\.tensor_parallel=2 does not divide the 6"):
         check_ranks(replace(two, replicas=2), 6, on_gpu=False)
-    with pytest.raises(ConfigError, match=r"shard\.tensor_parallel=2 cannot be planned: "):
-        plan_memory(config(), planned(shard=two))
 
 
 @pytest.mark.parametrize(

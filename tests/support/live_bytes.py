@@ -1,17 +1,18 @@
-"""Bytes of live tensors, counted while real code runs, and the training of a planned run on real ranks under that count.
+"""Bytes of live tensors, counted while real code runs, and a planned run trained on real ranks under that count.
 
-What is counted are storages in CPU memory that operators make or use, each once, by the size that it has now: FSDP frees
-and allocates the memory of its gathered parameters by resizing a storage, which no operator sees, so sizes are read again
-at each operator. What a kernel allocates inside of itself is not seen.
+What is counted are storages in CPU memory that operators make or use, each once, by the size that it has now: FSDP
+frees and allocates the memory of its gathered parameters by resizing a storage, which no operator sees, so sizes are
+read again at each operator. What a kernel allocates inside of itself is not seen.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,17 +29,20 @@ from fsdp_shard.planning import PlannedRun
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training import (
     LoraConfig,
+    ModelReference,
     TrainerState,
     TrainingRun,
+    WeightAverage,
     build_optimizer,
     inject_lora,
     quantize_base,
     train,
     use_loss_head,
 )
-from fsdp_shard.training.objectives.reference_model import ModelReference
-from fsdp_shard.training.optim.weight_average import WeightAverage
 from tests.support.ranks import on_ranks
+
+# A thread of gloo holds the tensors of a collective a moment longer than whoever waits for it.
+_SETTLE_SECONDS = 0.002
 
 # A storage that grew: its bytes, and what made it.
 _Entry = tuple[int, str]
@@ -62,6 +66,7 @@ class LiveBytes(TorchDispatchMode):
         self.most_by_phase: dict[str, int] = {}
         self.by_maker: Counter[str] = Counter()
         self._explains = explains
+        self._num_waits = 0
         self._live: dict[int, _Entry] = {}  # by the address of the C++ object
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._ignored: set[int] = set()
@@ -74,8 +79,13 @@ class LiveBytes(TorchDispatchMode):
         maker = ""
         if self._explains:
             maker = f"{self._phase_now()} {func.name()}"
+        if self._num_waits:
+            time.sleep(_SETTLE_SECONDS)
+            self._num_waits -= 1
         self._poll()
         result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._num_waits = 4  # some operators are part of waiting
         for tensor in _tensors((result, args, kwargs)):
             self._count(tensor, maker)
         self._poll()
@@ -223,13 +233,13 @@ def build_sharded(config: PretrainedConfig, run: PlannedRun, context: Distribute
         use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
     rebuild_buffers(model, context.device)
     found = run.shard.shard(model, context)
-    _fill(found)
+    _fill(found, context.rank)  # were all shards the same, a router would choose the same experts always
     return found
 
 
 @torch.no_grad()
-def _fill(model: ShardedModel) -> None:
-    generator = torch.Generator().manual_seed(0)
+def _fill(model: ShardedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for name, shard in model.local_shards().items():
         if "quantized" in name or not isinstance(shard.tensor, torch.nn.Parameter):
             shard.data.zero_() if "quantized" in name else None
@@ -248,7 +258,6 @@ def training_run(
     packed: bool,
 ) -> TrainingRun:
     """The run at its beginning."""
-    from dataclasses import replace
 
     optimizer, data = build_optimizer(run.optim, model, context), _data(config, run, packed)
     settings = replace(run.train, steps=steps, schedule="constant", log_every=1 << 30)

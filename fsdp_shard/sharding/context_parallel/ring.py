@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_shard.sharding.context_parallel.blockwise import Accumulated, Gradients, Scoring
 from fsdp_shard.sharding.context_parallel.masks import SequenceMask
@@ -114,10 +113,7 @@ class _Travelling:
     def begin_to_pass_on(self, ranks: ContextRanks) -> tuple["_Travelling", list[Any]]:
         """Send this to the next rank; returns what will come from the one before, and what to wait for."""
         received = _Travelling(torch.empty_like(self.both), *self._shapes)
-        following, before = ((ranks.rank + step) % ranks.num_ranks for step in (1, -1))
-        sends = dist.P2POp(dist.isend, self.both, group=ranks.group, group_peer=following)
-        receives = dist.P2POp(dist.irecv, received.both, group=ranks.group, group_peer=before)
-        return received, dist.batch_isend_irecv([sends, receives])
+        return received, ranks.begin_to_pass_on(received.both, self.both)
 
     def passed_on(self, ranks: ContextRanks) -> "_Travelling":
         """Send this to the next rank and return what came from the one before; a collective."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
@@ -53,6 +54,18 @@ class ContextRanks:
     def num_chunks(self) -> int:
         """Number of chunks of a sequence, over all ranks: lengths are padded to a multiple of it."""
         return sum(map(len, self.chunks))
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Send the i-th part of `sent` to rank i, and receive what all ranks send to this one; a collective."""
+        dist.all_to_all_single(received, sent, group=self.group)
+
+    def begin_to_pass_on(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
+        """Send to the next rank and receive from the one before; returns what to wait for."""
+        following, before = ((self.rank + step) % self.num_ranks for step in (1, -1))
+        sends = dist.P2POp(dist.isend, sent, group=self.group, group_peer=following)
+        receives = dist.P2POp(dist.irecv, received, group=self.group, group_peer=before)
+        works: list[Any] = dist.batch_isend_irecv([sends, receives])
+        return works
 
     def own_part(self, inputs: Mapping[str, Ints], labels: Ints, masked: int) -> SequencePart:
         """Return this rank's tokens of a batch of whole sequences.

@@ -8,7 +8,6 @@ from math import gcd
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_shard.sharding.context_parallel.sequence_parts import ContextRanks
 
@@ -75,5 +74,5 @@ def _exchange(by_rank: torch.Tensor, ranks: ContextRanks) -> torch.Tensor:
     """Send the i-th of [num_ranks, ...] to rank i, and return what all ranks sent, in their order; a collective."""
     sent = by_rank.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=ranks.group)
+    ranks.exchange(received, sent)
     return received

@@ -34,7 +34,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | t
     flat, targets = logits.flatten(0, -2), labels.flatten()
     gradient = torch.empty_like(flat) if needs_gradient(flat) else None
     total = torch.zeros((), dtype=torch.float32, device=flat.device)
-    num_rows = max(1, _CHUNK_BYTES.get(flat.device.type, _CHUNK_BYTES_ELSEWHERE) // (4 * flat.shape[-1]))
+    num_rows = max(1, cross_entropy_chunk_bytes(flat.device.type) // (4 * flat.shape[-1]))
     for start in range(0, len(targets), num_rows):
         rows = slice(start, start + num_rows)
         upcast = flat[rows].detach().float().requires_grad_(gradient is not None)
@@ -43,6 +43,11 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | t
             gradient[rows] = torch.autograd.grad(loss / divisor, upcast)[0]
         total += loss.detach()
     return with_gradients(total / divisor, [gradient], flat)
+
+
+def cross_entropy_chunk_bytes(device_type: str) -> int:
+    """Bytes of float32 logits that `cross_entropy` upcasts at a time on a device."""
+    return _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
 
 
 def needs_gradient(tensor: torch.Tensor | None) -> bool:

@@ -1,0 +1,158 @@
+"""A model on meta as one rank has it whose layers or experts are divided over neighboring ranks.
+
+Parameters get the shapes of this rank's part, and modules do what a rank does with its part on its own: instead of a
+collective they make a tensor of the size that the collective would return. So the model runs on fake tensors without
+other ranks, and keeps what a real one keeps. Where a size does not divide, the part is that of the first rank, the
+largest. Tokens are taken to be sent to the experts of a rank nearly evenly: a sixteenth more than that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_shard.models import keep_experts, parallel_plan, tied_names
+from fsdp_shard.sharding import ShardConfig, Unit
+
+_BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
+_SENDS = "ep_dispatch_experts"
+_UNEVEN = 16  # of so many tokens that a rank's experts would get, they are taken to get one more
+
+
+def divide_model(model: PreTrainedModel, shard: ShardConfig) -> frozenset[str]:
+    """Divide `model` as `shard` asks; returns the FQNs of the modules that hold experts."""
+    if shard.tensor_parallel > 1:
+        _divide_layers(model, shard.tensor_parallel)
+    if shard.expert_parallel > 1:
+        return _divide_experts(model, shard.expert_parallel)
+    return frozenset()
+
+
+def with_expert_units(units: Sequence[Unit], experts: frozenset[str]) -> list[Unit]:
+    """The units, with the experts of each as a unit of its own before it."""
+    found = []
+    for unit in units:
+        for fqn in sorted(experts):
+            inside = tuple(name for name in unit.parameters if name.startswith(f"{fqn}."))
+            if inside:
+                found.append(replace(unit, fqn=fqn, parameters=inside))
+        own = tuple(name for name in unit.parameters if name.rpartition(".")[0] not in experts)
+        found.append(replace(unit, parameters=own))
+    return found
+
+
+def _divide_layers(model: PreTrainedModel, num_ranks: int) -> None:
+    ties = tied_names(model)
+    plan = {name: style for name, style in parallel_plan(model, "tp_plan").items() if name not in ties}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    made: dict[int, nn.Parameter] = {}
+    for name, param in params.items():
+        style = plan.get(ties.get(name, name))
+        if style is None or (name.endswith(".bias") and style not in _BY_ROWS):
+            continue
+        if id(param) not in made:
+            dim = max(0, param.ndim - 2) if style in _BY_ROWS else param.ndim - 1
+            part = param.detach().chunk(num_ranks, dim)[0].contiguous()
+            made[id(param)] = nn.Parameter(part, requires_grad=param.requires_grad)
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, made[id(param)])
+    for fqn, style in plan.items():
+        if fqn not in params:
+            _communicate(model.get_submodule(fqn), style, num_ranks)
+
+
+def _communicate(module: nn.Module, style: str, num_ranks: int) -> None:
+    """Have a divided layer make what its collectives would return."""
+    if style in _BY_ROWS and style != "embedding_rowwise":
+        module.register_forward_pre_hook(lambda module, args: (_SummedBackward.apply(args[0]), *args[1:]))  # type: ignore[no-untyped-call]
+    else:
+        module.register_forward_hook(lambda module, args, output: _Summed.apply(output))  # type: ignore[no-untyped-call]
+    if style in ("colwise_gather_output", "colwise_rep"):
+        module.register_forward_hook(lambda module, args, output: _Gathered.apply(output, num_ranks))  # type: ignore[no-untyped-call]
+
+
+class _Summed(torch.autograd.Function):
+    """An all-reduce in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
+class _SummedBackward(torch.autograd.Function):
+    """An all-reduce in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].clone()
+
+
+class _Gathered(torch.autograd.Function):
+    """An all-gather of the last dimension in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
+        ctx.num_ranks = num_ranks
+        parts = tensor.new_empty((num_ranks, *tensor.shape))
+        return torch.cat(list(parts), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].chunk(ctx.num_ranks, -1)[0].contiguous(), None
+
+
+def _divide_experts(model: PreTrainedModel, num_ranks: int) -> frozenset[str]:
+    plan = parallel_plan(model, "ep_plan")
+    experts = frozenset(fqn for fqn, style in plan.items() if style == _SENDS)
+    for fqn in experts:
+        module: Any = model.get_submodule(fqn)
+        for name, param in list(module.named_parameters(recurse=False)):
+            part = param.detach()[: len(param) // num_ranks].contiguous()
+            setattr(module, name, nn.Parameter(part, requires_grad=param.requires_grad))
+        keep_experts(module, module.num_experts // num_ranks)
+        module.forward = _Dispatch(module.forward, module.num_experts, num_ranks)
+    return experts
+
+
+class _Dispatch:
+    """The `forward` of experts that sends each token to its experts and back, as transformers' `AllToAllEP`."""
+
+    def __init__(self, forward: Any, num_experts: int, num_ranks: int) -> None:
+        self._forward, self._num_experts, self._num_ranks = forward, num_experts, num_ranks
+
+    def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        num_top_k = top_k_index.size(-1)
+        order = torch.argsort(top_k_index.reshape(-1))
+        num_received = len(order) + -(-len(order) // _UNEVEN)
+        received = _Exchanged.apply(hidden_states[order // num_top_k], num_received)  # type: ignore[no-untyped-call]
+        ids = torch.zeros((num_received, 1), dtype=torch.long, device=hidden_states.device)
+        output = self._forward(received, ids, torch.ones_like(ids, dtype=received.dtype))
+        back = _Exchanged.apply(output, len(order))  # type: ignore[no-untyped-call]
+        tokens = torch.empty_like(back)
+        tokens[order] = back
+        tokens = tokens.view(*top_k_weights.shape, hidden_states.size(-1))
+        return (tokens * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
+
+
+class _Exchanged(torch.autograd.Function):
+    """An all-to-all in both passes, after which a rank has `num_rows` rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+        ctx.num_rows = len(tensor)
+        return tensor.new_empty((num_rows, *tensor.shape[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].new_empty((ctx.num_rows, *gradients[0].shape[1:])), None

@@ -1,0 +1,110 @@
+"""Bytes of each unit on a rank, with padding, as the wrappers lay shards out."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_shard.planning.step_schedule import UnitBytes
+from fsdp_shard.sharding import ShardConfig, Unit, itemsize
+
+_FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param
+
+
+def unit_bytes(
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    shard: ShardConfig,
+    num_shards: int,
+    experts: Collection[str] = (),
+) -> tuple[list[UnitBytes], int]:
+    """The bytes of each unit, and those of all shards of a rank with their padding.
+
+    Args:
+        model: The model on meta, in the dtypes that parameters are stored in.
+        units: Its units, the root last.
+        shard: The shard settings.
+        num_shards: Number of ranks that one replica is sharded over.
+        experts: FQNs of the units of experts that are divided over ranks before.
+    """
+    if not shard.is_sharded:
+        held = sum(param.numel() * param.element_size() for param in model.parameters())
+        return [UnitBytes(unit.fqn, 1, 0, 0, 0, 0, 0, 0, 0) for unit in units], held
+    head = model.get_output_embeddings()
+    found, held = [], 0
+    for unit in units:
+        params = [model.get_parameter(name) for name in unit.parameters]
+        is_kept = not unit.fqn or model.get_submodule(unit.fqn) is head
+        measure = _flat_bytes if shard.flattens_units else _rows_bytes
+        is_divided = unit.fqn in experts
+        of_unit, stored = measure(
+            unit, params, shard, num_shards // shard.expert_parallel if is_divided else num_shards, is_kept
+        )
+        found.append(replace(of_unit, is_scaled=is_divided))
+        held += stored
+    return found, held
+
+
+def _rows_bytes(
+    unit: Unit, params: Sequence[nn.Parameter], shard: ShardConfig, num_shards: int, is_kept: bool
+) -> tuple[UnitBytes, int]:
+    """Of `fully_shard`: the rows of each parameter are divided, and filled up to as many on each rank."""
+    compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
+    stored = cast = largest = gathered = gradients = reduced = kept = last = 0
+    for param in params:
+        padded = padded_elements(tuple(param.shape), num_shards)
+        stored += padded * param.element_size()
+        if not param.ndim:
+            continue
+        is_cast = param.is_floating_point() and not unit.is_bytes
+        wide = compute if is_cast else param.element_size()
+        if is_cast and wide != param.element_size():
+            cast += padded * wide
+            largest = max(largest, padded * wide)
+        gathered += padded * num_shards * wide
+        if param.requires_grad:
+            last = param.numel()
+            gradients += last * wide
+            reduced += padded * reduce
+            kept += padded * param.element_size()
+    reduced_from = reduced * num_shards
+    sizes = cast, largest, gathered, gradients, reduced_from, reduced, kept, last
+    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept), stored
+
+
+def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
+    """Elements of a shard of a parameter under `fully_shard`, with its padding; a scalar is whole."""
+    return -(-shape[0] // num_shards) * prod(shape[1:]) if shape else 1
+
+
+def _flat_bytes(
+    unit: Unit, params: Sequence[nn.Parameter], shard: ShardConfig, num_shards: int, is_kept: bool
+) -> tuple[UnitBytes, int]:
+    """Of FullyShardedDataParallel: one flat parameter, whose gradient is that of all if any is trained."""
+    compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
+    end, multiple = 0, max(1, _FLAT_ALIGN_BYTES // compute)
+    for param in params:
+        end = -(-end // multiple) * multiple + param.numel()
+    length = -(-end // num_shards)
+    wide = params[0].element_size() if params else compute
+    is_cast = wide != compute and not unit.is_bytes
+    whole = length * num_shards
+    trained = any(param.requires_grad for param in params)
+    gathered = whole * (compute if is_cast else wide) if is_cast or num_shards > 1 else 0
+    gradients = end * compute if trained else 0
+    reduced_from, reduced, kept = (whole * reduce, length * reduce, length * wide) if trained else (0, 0, 0)
+    cast = length * compute if is_cast else 0
+    sizes = cast, cast, gathered, gradients, reduced_from, reduced, kept
+    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept), length * wide
+
+
+def trained_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that most trained parameters are stored in; float32 if there are none."""
+    sizes: dict[torch.dtype, int] = {}
+    for param in model.parameters():
+        if param.requires_grad:
+            sizes[param.dtype] = sizes.get(param.dtype, 0) + param.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)

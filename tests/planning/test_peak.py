@@ -1,0 +1,175 @@
+"""The planned memory of runs against what tensors take while they train, on real ranks: exact state, peak 0 to +5 %."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, T5Config
+
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.planning import PlannedRun, plan_memory
+from fsdp_shard.sharding import WRAPPERS
+from fsdp_shard.training import (
+    OBJECTIVES,
+    OPTIMIZERS,
+    AdapterConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    TrainConfig,
+)
+from tests.support.live_bytes import measure_run
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_TABLE: list[str] = []
+
+
+def llama(vocabulary: int = 512, *, tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=128, intermediate_size=320, num_hidden_layers=4, head_dim=32,
+        vocab_size=vocabulary, max_position_embeddings=256, tie_word_embeddings=tied, dtype="float32", **_HEADS,
+    )  # fmt: skip
+
+
+def mixture() -> MixtralConfig:
+    return MixtralConfig(
+        architectures=["MixtralForCausalLM"], hidden_size=128, intermediate_size=128, num_hidden_layers=4,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=512, max_position_embeddings=256, dtype="float32",
+        **_HEADS,
+    )  # fmt: skip
+
+
+def gpt2() -> GPT2Config:
+    return GPT2Config(
+        architectures=["GPT2LMHeadModel"], n_embd=128, n_layer=5, n_head=4, vocab_size=600, n_positions=128,
+        dtype="float32", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def t5() -> T5Config:
+    return T5Config(
+        architectures=["T5ForConditionalGeneration"], d_model=128, d_kv=32, d_ff=256, num_layers=4, num_heads=4,
+        vocab_size=512, dropout_rate=0.0, dtype="float32",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run; a step has `micro_batches` of `rows` sequences of `length` tokens a rank."""
+
+    ranks: int = 2
+    wrapper: str = "fsdp2"
+    shard: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[], PretrainedConfig] = llama
+    settings: dict[str, Any] = field(default_factory=dict)  # of `model.*`
+    train: dict[str, Any] = field(default_factory=dict)
+    optim: str = "adamw"
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    objective: Any = field(default_factory=ObjectiveConfig)
+    rows: int = 2
+    length: int = 64
+    micro_batches: int = 1
+    is_packed: bool = False
+
+    def run(self) -> PlannedRun:
+        shard = WRAPPERS[self.wrapper](**self.shard)
+        data_ranks = self.ranks // (shard.tensor_parallel * shard.context_parallel)
+        batch = self.rows * self.micro_batches * data_ranks
+        train = TrainConfig(micro_batch_size=self.rows, global_batch_size=batch, **self.train)
+        return PlannedRun(
+            ModelConfig(path="x", **self.settings), shard, train, OPTIMIZERS[self.optim](), self.length, self.ranks,
+            self.adapter, objective=self.objective, is_packed=self.is_packed,
+        )  # fmt: skip
+
+
+_LONG: dict[str, Any] = {"rows": 4, "length": 128}
+_LORA = LoraConfig(rank=8)
+_DPO: Any = OBJECTIVES["dpo"]
+_SETTINGS = {
+    "one rank": Setting(1),
+    "two ranks": Setting(),
+    "four ranks": Setting(4),
+    "fsdp1, one rank": Setting(1, "fsdp1"),
+    "fsdp1": Setting(2, "fsdp1"),
+    "ddp": Setting(2, "ddp"),
+    "ddp, accumulation": Setting(2, "ddp", micro_batches=3),
+    "float32": Setting(shard={"param_dtype": "float32"}),
+    "weights in bfloat16": Setting(settings={"dtype": "bfloat16"}),
+    "reduced in bfloat16": Setting(shard={"reduce_dtype": "bfloat16"}),
+    "norms in float32": Setting(shard={"norms_in_float32": True}),
+    "kept after forward": Setting(shard={"reshard_after_forward": False}),
+    "resharded over 2 of 4": Setting(4, shard={"reshard_after_forward": 2}),
+    "prefetch": Setting(shard={"prefetch_forward": 2, "prefetch_backward": 2}),
+    "fsdp1, kept after forward": Setting(2, "fsdp1", {"reshard_after_forward": False}),
+    "fsdp1, prefetch": Setting(2, "fsdp1", {"prefetch_forward": 1, "prefetch_backward": 0}),
+    "replicas": Setting(4, shard={"replicas": 2}),
+    "fsdp1, replicas": Setting(4, "fsdp1", {"replicas": 2}),
+    "recomputation": Setting(shard={"activation_checkpointing": True}, **_LONG),
+    "recomputation of every second": Setting(shard={"activation_checkpointing": 2}, **_LONG),
+    "selective recomputation": Setting(shard={"activation_checkpointing": "selective"}, **_LONG),
+    "fsdp1, recomputation": Setting(2, "fsdp1", {"activation_checkpointing": True}, **_LONG),
+    "accumulation": Setting(micro_batches=3),
+    "accumulation, reduced once": Setting(micro_batches=3, shard={"sync_every_micro_batch": False}),
+    "accumulation, reduced once, float32": Setting(
+        micro_batches=3, shard={"sync_every_micro_batch": False, "param_dtype": "float32"}
+    ),
+    "fsdp1, accumulation": Setting(2, "fsdp1", micro_batches=3),
+    "fsdp1, accumulation, reduced once": Setting(
+        2, "fsdp1", {"sync_every_micro_batch": False, "param_dtype": "float32"}, micro_batches=3
+    ),
+    "LoRA": Setting(adapter=_LORA),
+    "fsdp1, LoRA": Setting(2, "fsdp1", adapter=_LORA),
+    "nf4": Setting(adapter=LoraConfig(rank=8, quantize="nf4")),
+    "int8": Setting(adapter=LoraConfig(rank=8, quantize="int8")),
+    "fsdp1, nf4": Setting(2, "fsdp1", adapter=LoraConfig(rank=8, quantize="nf4")),
+    "sgd": Setting(optim="sgd"),
+    "adafactor": Setting(optim="adafactor"),
+    "muon": Setting(optim="muon"),
+    "adamw8bit": Setting(optim="adamw8bit"),
+    "average": Setting(train={"ema_decay": 0.9}),
+    "loss in chunks": Setting(model=lambda: llama(4096), settings={"chunked_loss": True}),
+    "logits of a large vocabulary": Setting(model=lambda: llama(16384), **_LONG),
+    "large vocabulary, tied": Setting(model=lambda: llama(16384, tied=True)),
+    "dpo": Setting(objective=_DPO(reference="sharded")),
+    "dpo, LoRA": Setting(objective=OBJECTIVES["dpo"](), adapter=_LORA),
+    "simpo": Setting(objective=OBJECTIVES["simpo"]()),
+    "orpo": Setting(objective=OBJECTIVES["orpo"]()),
+    "packed documents": Setting(is_packed=True),
+    "packed documents, recomputation": Setting(is_packed=True, shard={"activation_checkpointing": True}),
+    "gpt2": Setting(model=gpt2),
+    "t5": Setting(model=t5),
+    "t5, recomputation": Setting(model=t5, shard={"activation_checkpointing": True}, rows=4),
+    "mixture": Setting(model=mixture),
+    "layers over 2": Setting(shard={"tensor_parallel": 2}),
+    "layers over 2 of 4": Setting(4, shard={"tensor_parallel": 2}),
+    "experts over 2": Setting(model=mixture, shard={"expert_parallel": 2}),
+    "experts over 2 of 4": Setting(4, model=mixture, shard={"expert_parallel": 2}),
+    "sequences over 2, ulysses": Setting(shard={"context_parallel": 2, "context_method": "ulysses"}, length=128),
+    "sequences over 2, ring": Setting(shard={"context_parallel": 2, "context_method": "ring"}, length=128),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Any:
+    """Print the table of all settings at the end."""
+    yield
+    print("\n" + "\n".join(["setting                                   planned      measured  peak", *_TABLE]))
+
+
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_a_planned_run_takes_what_was_planned(name: str) -> None:
+    setting = _SETTINGS[name]
+    if setting.optim == "adamw8bit" and find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    config, run = setting.model(), setting.run()
+    plan, measured = plan_memory(config, run), measure_run(config, run, packed=run.is_packed)
+    for rank, found in zip(plan.per_rank, measured, strict=True):
+        assert rank.parameters_bytes == found.parameters
+        assert rank.gradients_bytes == found.gradients
+        assert rank.optimizer_bytes == found.optimizer
+        assert rank.peak_bytes is not None, plan.problem
+        _TABLE.append(f"{name:38}{rank.peak_bytes:12}{found.peak:14}  {rank.peak_bytes / found.peak - 1:+.2%}")
+        assert 1.0 <= rank.peak_bytes / found.peak <= 1.05, (rank.peak, found.by_phase)
