@@ -14,3 +14,4 @@ from .planned_run import (
 from .search.advice import Fitting as Fitting, advise as advise
 from .search.advice_report import advice_lines as advice_lines
 from .search.planner import Planner as Planner
+from .trace.step_trace import StepTrace as StepTrace, trace_step as trace_step

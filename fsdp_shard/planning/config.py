@@ -105,6 +105,11 @@ class PlanSettings:
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
     checkpoint: PlanSavingConfig = field(default_factory=PlanSavingConfig)
     dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)
+    trace: bool = setting(
+        False,
+        "Also trace two training steps of rank 0 on tensors without memory, operator by operator, and show the peak "
+        "beside that of the formula. It takes up to a minute for 80 layers.",
+    )
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for a range of ranks that nothing would search, or a search without a limit."""

@@ -16,14 +16,13 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.block_profiles import LOSS, Event, record_tape
-from fsdp_shard.planning.device_overhead import CUBLAS_WORKSPACE_BYTES, device_overhead
-from fsdp_shard.planning.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
-from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
-from fsdp_shard.planning.optimizer import exchange_bytes, step_bytes, whole_update_bytes
-from fsdp_shard.planning.pictures.unit_holdings import UnitHolding, UnitShards
-from fsdp_shard.planning.step_schedule import (
+from fsdp_shard.planning.step.block_profiles import LOSS, Event, record_tape
+from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES, device_overhead
+from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
+from fsdp_shard.planning.step.micro_batch import batch_bytes, micro_batch_loss
+from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
+from fsdp_shard.planning.step.step_schedule import (
     ACTIVATIONS,
     BUFFERS,
     GATHERED,
@@ -36,7 +35,8 @@ from fsdp_shard.planning.step_schedule import (
     StepRules,
     highest,
 )
-from fsdp_shard.planning.unit_bytes import trained_dtype, unit_bytes
+from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
+from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.training import (
     AdapterConfig,
     LoraConfig,

@@ -64,6 +64,7 @@ class PlannedSettings(Protocol):
     checkpoint: PlanSavingConfig
     device: DeviceConfig
     dispatch: DispatchConfig
+    trace: bool
 
     @property
     def kept_run_dir(self) -> str | None:
@@ -106,7 +107,7 @@ class RunPlan:
     memory_bytes: int | None = None
 
     def draw(self, directory: str | Path) -> None:
-        """Leave pictures in `directory`: plan.html, and timeline.png if matplotlib is installed; search.png of a search."""
+        """Leave plan.html, and timeline.png if matplotlib is installed, in `directory`; of a search, search.png."""
         if self.front is not None and self.front.points:
             from fsdp_shard.planning.search.front_plot import PICTURE, plot_front
 
@@ -172,7 +173,6 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         context = context_of(model_config, trusted)
     check_model_task(model_config, config.model.task)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
-    sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     on_gpu, packs = _plans_gpus(config), config.data.packing
     if measured is not None:
         num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
@@ -204,10 +204,10 @@ def _plans_gpus(config: PlannedSettings) -> bool:
 def _plan_one(config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun) -> RunPlan:
     """The plan of a run as it is, and where it does not fit, settings that would."""
     from fsdp_shard.planning.costs.step_report import step_figures, step_report
+    from fsdp_shard.planning.costs.step_time import missing_figures
     from fsdp_shard.planning.report import figures, plan_report
     from fsdp_shard.planning.search.advice import advise
     from fsdp_shard.planning.search.advice_report import advice_figures, advice_lines
-    from fsdp_shard.planning.step_time import missing_figures
 
     hardware = _hardware(config)
     planner, memory_bytes = _planner(config, model_config, run, hardware), hardware.memory_bytes
@@ -224,14 +224,16 @@ def _plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretra
             f"device.memory; {'the plan shows settings that fit' if found else 'no settings were found that fit'}."
         )
     dispatch_text, dispatched = _plan_dispatch(config, model, run.sequence_length)
+    trace_text, traced = _trace(model_config, run, plan) if config.trace else ("", {})
     lines += ["", step_report(cost, hardware)]
     all_figures = {
         **figures(plan, memory_bytes),
         "advice": advice_figures(found or ()),
         "step": step_figures(cost, hardware),
+        **traced,
         **dispatched,
     }
-    text = "\n".join(lines) + dispatch_text
+    text = "\n".join(lines) + trace_text + dispatch_text
     return RunPlan(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes)
 
 
@@ -265,8 +267,8 @@ def _plan_search(
 
 def _planner(config: PlannedSettings, model_config: PretrainedConfig, run: PlannedRun, hardware: Hardware) -> Planner:
     """What plans `run` and others of its model; it knows the time of a step where the hardware is known."""
+    from fsdp_shard.planning.costs.step_time import step_time
     from fsdp_shard.planning.search.planner import Planner
-    from fsdp_shard.planning.step_time import step_time
 
     planner = Planner(model_config, on_gpu=config.launch.device != "cpu")
 
@@ -311,6 +313,15 @@ def _measured(config: PlannedSettings) -> MeasuredRun:
     if config.data.sequence_length is None:
         config.data.sequence_length = measured.sequence_length
     return measured
+
+
+def _trace(config: PretrainedConfig, run: PlannedRun, plan: MemoryPlan) -> tuple[str, dict[str, Any]]:
+    """Text and figures of the traced steps of rank 0."""
+    from fsdp_shard.planning.trace.step_trace import trace_step
+    from fsdp_shard.planning.trace.trace_report import trace_figures, trace_report
+
+    trace, planned = trace_step(config, run), plan.per_rank[0].peak_bytes
+    return f"\n\n{trace_report(trace, planned)}", {"trace": trace_figures(trace, planned)}
 
 
 def _objective_line(run: PlannedRun) -> str:

@@ -63,7 +63,9 @@ def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> in
 def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) -> ShardedModel:
     """Wrap `model` in DistributedDataParallel, with its parameters on the device of this rank, unfilled."""
     prepare_model(model, settings, context)
-    model.apply(empty_parameters(context.device)).to(context.device)
+    model.apply(empty_parameters(context.device))
+    if any(tensor.device != context.device for tensor in (*model.parameters(), *model.buffers())):
+        model.to(context.device)
     if not any(param.requires_grad for param in model.parameters()):
         return DdpModel(model, context)  # nothing is reduced
     # Until torch 2.13, which deprecates it, `broadcast_buffers` was the only name.

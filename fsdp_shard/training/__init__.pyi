@@ -62,7 +62,11 @@ from .module_weights import load_weights as load_weights, save_pretrained as sav
 from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig, Pass as Pass
 from .objectives.objective_checks import check_parallelism as check_parallelism
-from .objectives.reference_model import ModelReference as ModelReference, add_reference as add_reference
+from .objectives.reference_model import (
+    ModelReference as ModelReference,
+    PrecomputedReference as PrecomputedReference,
+    add_reference as add_reference,
+)
 from .objectives.registry import OBJECTIVES as OBJECTIVES
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer

@@ -81,11 +81,16 @@ from .torch_private import (
     DataDependentOutputException as DataDependentOutputException,
     FakeTensorMode as FakeTensorMode,
     TorchDispatchMode as TorchDispatchMode,
+    changes_arguments as changes_arguments,
+    fake_store as fake_store,
     flat_parameter_shards as flat_parameter_shards,
     hides_originals as hides_originals,
     hybrid_shard_grad_op as hybrid_shard_grad_op,
+    in_backward as in_backward,
+    initialize_fsdp2 as initialize_fsdp2,
     int8_matmul as int8_matmul,
     is_costly_operator as is_costly_operator,
+    is_faking as is_faking,
     keep_batch_norms_wrapped as keep_batch_norms_wrapped,
     local_shape_and_offset as local_shape_and_offset,
     non_persistent_buffers as non_persistent_buffers,
@@ -99,5 +104,6 @@ from .torch_private import (
     uncompiled as uncompiled,
     version as version,
     view_base as view_base,
+    without_fakes as without_fakes,
 )
 from .work_progress import report_progress as report_progress

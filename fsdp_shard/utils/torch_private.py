@@ -4,7 +4,7 @@ Imported through the lazy door of `utils`, so that torch is loaded only where on
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -182,6 +182,49 @@ def restore_frozen_parameters(module: nn.Module) -> None:
 
 def _flat_handles(module: nn.Module) -> Iterator[Any]:
     return (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module) if unit._handle is not None)
+
+
+def fake_store() -> dist.Store:
+    """The store of a process group with the backend `fake`, which this makes known to torch.
+
+    Without it, one rank of a run could not be planned alone: each collective would wait for the others.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def initialize_fsdp2(module: nn.Module) -> None:
+    """Do what the first forward pass of a module under `fully_shard` does before anything else.
+
+    It pads uneven shards, and finds that this is done by the address of their memory, which fake tensors do not have;
+    without it, what was taken of the shards before the first forward pass would keep the memory of before.
+    """
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]  # torch sets it on the function
+    state._lazy_init()
+
+
+def without_fakes() -> AbstractContextManager[object]:
+    """Within the block no mode of fake tensors is active. Without it, meshes would not know which rank is where."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    found: AbstractContextManager[object] = unset_fake_temporarily()
+    return found
+
+
+def changes_arguments(operator: Any) -> bool:
+    """Whether an operator changes arguments in place, as far as it says. Without it, all values would be unknown."""
+    return bool(operator._schema.is_mutable)
+
+
+def is_faking() -> bool:
+    """Whether a mode of fake tensors is active. Without it, one could not tell that DTensor only computes shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs on this thread. Without it, operators of backward passes could not be told apart."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def num_storage_users(tensor: torch.Tensor) -> int:

@@ -12,12 +12,12 @@ from transformers import CohereConfig, PretrainedConfig, T5Config, ViTConfig
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
-from fsdp_shard.planning import optimizer as planned_optimizer
-from fsdp_shard.planning.block_profiles import END, LEAVE, Event, record_tape
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
-from fsdp_shard.planning.micro_batch import micro_batch_loss
-from fsdp_shard.planning.optimizer import optimizer_bytes
 from fsdp_shard.planning.report import plan_report
+from fsdp_shard.planning.step import optimizer as planned_optimizer
+from fsdp_shard.planning.step.block_profiles import END, LEAVE, Event, record_tape
+from fsdp_shard.planning.step.micro_batch import micro_batch_loss
+from fsdp_shard.planning.step.optimizer import optimizer_bytes
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, plan_units, recompute_blocks
 from fsdp_shard.training import (
     OBJECTIVES,

@@ -15,7 +15,7 @@ from fsdp_shard.planning import MemoryPlan
 from fsdp_shard.planning.pictures.plan_page import PAGE, PICTURE, plan_page, write_pictures
 from fsdp_shard.planning.pictures.timeline import BOTTOM, TOP, byte_ticks, lay_out
 from fsdp_shard.planning.pictures.treemap import HEIGHT, WIDTH, treemap
-from fsdp_shard.planning.pictures.unit_holdings import UnitHolding
+from fsdp_shard.planning.step.unit_holdings import UnitHolding
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training import OPTIMIZERS
 from tests.planning.test_memory import plan

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
 from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
-from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.planning.step.optimizer import optimizer_bytes
 from fsdp_shard.training import AdapterConfig, LoraConfig, NewHead, OptimConfig, inject_lora, quantize_base
 from fsdp_shard.utils import FakeTensorMode, first_line
 

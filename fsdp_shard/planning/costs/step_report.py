@@ -4,8 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from fsdp_shard.planning.costs.step_cost import StepCost
+from fsdp_shard.planning.costs.step_time import missing_figures, step_time
 from fsdp_shard.planning.devices import Hardware
-from fsdp_shard.planning.step_time import missing_figures, step_time
 from fsdp_shard.utils import format_number, format_size, format_table
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))

@@ -18,8 +18,8 @@ from fsdp_shard.planning.memory import MemoryPlan
 from fsdp_shard.planning.pictures import timeline as timeline_layout, treemap as treemap_layout
 from fsdp_shard.planning.pictures.timeline import Timeline, color_of, draw_png, lay_out
 from fsdp_shard.planning.pictures.treemap import treemap
-from fsdp_shard.planning.pictures.unit_holdings import UnitHolding
 from fsdp_shard.planning.report import rank_rows, summary_lines
+from fsdp_shard.planning.step.unit_holdings import UnitHolding
 from fsdp_shard.utils import format_size, printable, write_atomically
 
 PAGE, PICTURE = "plan.html", "timeline.png"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_shard.planning.pictures.timeline import color_of
-from fsdp_shard.planning.pictures.unit_holdings import UnitHolding
+from fsdp_shard.planning.step.unit_holdings import UnitHolding
 from fsdp_shard.utils import format_size
 
 WIDTH, HEIGHT = 1000.0, 520.0

@@ -20,7 +20,11 @@ class Rates(Protocol):
 
 
 def build_optimizer(
-    config: OptimConfig, model: ShardedModel, context: DistributedContext, adapter: Rates | None = None
+    config: OptimConfig,
+    model: ShardedModel,
+    context: DistributedContext,
+    adapter: Rates | None = None,
+    lengths: Mapping[str, list[int]] | None = None,
 ) -> optim.Optimizer:
     """Build the optimizer of a model's trainable parameters; a collective.
 
@@ -31,6 +35,7 @@ def build_optimizer(
         model: The sharded model.
         context: The ranks that the model is sharded over.
         adapter: The adapter that is trained, if any, for learning rates of its own (`adapter.lora_plus_ratio`).
+        lengths: Numbers of elements of each parameter on each of the ranks, by FQN; None asks them.
 
     Raises:
         ConfigError: The optimizer needs full parameters, but layers or experts are divided over ranks.
@@ -51,7 +56,7 @@ def build_optimizer(
         )
     if config.needs_full_params:
         group = context.mesh[model.shard_mesh_dim].get_group()
-        return FullParamOptimizer(shards, group, lambda params: config.build(params, shapes, rates))
+        return FullParamOptimizer(shards, group, lambda params: config.build(params, shapes, rates), lengths)
     params = {name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}
     optimizer = config.build(params, shapes, rates)
     split_groups_by_mesh(optimizer)

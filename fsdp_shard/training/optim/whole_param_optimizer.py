@@ -22,15 +22,24 @@ Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class FullParamOptimizer(torch.optim.Optimizer):
-    """The optimizer that `build` makes, over the trainable ones of `shards`, sharded over the ranks of `group`."""
+    """The optimizer that `build` makes, over the trainable ones of `shards`, sharded over the ranks of `group`.
 
-    def __init__(self, shards: Mapping[str, LocalShard], group: dist.ProcessGroup, build: Build) -> None:
+    `lengths` are the numbers of elements of each parameter on each rank, if they are known; else the ranks are asked.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, LocalShard],
+        group: dist.ProcessGroup,
+        build: Build,
+        lengths: Mapping[str, list[int]] | None = None,
+    ) -> None:
         self._shards = {name: shard for name, shard in shards.items() if shard.tensor.requires_grad}
         self._group, self._rank = group, dist.get_rank(group)
         sizes = {name: torch.Size(shard.shape).numel() for name, shard in self._shards.items()}
         self._owned = balanced_partition(sorted(sizes), dist.get_world_size(group), sizes.__getitem__)
-        self._lengths = _lengths(self._shards, group)
-        self._sent = {name: _without_copies(lengths, sizes[name]) for name, lengths in self._lengths.items()}
+        self._lengths = _lengths(self._shards, group) if lengths is None else lengths
+        self._sent = {name: _without_copies(self._lengths[name], sizes[name]) for name in self._shards}
         # The parameters of the inner optimizer: they take memory only while they are updated.
         self._full = {name: nn.Parameter(_without_memory(shard)) for name, shard in self._shards.items()}
         self._inner = build(self._full)
@@ -63,6 +72,11 @@ class FullParamOptimizer(torch.optim.Optimizer):
                     shape, writes = tuple(tensor.shape), self._shards[name].writes
                     found[f"{name}.{part}"] = LocalShard(tensor, tensor.view(-1), 0, shape, writes)
         return found
+
+    @property
+    def inner_state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
+        """The state of what this rank owns, by the whole parameter."""
+        return self._inner.state
 
     def _with_gradients(self) -> set[str]:
         """Names of the parameters with a gradient; under FSDP1 a rank without elements of one has no gradient."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.planning.step_schedule import UnitBytes
+from fsdp_shard.planning.step.step_schedule import UnitBytes
 from fsdp_shard.sharding import ShardConfig, Unit, itemsize
 
 _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param

@@ -185,7 +185,7 @@ def record_tape(
     for fqn in passed_over:
         _pass_over(model, fqn, next(run for run in runs if fqn in run.passed_over))
     dtypes = {name: getattr(torch, unit.dtype) for unit in units for name in unit.parameters}
-    with _attending(model, is_packed=is_packed), FakeTensorMode():
+    with attending_without_values(model, is_packed=is_packed), FakeTensorMode():
         _make_fake(model, dtypes if settings.is_sharded else {})
         recorder = Recorder()
         recorder.ignore([*model.parameters(), *model.buffers()])
@@ -435,7 +435,7 @@ def _document_mask(*, batch_size: int, q_length: int, kv_length: int, **kwargs: 
 
 
 @contextmanager
-def _attending(model: PreTrainedModel, *, is_packed: bool) -> Iterator[None]:
+def attending_without_values(model: PreTrainedModel, *, is_packed: bool) -> Iterator[None]:
     """Have a model with sdpa attention use its causal flag instead of a mask, or a mask if documents are packed."""
     if attention_implementations(model) != ["sdpa"]:
         yield

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.planning.step.optimizer import optimizer_bytes
 from fsdp_shard.sharding import Shape, Unit
 from fsdp_shard.training import OptimConfig
 

@@ -9,7 +9,7 @@ wrapper's own memory is added as torch's code handles it (torch 2.13: `_fsdp_par
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.planning.block_profiles import BEGIN, END, ENTER, FINISH, LEAVE, LOSS, Event
+from fsdp_shard.planning.step.block_profiles import BEGIN, END, ENTER, FINISH, LEAVE, LOSS, Event
 
 GATHERED, UNREDUCED, BUFFERS, GRADIENTS = "gathered", "unreduced gradients", "reduce buffers", "gradients"
 ACTIVATIONS, LOSS_TERM, TEMPORARIES = "activations", "loss", "optimizer temporaries"

@@ -1,0 +1,97 @@
+"""One rank of a run of any size, alone: its meshes and groups, over a backend that sends nothing.
+
+For code that is to see what it would be given on that rank, such as a plan: collectives end at once, and leave their
+results as they were. A group costs the same for two ranks and for thousands.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_shard.distributed.process_group import DistributedContext
+from fsdp_shard.utils import fake_store
+
+
+class FakeContext(DistributedContext):
+    """A rank without others: what it asks them for is what it has itself."""
+
+    def with_new_group(self, timeout_seconds: float) -> Self:
+        return self
+
+    def barrier(self) -> None:
+        return
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    def gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.world_size if self.is_main else []
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return value
+
+    def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
+        return values
+
+
+@contextmanager
+def as_fake_rank(
+    rank: int,
+    world_size: int,
+    replicas: int = 1,
+    *,
+    tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+    context_parallel: int = 1,
+) -> Iterator[FakeContext]:
+    """Be one rank of `world_size` within the block, on the CPU; this process must be in no process group.
+
+    Args:
+        rank: The rank.
+        world_size: Number of ranks, a multiple of the product of the following.
+        replicas: As in `init_distributed`, like the others.
+        tensor_parallel: Number of adjacent ranks that divide each layer.
+        expert_parallel: Number of adjacent ranks that divide the experts of a mixture.
+        context_parallel: Number of adjacent ranks that divide each sequence.
+
+    Yields:
+        The rank and its meshes, which are those that `init_distributed` makes.
+    """
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        shape = {"replicate": replicas, "shard": world_size // (replicas * tensor_parallel)}
+        shape |= {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
+        of_experts = {"replicate": replicas, "shard": world_size // (replicas * expert_parallel)}
+        of_experts |= {"expert": expert_parallel, "tensor": 1}
+        first = rank - rank % context_parallel
+        neighbors = _group(list(range(first, first + context_parallel))) if context_parallel > 1 else None
+        yield FakeContext(
+            rank=rank,
+            world_size=world_size,
+            local_rank=0,
+            device=torch.device("cpu"),
+            mesh=_mesh(shape, rank),
+            expert_mesh=_mesh(of_experts, rank) if expert_parallel > 1 else None,
+            num_context_ranks=context_parallel,
+            context_group=neighbors,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _mesh(shape: dict[str, int], rank: int) -> DeviceMesh:
+    """All ranks in row-major order as a mesh of these dimensions, with the groups of `rank` only."""
+    ranks = torch.arange(prod(shape.values())).view(*shape.values())
+    place = [int(index) for index in (ranks == rank).nonzero()[0]]
+    lines = [ranks[tuple(slice(None) if i == dim else at for i, at in enumerate(place))] for dim in range(len(place))]
+    groups: list[Any] = [_group(line.tolist()) for line in lines]
+    return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=tuple(shape))
+
+
+def _group(members: list[int]) -> Any:
+    return dist.group.WORLD if len(members) == dist.get_world_size() else dist.new_group(members, backend="fake")

@@ -1,0 +1,1 @@
+"""The real training step of one rank, traced on tensors without memory."""

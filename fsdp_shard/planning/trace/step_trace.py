@@ -1,0 +1,432 @@
+"""The memory of a training step, traced: the code of a run, as one of its ranks runs it, on tensors without memory.
+
+The model is sharded by the wrapper, and the loop of training takes two steps with it: forward passes, the loss in
+chunks, backward passes, clipping and the optimizer, which makes its state in the first. The tensors are fake
+(`FakeTensorMode`), so nothing of the model's size is in memory; the process group is fake, so nothing is sent, and
+1,024 ranks cost what 2 do. `LiveStorages` counts. Kernels are those of the CPU, so that a trace and a run on CPU ranks
+have the same operators. The model has all of its layers: the time is that of its operators in Python.
+
+What differs from a GPU: its optimizers may update many parameters at once and take more for it, the loss of whole
+logits has larger chunks there, and memory that a stream has not released yet counts as free here. What
+`shard.cpu_offload` copies to the device counts while it is copied.
+"""
+
+import multiprocessing
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from math import prod
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_shard import data, models, sharding
+from fsdp_shard.distributed import DistributedContext, as_fake_rank
+from fsdp_shard.errors import ConfigError, FsdpShardError
+from fsdp_shard.planning.memory import PlannedRun
+from fsdp_shard.planning.step.block_profiles import attending_without_values
+from fsdp_shard.planning.step.step_schedule import Moment
+from fsdp_shard.planning.trace.live_storages import (
+    GLOO,
+    OFFLOADED,
+    LiveMoment,
+    LiveStorages,
+    moments,
+    plain_parts,
+    tensors_in,
+)
+from fsdp_shard.training import (
+    DistillConfig,
+    LoraConfig,
+    ModelReference,
+    NewHead,
+    PrecomputedReference,
+    TrainerState,
+    TrainingRun,
+    WeightAverage,
+    build_optimizer,
+    inject_lora,
+    quantize_base,
+    train,
+    use_loss_head,
+)
+from fsdp_shard.utils import first_line, initialize_fsdp2, one_thread, storage_key
+
+_STEPS = 2
+_MICRO_BATCHES = 3  # the first, one between, the last: more are like the one between
+_ON_HOST = ("parameters", "gradients", "optimizer", "optimizer temporaries", "average", "reference")
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """The memory of one rank over two training steps.
+
+    Attributes:
+        rank: The rank.
+        moments: The highest moment of each stretch of one phase in one block, in order.
+        state_bytes: Bytes after a step, wherever they are: `parameters`, `gradients` (before the update), `optimizer`,
+            `average` and `reference`.
+        host_bytes: Those of `state_bytes` that are in CPU memory, with `shard.cpu_offload`.
+    """
+
+    rank: int
+    moments: tuple[Moment, ...]
+    state_bytes: Mapping[str, int]
+    host_bytes: int = 0
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most bytes."""
+        return max(self.moments, key=lambda moment: moment.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are live at one time."""
+        return self.peak.total_bytes
+
+    @property
+    def phase(self) -> str:
+        """The phase of the peak."""
+        return self.peak.phase
+
+    @property
+    def peak_by_phase(self) -> dict[str, int]:
+        """The most bytes that are live at one time in each phase."""
+        found: dict[str, int] = {}
+        for moment in self.moments:
+            found[moment.phase] = max(moment.total_bytes, found.get(moment.phase, 0))
+        return found
+
+
+def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> StepTrace:
+    """Trace the memory of a rank in training steps of a run.
+
+    In a process of its own, so that nothing of this one changes: no process group, no thread, no random state.
+
+    Args:
+        config: The transformers config of the model.
+        run: The settings of the run.
+        rank: The rank, of `run.num_ranks`.
+
+    Returns:
+        What was live when.
+
+    Raises:
+        ConfigError: The settings cannot work for this model and number of ranks, or cannot be traced.
+        ModelError: No blocks are found in the model, or it cannot be run.
+    """
+    _check(run, rank)
+    # Ranks of a process group cannot fork; a plan has none, and a fork has everything imported.
+    processes: Any = multiprocessing.get_context("spawn" if dist.is_initialized() else "fork")
+    receiver, sender = processes.Pipe(duplex=False)
+    child = processes.Process(target=_answer, args=(sender, config, run, rank))
+    child.start()
+    sender.close()
+    try:
+        answer = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        child.join()
+        raise RuntimeError(f"the process that traces a step ended with exit code {child.exitcode}") from None
+    finally:
+        receiver.close()
+    child.join()
+    if isinstance(answer, BaseException):
+        raise answer
+    assert isinstance(answer, StepTrace)
+    return answer
+
+
+def _check(run: PlannedRun, rank: int) -> None:
+    """Raise ConfigError for what cannot be traced."""
+    if not 0 <= rank < run.num_ranks:
+        raise ConfigError(f"There is no rank {rank} of {run.num_ranks} to trace; give one from 0 on.")
+    run.optim.check_installed()
+    sharding.check_mesh(run.shard, run.num_ranks)
+    if run.shard.compile is not False:
+        raise ConfigError(
+            "trace=true cannot be used with shard.compile, as compiled blocks need tensors that have memory; plan with "
+            "shard.compile=false, which needs no less."
+        )
+    if isinstance(run.shard, sharding.Fsdp1Config) and not run.shard.reshard_after_forward:
+        raise ConfigError(
+            "trace=true cannot be used with shard=fsdp1 and shard.reshard_after_forward=false, as torch asks there for "
+            "the address of gathered parameters, which tensors without memory do not have; trace shard=fsdp2 instead."
+        )
+    if isinstance(run.objective, DistillConfig):
+        raise ConfigError(
+            "trace=true cannot be used with objective=distill, as the teacher is another model; plan with "
+            "objective=sft, and add the memory of the teacher."
+        )
+
+
+def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank: int) -> None:
+    """Trace in this process, and send the trace, or the error."""
+    torch.set_num_threads(1)
+    try:
+        answer: Any = _trace(config, run, rank)
+    except FsdpShardError as error:
+        answer = error
+    except Exception as error:  # of torch, which not all operators of models can be traced with
+        answer = ConfigError(
+            f"trace=true cannot follow {type(error).__name__} in the training step of {_name(config)}: "
+            f"{first_line(error)}. Plan with trace=false."
+        )
+        answer.__cause__ = None
+    sender.send_bytes(pickle.dumps(answer))
+    sender.close()
+
+
+def _name(config: PretrainedConfig) -> str:
+    return next(iter(config.architectures or ()), type(config).__name__)
+
+
+def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 compares them
+    shard = run.shard
+    mesh = {name: getattr(shard, name) for name in ("tensor_parallel", "expert_parallel", "context_parallel")}
+    built, frozen = _build(config, run), _build(config, run) if run.has_sharded_reference else None
+    with one_thread():
+        run.optim.build({"weight": nn.Parameter(torch.zeros(64, 64))}, {"weight": (64, 64)})  # imports what it needs
+    live, state = LiveStorages(follows_values=shard.expert_parallel > 1), dict[str, int]()
+    with (
+        as_fake_rank(rank, run.num_ranks, shard.replicas, **mesh) as context,
+        _attention(built.model, run),
+        nullcontext() if frozen is None else _attention(frozen.model, run),
+        live,
+    ):
+        with live.fake:
+            training = _training(config, run, built, frozen, context, live)
+            shards = training.model.local_shards().values()
+            held = [shard.data for shard in shards if isinstance(shard.tensor, nn.Parameter)]
+            state["parameters"] = sum(part.numel() * part.element_size() for part in held)
+        live.phase = "forward"
+        with _phases(live, training, built.blocks, state):
+            for _ in train(training):
+                training.interrupted_by = 0  # as everything that is read is 1
+                live.phase = "optimizer"
+    uncounted = {*(_ON_HOST if shard.cpu_offload else (OFFLOADED,)), *((GLOO,) if run.on_gpu else ())}
+    found = moments(live.events, uncounted)
+    kept = tuple(_moment(moment) for moment in found if moment.phase != "load")
+    return StepTrace(rank, kept, state, sum(state.values()) if shard.cpu_offload else 0)
+
+
+def _moment(live: LiveMoment) -> Moment:
+    return Moment(live.phase, live.where, {kind: size for kind, size in sorted(live.by_kind.items()) if size})
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model on meta that is ready to be sharded.
+
+    Attributes:
+        model: The model.
+        blocks: Its blocks by FQN.
+        units: Its units.
+        adapter: Its adapter, if any.
+    """
+
+    model: PreTrainedModel
+    blocks: Mapping[str, nn.Module]
+    units: tuple[sharding.Unit, ...]
+    adapter: Any = None
+
+
+def _build(config: PretrainedConfig, run: PlannedRun) -> _Built:
+    """Build the model on meta, as `finetune` does, and check it."""
+    # The kernels of flash-attn need not be installed; they keep what sdpa's flash kernel keeps.
+    attention = "sdpa" if run.model.attention == "flash_attention_2" else run.model.attention
+    model = models.build_on_meta(
+        config, run.model.dtype, trust_remote_code=run.model.trust_remote_code, attention=attention
+    )
+    adapter = None
+    if isinstance(run.adapter, LoraConfig):
+        head = NewHead.of(model).modules if run.model.labels else ()
+        adapter, _ = inject_lora(model, run.adapter, run.model.path, {}, run.model.task, head)
+        quantize_base(model, run.adapter.quantize, run.shard, {})
+    if run.shard.tensor_parallel == 1:
+        use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
+    models.rebuild_buffers(model, "cpu")
+    sharding.check_shardable(model, run.shard)
+    sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
+    fqns = [block.fqn for block in models.no_split_blocks(model, run.shard.blocks) if not block.direct]
+    blocks = {fqn: model.get_submodule(fqn) for fqn in fqns if fqn}
+    return _Built(model, blocks, tuple(sharding.plan_units(model, run.shard)), adapter)
+
+
+def _attention(model: PreTrainedModel, run: PlannedRun) -> AbstractContextManager[None]:
+    """Attention with the mask that a run has, if any; where sequences are divided, there is another one."""
+    if run.shard.context_parallel > 1:
+        return nullcontext()
+    return attending_without_values(model, is_packed=run.is_packed)
+
+
+def _training(
+    config: PretrainedConfig,
+    run: PlannedRun,
+    built: _Built,
+    frozen: _Built | None,
+    context: DistributedContext,
+    live: LiveStorages,
+) -> TrainingRun:
+    """The run at its beginning, on fake tensors."""
+    model = _sharded(built.model, run, context)
+    live.mark(model.module.parameters(), "parameters")
+    optimizer = build_optimizer(run.optim, model, context, built.adapter, _lengths(built, run))
+    num_batches = min(run.num_micro_batches, _MICRO_BATCHES)
+    settings = replace(
+        run.train, steps=_STEPS, epochs=None, schedule="constant", warmup_steps=0, profile=[],
+        global_batch_size=num_batches * run.train.micro_batch_size * run.num_data_ranks,
+    )  # fmt: skip
+    samples = _Samples(config, run)
+    training = TrainingRun(
+        model, optimizer, samples, settings, context, TrainerState(0, samples.identity), objective=run.objective,
+        sync_every_micro_batch=run.shard.sync_every_micro_batch,
+    )  # fmt: skip
+    if run.train.ema_decay is not None:
+        training.average = WeightAverage(run.train.ema_decay, model.local_shards())
+        live.mark((shard.data for shard in training.average.trained().values()), "average")
+    if frozen is not None:
+        frozen.model.requires_grad_(False)
+        reference = _sharded(frozen.model, run, context)
+        live.mark(reference.module.parameters(), "reference")
+        training.reference = ModelReference(reference, has_adapter=not run.adapter.trains_all)
+    elif run.reference_kind == "adapter":
+        training.reference = ModelReference(model, has_adapter=True)
+    elif run.reference_kind == "precomputed":
+        training.reference = PrecomputedReference()
+    return training
+
+
+def _sharded(model: PreTrainedModel, run: PlannedRun, context: DistributedContext) -> sharding.ShardedModel:
+    for owner in model.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if not buffer.is_meta:  # computed before; its values are of no use
+                setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    # DDP makes its buckets anew in the order of the first step, of the same bytes, unless parameters may be unused; it
+    # would read that order from a tensor.
+    shard = replace(run.shard, find_unused_parameters=True) if isinstance(run.shard, sharding.DdpConfig) else run.shard
+    sharded = shard.shard(model, context)
+    if isinstance(sharded.module, DistributedDataParallel):
+        sharded.module.register_comm_hook(None, _stay)
+    if isinstance(sharded.module, FSDPModule):
+        initialize_fsdp2(sharded.module)
+    return sharded
+
+
+def _stay(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The all-reduce of a bucket in place, which the fake process group does not know how to end."""
+    reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
+
+
+def _lengths(built: _Built, run: PlannedRun) -> dict[str, list[int]] | None:
+    """The numbers of elements of each parameter on each rank that it is sharded over, where an optimizer needs them."""
+    if not run.optim.needs_full_params:
+        return None
+    shapes = {name: tuple(param.shape) for name, param in built.model.named_parameters()}
+    by_rank = run.shard.local_shapes(shapes, built.units, run.num_shards)
+    return {name: [prod(local[name]) for local in by_rank] for name in shapes}
+
+
+@contextmanager
+def _phases(
+    live: LiveStorages, run: TrainingRun, blocks: Mapping[str, nn.Module], state: dict[str, int]
+) -> Iterator[None]:
+    """Tell `live` what runs and what storages hold; fills `state` with the bytes of the state of the rank."""
+    module, optimizer = run.model.module, run.optimizer
+
+    def begin_forward(*args: Any) -> None:
+        live.phase, live.where, live.has_turned = "forward", "", False
+
+    def turn(*args: Any) -> None:
+        live.has_turned = True
+
+    def end_forward(module: nn.Module, args: Any, output: Any) -> None:
+        live.phase, live.where = "loss", ""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(turn)
+
+    def before_update(*args: Any) -> None:
+        gradients = [param.grad for param in module.parameters() if param.grad is not None]
+        live.mark(gradients, "gradients")
+        live.phase, live.where = "optimizer", ""
+        state["gradients"] = _storage_bytes(gradients)
+
+    def after_update(*args: Any) -> None:
+        states = getattr(optimizer, "inner_state", optimizer.state).values()
+        held = [value for values in states for value in values.values()]
+        live.mark(held, "optimizer")
+        state["optimizer"] = _storage_bytes(held)
+        if run.average is not None:
+            state["average"] = _storage_bytes(shard.data for shard in run.average.trained().values())
+        if isinstance(run.reference, ModelReference) and run.reference.model is not run.model:
+            state["reference"] = _storage_bytes(run.reference.model.module.parameters())
+
+    with ExitStack() as hooks:
+        handles = [
+            module.register_forward_pre_hook(begin_forward),
+            module.register_forward_hook(end_forward),
+            optimizer.register_step_pre_hook(before_update),
+            optimizer.register_step_post_hook(after_update),
+        ]
+        for fqn, block in blocks.items():
+            handles += _follow(live, fqn, block)
+        for handle in handles:
+            hooks.callback(handle.remove)
+        yield
+
+
+def _follow(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
+    """Tell `live` when `block` runs, and when its backward pass begins."""
+
+    def enter(*args: Any) -> None:
+        live.where = fqn
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        live.where = ""
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor) and first.grad_fn is not None:
+            first.grad_fn.register_prehook(enter)
+
+    return [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+
+
+def _storage_bytes(tensors: Any) -> int:
+    """Bytes of the storages of `tensors`, each once."""
+    return sum(
+        {storage_key(part.untyped_storage()): part.untyped_storage().nbytes() for part in plain_parts(tensors)}.values()
+    )
+
+
+class _Samples(data.Dataset):
+    """Samples of a planned run: all of full length, with every token to be predicted."""
+
+    identity = "planned"
+    num_samples = None
+
+    def __init__(self, config: PretrainedConfig, run: PlannedRun) -> None:
+        self._run, self.sequence_length = run, run.sequence_length
+        self._is_causal = run.model.task == data.CAUSAL
+        self._decodes = bool(getattr(config, "is_encoder_decoder", False))
+
+    def sample(self, position: int) -> data.Sample:
+        length, rows = self.sequence_length, () if self._run.objective.samples == "rows" else (2,)
+        tokens = np.zeros((*rows, length), np.int64)
+        inputs = {"input_ids": tokens} if self._is_causal else {"input_ids": tokens, "attention_mask": tokens + 1}
+        if self._run.is_packed:
+            inputs["position_ids"] = np.arange(length) % -(-length // 2)  # two documents
+        is_classified = self._run.model.task == data.CLASSIFICATION
+        labels = np.zeros(rows, np.int64) if is_classified else tokens
+        extras = {} if not rows else {name: np.zeros(2, np.float32) for name in ("reference_log_probs", "desirable")}
+        return data.Sample(inputs, labels, decoder_start=0 if self._decodes else None, extras=extras)
