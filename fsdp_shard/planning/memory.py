@@ -7,12 +7,14 @@ highest of these moments. It counts tensors. What a GPU holds besides (`device_o
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
@@ -492,7 +494,7 @@ def _states(shards: UnitShards, part: _Part, run: PlannedRun) -> list[_State]:
             )
             if run.optim.needs_full_params:
                 held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
-                taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates)
+                taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates, on_gpu=run.on_gpu)
             average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, own.values()))  # in float32
             known[key] = _State(num_bytes(local), num_bytes(gradients), optimizer, average, taken)
         states.append(known[key])
@@ -532,10 +534,11 @@ def plan_step(
     load = Moment("load", "", dict(terms))
     of_batch = (run.objective, run.reference_kind, run.num_rows, run.padded_length, run.is_packed)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
-    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks)
+    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu)
     record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part))
     try:
-        tape = facts.of("tape", of_tape, record)
+        with _math_attention() if _keeps_scores(config, run) else nullcontext():
+            tape = facts.of("tape", of_tape, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return (load,), first_line(error)
     if run.on_gpu:
@@ -545,12 +548,38 @@ def plan_step(
     batch = batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel, is_packed=run.is_packed)
     terms["batch"] = batch * run.num_micro_batches
     terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + _FIGURES_BYTES
+    if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
+        terms["attention scores"] = _score_bytes(config, run)
     if not run.shard.is_sharded:
         terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
+            terms["buckets of the first step"] = terms[GRADIENTS]
     player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
     player.step(tape)
     player.note("", "optimizer")
     return (load, *player.moments), None
+
+
+def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
+    """Whether attention keeps the scores of all pairs of tokens.
+
+    On a GPU, torch's flash attention has no float32, and the kernel that has it no grouped-query heads.
+    """
+    text: Any = config.get_text_config()
+    heads, key_heads = (getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    is_grouped = bool(heads and key_heads and key_heads < heads)
+    return run.on_gpu and is_grouped and run.shard.param_dtype == "float32" and run.model.attention in ("auto", "sdpa")
+
+
+def _score_bytes(config: PretrainedConfig, run: PlannedRun) -> int:
+    """Bytes of the float32 scores of all pairs of tokens, of one layer."""
+    text: Any = config.get_text_config()
+    return 4 * run.num_rows * int(text.num_attention_heads) * run.padded_length**2
+
+
+def _math_attention() -> AbstractContextManager[None]:
+    found: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
+    return found
 
 
 def _with_chunks_of_gpus(tape: Sequence[Event], model: PreTrainedModel, run: PlannedRun) -> list[Event]:

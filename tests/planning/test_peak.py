@@ -159,7 +159,10 @@ def table() -> Any:
     print("\n" + "\n".join(["setting                                   planned      measured  peak", *_TABLE]))
 
 
-@pytest.mark.parametrize("name", _SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if number % 2 else []) for number, name in enumerate(_SETTINGS)],
+)
 def test_a_planned_run_takes_what_was_planned(name: str) -> None:
     setting = _SETTINGS[name]
     if setting.optim == "adamw8bit" and find_spec("torchao") is None:

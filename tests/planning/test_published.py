@@ -131,6 +131,7 @@ FIGURES: dict[str, tuple[Run, float, str, float]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_planned_and_published(name: str) -> None:
     run, published, differs, least = FIGURES[name]
@@ -154,6 +155,7 @@ OUTCOMES: dict[str, tuple[Run, float, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_what_went_through_fits(name: str) -> None:
     run, memory, fits = OUTCOMES[name]

@@ -124,7 +124,13 @@ def run_of(config: PlanConfig) -> PlannedRun:
     return PlannedRun(*sections, length, config.launch.num_ranks, config.adapter, objective=config.objective)
 
 
-@pytest.mark.parametrize(("model", "memory", "typed"), CASES, ids=[f"{m}-{g}-{n}" for n, (m, g, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("model", "memory", "typed"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}", marks=[pytest.mark.slow] if number % 4 else [])
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_what_is_advised_fits(planners: dict[str, Planner], model: str, memory: str, typed: str) -> None:
     planner, arguments, memory_bytes = planners[model], typed.split(), parse_size(memory, "memory")
     config = composed(arguments)

@@ -94,7 +94,9 @@ def planned(**settings: Any) -> PlannedRun:
     return replace(run, **settings)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if number % 2 else []) for number, name in enumerate(RUNS)]
+)
 def test_a_trace_has_the_bytes_of_real_ranks(name: str) -> None:
     """And so has the formula, which is never below."""
     settings = dict(RUNS[name])
