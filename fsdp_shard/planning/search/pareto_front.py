@@ -58,8 +58,16 @@ class Front:
 
     @property
     def cheapest(self) -> Point | None:
-        """The fastest of the fewest ranks that fit."""
-        return min(self.points, key=lambda point: (point.num_ranks, point.time), default=None)
+        """The fastest of the fewest ranks that fit, training the same if that fits at all."""
+        same = [point for point in self.points if not point.fits.candidate.trains]
+        return min(same or self.points, key=lambda point: (point.num_ranks, point.time), default=None)
+
+    @property
+    def fewest(self) -> Point | None:
+        """The fastest of the fewest ranks, if there are fewer with changes of what is trained."""
+        least = min(self.points, key=lambda point: (point.num_ranks, point.time), default=None)
+        cheapest = self.cheapest
+        return least if least and cheapest and least.num_ranks < cheapest.num_ranks else None
 
 
 def search_front(
@@ -107,8 +115,8 @@ def front_text(front: Front) -> str:
         rows.append([str(point.num_ranks), peak, f"{point.time:.2f}", settings, what_changes(point.fits)])
     return "\n".join(
         [
-            f"Fits in {memory} from {format_count(front.cheapest.num_ranks, 'rank')} on: "
-            f"{' '.join(front.cheapest.fits.candidate.overrides)}",
+            _from_on(f"Fits in {memory}", front.cheapest),
+            *([_from_on("Fits otherwise", front.fewest)] if front.fewest else ()),
             "",
             *format_table(rows),
             "",
@@ -117,6 +125,11 @@ def front_text(front: Front) -> str:
             f"ranks, memory and time.",
         ]
     )
+
+
+def _from_on(start: str, point: Point) -> str:
+    settings = " ".join(point.fits.candidate.overrides)
+    return f"{start} from {format_count(point.num_ranks, 'rank')} on: {settings} {what_changes(point.fits)}".rstrip()
 
 
 def front_figures(front: Front) -> dict[str, Any]:
