@@ -4,13 +4,10 @@ from .config import (
     PlanSettings as PlanSettings,
 )
 from .devices import AutoDeviceConfig as AutoDeviceConfig, DeviceConfig as DeviceConfig
-from .memory import MemoryPlan as MemoryPlan, PlannedRun as PlannedRun, plan_memory as plan_memory
-from .planned_run import (
-    RunPlan as RunPlan,
-    check_plan as check_plan,
-    chosen_settings as chosen_settings,
-    plan_run as plan_run,
-)
+from .memory import plan_memory as plan_memory
+from .memory_plan import MemoryPlan as MemoryPlan, PlannedRun as PlannedRun
+from .planned_run import check_plan as check_plan, plan_run as plan_run
+from .run_plan import RunPlan as RunPlan, chosen_settings as chosen_settings
 from .search.advice import Fitting as Fitting, advise as advise
 from .search.advice_report import advice_lines as advice_lines
 from .search.planner import Planner as Planner

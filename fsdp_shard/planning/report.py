@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from fsdp_shard.models import Block
-from fsdp_shard.planning.memory import MemoryPlan, RankMemory
+from fsdp_shard.planning.memory_plan import MemoryPlan, RankMemory
 from fsdp_shard.utils import format_count, format_number, format_size, format_table, printable
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")

@@ -12,7 +12,8 @@ from transformers import CohereConfig, PretrainedConfig, T5Config, ViTConfig
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
-from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
+from fsdp_shard.planning.memory import plan_memory
+from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import optimizer as planned_optimizer
 from fsdp_shard.planning.step.block_profiles import END, LEAVE, Event, record_tape

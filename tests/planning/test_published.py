@@ -18,7 +18,8 @@ import pytest
 from transformers import LlamaConfig
 
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning.memory import PlannedRun, plan_memory
+from fsdp_shard.planning.memory import plan_memory
+from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training import AdamWConfig, AdapterConfig, LoraConfig, TrainConfig
 

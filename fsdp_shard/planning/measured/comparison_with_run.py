@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp_shard.planning.measured.measured_run import MeasuredRun
-from fsdp_shard.planning.memory import MemoryPlan
+from fsdp_shard.planning.memory_plan import MemoryPlan
 from fsdp_shard.utils import format_size, format_table, printable
 
 _TOLERANCE = 0.05

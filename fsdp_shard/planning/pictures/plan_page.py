@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from fsdp_shard.planning.memory import MemoryPlan
+from fsdp_shard.planning.memory_plan import MemoryPlan
 from fsdp_shard.planning.pictures import timeline as timeline_layout, treemap as treemap_layout
 from fsdp_shard.planning.pictures.timeline import Timeline, color_of, draw_png, lay_out
 from fsdp_shard.planning.pictures.treemap import treemap

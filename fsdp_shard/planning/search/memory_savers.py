@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 from typing import Any
 
-from fsdp_shard.planning.memory import PlannedRun
+from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training import OPTIMIZERS, LoraConfig
 from fsdp_shard.utils import in_yaml

@@ -10,7 +10,8 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.costs.model_facts import model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
-from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory, planned_model
+from fsdp_shard.planning.memory import built_model, plan_memory
+from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
 from fsdp_shard.training import check_batch, check_parallelism, check_trained
 from fsdp_shard.utils import check
 
@@ -65,5 +66,5 @@ class Planner:
 
     def check_model(self, run: PlannedRun) -> None:
         """Raise an InputError if `finetune` would refuse the model with these settings, after `plan` has not."""
-        model, _, _ = planned_model(self.config, run, self.facts)
+        model, _, _ = built_model(self.config, run, self.facts)
         check_trained(model, run.shard, run.adapter)

@@ -32,7 +32,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import data, models, sharding
 from fsdp_shard.distributed import DistributedContext, as_fake_rank
 from fsdp_shard.errors import ConfigError, FsdpShardError
-from fsdp_shard.planning.memory import PlannedRun
+from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.step.block_profiles import attending_without_values
 from fsdp_shard.planning.step.step_schedule import Moment
 from fsdp_shard.planning.trace.live_storages import (

@@ -1,0 +1,230 @@
+"""What is planned, and what a plan says: the settings of a run, and the memory of each of its ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from fsdp_shard import models, sharding
+from fsdp_shard.planning.step.step_schedule import (
+    TEMPORARIES,
+    Moment,
+    highest,
+)
+from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
+from fsdp_shard.training import (
+    AdapterConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    TrainConfig,
+)
+
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The settings of the planned run, as in `finetune`.
+
+    Attributes:
+        model: As in `finetune`, like the others that are not described here.
+        sequence_length: In tokens.
+        num_ranks: Number of ranks.
+        saves_asynchronously: Whether saves may copy the state into host memory.
+        is_streamed: Whether samples are not known before.
+        on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
+        is_packed: Whether rows hold several documents, which sdpa keeps apart by a mask.
+    """
+
+    model: models.ModelConfig
+    shard: sharding.ShardConfig
+    train: TrainConfig
+    optim: OptimConfig
+    sequence_length: int
+    num_ranks: int
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    saves_asynchronously: bool = True
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    is_streamed: bool = False
+    on_gpu: bool = False
+    is_packed: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that one replica is sharded over."""
+        return sharding.num_shards(self.shard, self.num_ranks)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of each rank in a step."""
+        return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.num_data_ranks))
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks, or of groups that divide sequences, that each see samples of their own."""
+        return sharding.num_data_ranks(self.shard, self.num_ranks)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of sequences in a micro-batch that are kept for the backward pass: both answers of each pair."""
+        return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" else 1)
+
+    @property
+    def has_sharded_reference(self) -> bool:
+        """Whether a frozen copy of the model is sharded alongside it."""
+        return self.reference_kind == "sharded"
+
+    @property
+    def reference_kind(self) -> str | None:
+        """Where the reference of a preference objective comes from."""
+        has_adapter = not self.adapter.trains_all
+        return self.objective.reference_kind(has_adapter=has_adapter, is_streamed=self.is_streamed)
+
+    @property
+    def part_length(self) -> int:
+        """Number of tokens that a rank has of each sequence."""
+        return -(-self.sequence_length // self.shard.context_parallel)
+
+    @property
+    def padded_length(self) -> int:
+        """The same, with what is filled up so that all ranks have two chunks of one length."""
+        return self.part_length + (self.part_length % 2 if self.shard.context_parallel > 1 else 0)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank.
+
+    Attributes:
+        rank: The rank.
+        parameters_bytes: Its shard of the parameters.
+        gradients_bytes: Its shard of the gradients.
+        optimizer_bytes: Its shard of the optimizer state.
+        unsharded_bytes: The most that parameters and gradients take while they are unsharded, with the buffers of
+            their collectives.
+        activations_bytes: The most that activations and the loss take; None when they could not be measured.
+        host_bytes: Bytes of the state that are in host memory, with CPU offload.
+        staging_bytes: Bytes of the copy in host memory that asynchronous saves write from, not in the peak.
+        reference_bytes: Its shard of the reference model of a preference objective.
+        average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
+        schedule: The moments of a run, without what only some ranks have; shared by ranks.
+        highest_moments: Those of `schedule` with the most bytes in their phase: what a rank has besides is the same
+            within a phase, so that its peak is one of them.
+        own: Bytes by term that this rank has besides, at each moment after the model is loaded.
+        updates_bytes: The most that a step of the optimizer takes for a moment.
+    """
+
+    rank: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    unsharded_bytes: int
+    activations_bytes: int | None
+    host_bytes: int
+    staging_bytes: int = 0
+    reference_bytes: int = 0
+    average_bytes: int = 0
+    schedule: tuple[Moment, ...] = ()
+    highest_moments: tuple[Moment, ...] = ()
+    own: Mapping[str, int] = field(default_factory=dict)
+    updates_bytes: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and averages, wherever they are."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.average_bytes
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """What is on the device at each moment of a run."""
+        return tuple(self._complete(moment) for moment in self.schedule)
+
+    @property
+    def peak(self) -> Moment | None:
+        """The moment with the most bytes on the device; None when the activations could not be measured."""
+        if self.activations_bytes is None or not self.highest_moments:
+            return None
+        return highest(self._complete(moment) for moment in self.highest_moments)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes of tensors on the device; None when the activations could not be measured."""
+        return None if self.peak is None else self.peak.total_bytes
+
+    def _complete(self, moment: Moment) -> Moment:
+        if moment.phase == "load":
+            return moment
+        updates = {TEMPORARIES: self.updates_bytes} if moment.phase == "optimizer" and self.updates_bytes else {}
+        return replace(moment, terms={**self.own, **moment.terms, **updates})
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory that a run needs.
+
+    Attributes:
+        model_class: Name of the model's class.
+        num_params: Number of parameters, with those of an adapter.
+        num_trained: Number of parameters that are not frozen.
+        blocks: The no-split blocks.
+        per_rank: The memory of each rank.
+        problem: Why the activations could not be measured, if so.
+        tree: The table of units, with `shard.explain`.
+        overhead: Bytes by term that a GPU holds besides tensors; none on CPUs.
+        shards: The shards of each unit; None in a plan that was made without.
+        tensor_ranks: Number of neighboring ranks that have the same rows.
+    """
+
+    model_class: str
+    num_params: int
+    num_trained: int
+    blocks: tuple[models.Block, ...]
+    per_rank: tuple[RankMemory, ...]
+    problem: str | None = None
+    tree: tuple[str, ...] = ()
+    overhead: Mapping[str, int] = field(default_factory=dict)
+    shards: UnitShards | None = None
+    tensor_ranks: int = 1
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank with the highest peak; where there is none, that with the most state."""
+        return max(self.per_rank, key=lambda rank: (rank.peak_bytes or 0, rank.state_bytes))
+
+    def units_of(self, rank: int) -> tuple[UnitHolding, ...]:
+        """What a rank holds of each unit for the whole run."""
+        if self.shards is None:
+            return ()
+        return self.shards.held(rank // self.tensor_ranks % len(self.shards.local_shapes))
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of all parameters in each of several dtypes."""
+        return {name: -(-self.num_params * bits // 8) for name, bits in BITS.items()}
+
+    @property
+    def balance(self) -> float:
+        """State of the fullest rank divided by the mean; 1.0 is even."""
+        sizes = [rank.state_bytes for rank in self.per_rank]
+        return max(sizes) * len(sizes) / sum(sizes)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak of the fullest rank; None when the activations could not be measured."""
+        peaks = [rank.peak_bytes for rank in self.per_rank]
+        return None if None in peaks else max(peak for peak in peaks if peak is not None)
+
+    def fits(self, memory_bytes: int | None) -> bool | None:
+        """Whether `memory_bytes` hold the peak of every rank and what a GPU has besides; None when unknown."""
+        if memory_bytes is None or self.peak_bytes is None:
+            return None
+        return self.needed_bytes <= memory_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a device must have: the peak, which must be known, and what a GPU holds besides."""
+        assert self.peak_bytes is not None, "the caller has looked"
+        return self.peak_bytes + self.overhead_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes that a GPU holds besides tensors."""
+        return sum(self.overhead.values())

@@ -1,0 +1,37 @@
+"""The planner of a command, with the hardware that its settings name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_shard.planning.devices import Hardware, hardware_of
+from fsdp_shard.planning.run_plan import PlannedSettings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
+    from fsdp_shard.planning.search.planner import Planner
+
+
+def planned_hardware(config: PlannedSettings) -> Hardware:
+    return hardware_of(config.device, ranks_per_node=config.launch.ranks if config.launch.max_nodes > 1 else None)
+
+
+def planner_for(
+    config: PlannedSettings, model_config: PretrainedConfig, run: PlannedRun, hardware: Hardware
+) -> Planner:
+    """What plans `run` and others of its model; it knows the time of a step where the hardware is known."""
+    from fsdp_shard.planning.costs.step_time import step_time
+    from fsdp_shard.planning.search.planner import Planner
+
+    planner = Planner(model_config, on_gpu=config.launch.device != "cpu")
+
+    def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float:
+        found = step_time(planner.cost(candidate), hardware)
+        assert found is not None, "as with the run itself"
+        return found.seconds
+
+    if hardware.is_whole and step_time(planner.cost(run), hardware) is not None:
+        planner.seconds = seconds
+    return planner

@@ -1,0 +1,39 @@
+"""The answer of `plan search=true`: the fewest ranks that fit, and settings for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings
+from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
+from fsdp_shard.utils import format_size
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from fsdp_shard.planning.memory_plan import PlannedRun
+
+
+def plan_search(
+    config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun
+) -> RunPlan:
+    """The fewest ranks that fit, and settings for them."""
+    from fsdp_shard.planning.search.pareto_front import front_figures, front_text, search_front
+
+    launch, hardware = config.launch, planned_hardware(config)
+    if hardware.memory_bytes is None:
+        raise ConfigError(
+            "search=true needs the memory of the devices; set device.memory, such as device.memory=80GiB, or a preset "
+            "such as device=h100."
+        )
+    planner = planner_for(config, model_config, run, hardware)
+    given = chosen_settings(config)
+    front = search_front(planner, run, hardware.memory_bytes, launch.rank_counts, given, launch.min_nodes)
+    misfit = None
+    if front.cheapest is None:
+        misfit = (
+            f"Nothing fits in {format_size(hardware.memory_bytes)} with launch.ranks={launch.ranks}; give more ranks, "
+            f"or GPUs with more memory."
+        )
+    return RunPlan(model, front_text(front), front_figures(front), misfit, front)

@@ -1,0 +1,75 @@
+"""The answer of `plan`: a run as it is, and where it does not fit, settings that would."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.planning.devices import check_device
+from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings
+from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
+from fsdp_shard.utils import format_size
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
+
+
+def plan_one(config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun) -> RunPlan:
+    """The plan of a run as it is, and where it does not fit, settings that would."""
+    from fsdp_shard.planning.costs.step_report import step_figures, step_report
+    from fsdp_shard.planning.costs.step_time import missing_figures
+    from fsdp_shard.planning.report import figures, plan_report
+    from fsdp_shard.planning.search.advice import advise
+    from fsdp_shard.planning.search.advice_report import advice_figures, advice_lines
+
+    hardware = planned_hardware(config)
+    planner, memory_bytes = planner_for(config, model_config, run, hardware), hardware.memory_bytes
+    plan, cost = planner.plan(run), planner.cost(run)
+    check_device(config.device, hardware, missing_figures(cost, hardware))
+    lines, found, misfit = [plan_report(plan, memory_bytes)], None, None
+    if plan.fits(memory_bytes) is False:
+        assert memory_bytes is not None, "else it is not known"
+        nodes, starts = config.launch.min_nodes, model.step is None
+        found = advise(planner, run, memory_bytes, chosen_settings(config), num_nodes=nodes, trains_other=starts)
+        lines += advice_lines(found)
+        misfit = (
+            f"The run needs {format_size(plan.needed_bytes)} on a rank, more than the {format_size(memory_bytes)} of "
+            f"device.memory; {'the plan shows settings that fit' if found else 'no settings were found that fit'}."
+        )
+    dispatch_text, dispatched = _plan_dispatch(config, model, run.sequence_length)
+    trace_text, traced = _trace(model_config, run, plan) if config.trace else ("", {})
+    lines += ["", step_report(cost, hardware)]
+    all_figures = {
+        **figures(plan, memory_bytes),
+        "advice": advice_figures(found or ()),
+        "step": step_figures(cost, hardware),
+        **traced,
+        **dispatched,
+    }
+    text = "\n".join(lines) + trace_text + dispatch_text
+    return RunPlan(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes)
+
+
+def _trace(config: PretrainedConfig, run: PlannedRun, plan: MemoryPlan) -> tuple[str, dict[str, Any]]:
+    """Text and figures of the traced steps of rank 0."""
+    from fsdp_shard.planning.trace.step_trace import trace_step
+    from fsdp_shard.planning.trace.trace_report import trace_figures, trace_report
+
+    trace, planned = trace_step(config, run), plan.per_rank[0].peak_bytes
+    return f"\n\n{trace_report(trace, planned)}", {"trace": trace_figures(trace, planned)}
+
+
+def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) -> tuple[str, dict[str, Any]]:
+    """Text and figures of the device map of `generate`, if one is asked for."""
+    if config.dispatch.device_map is None:
+        return "", {}
+    from fsdp_shard.inference import KVCacheBudget, plan_from_config
+    from fsdp_shard.models import load_config
+
+    budget = KVCacheBudget(config.train.micro_batch_size, length)
+    model_config = load_config(model.source.directory, config.model.trust_remote_code)
+    devices = plan_from_config(model_config, config.dispatch, budget)
+    text = f"\n\n{devices.table()}\n{devices.describe()} of {budget}"
+    return text, {"device_map": devices.devices, "dispatch": asdict(devices)}

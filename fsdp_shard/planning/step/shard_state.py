@@ -1,0 +1,168 @@
+"""The state of each shard of a planned run: parameters, gradients, optimizer state and averages, in bytes."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_shard import models, sharding
+from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
+from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
+from fsdp_shard.planning.step.unit_holdings import UnitShards
+from fsdp_shard.training import (
+    LoraConfig,
+    NewHead,
+    OptimConfig,
+    inject_lora,
+    quantize_base,
+)
+from fsdp_shard.utils import balanced_partition
+
+
+def build_planned(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
+    # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
+    attention = "sdpa" if run.model.attention == "flash_attention_2" else run.model.attention
+    trust = run.model.trust_remote_code
+    model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
+    if isinstance(run.adapter, LoraConfig):
+        head = NewHead.of(model).modules if run.model.labels else ()
+        inject_lora(model, run.adapter, run.model.path, {}, run.model.task, head)
+        quantize_base(model, run.adapter.quantize, run.shard, {})
+    return model
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """Bytes of the state of one shard, and what its optimizer takes for a moment."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    average: int
+    updates: int
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a replica's rank has of a model before it is sharded: all of it, or its part of divided layers and experts.
+
+    Attributes:
+        model: The model on meta, in the dtypes that parameters are stored in.
+        units: Its units, the root last.
+        experts: FQNs of the units of divided experts.
+    """
+
+    model: PreTrainedModel
+    units: Sequence[sharding.Unit]
+    experts: frozenset[str] = frozenset()
+
+
+def part_of_rank(
+    config: PretrainedConfig, run: PlannedRun, units: Sequence[sharding.Unit], model: PreTrainedModel
+) -> RankPart:
+    if run.shard.tensor_parallel == run.shard.expert_parallel == 1:
+        return RankPart(model, units)
+    divided = build_planned(config, run, run.model.dtype)
+    experts = divide_model(divided, run.shard)
+    return RankPart(divided, with_expert_units(units, experts), experts)
+
+
+def _local_shapes(
+    part: RankPart, shapes: Mapping[str, sharding.Shape], run: PlannedRun
+) -> list[dict[str, sharding.Shape]]:
+    """The local shape of every parameter for each shard."""
+    shard, num_shards = run.shard, run.num_shards
+    if not part.experts:
+        return shard.local_shapes(shapes, part.units, num_shards)
+    dense, experts = dict(shapes), dict[str, sharding.Shape]()
+    for unit in part.units:
+        if unit.fqn in part.experts:
+            experts |= {name: dense.pop(name) for name in unit.parameters}
+    of_dense = shard.local_shapes(dense, part.units, num_shards)
+    of_experts = shard.local_shapes(experts, part.units, num_shards // shard.expert_parallel)
+    return [held | of_experts[index // shard.expert_parallel] for index, held in enumerate(of_dense)]
+
+
+def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
+    """The parameters of each shard of a replica, and which of them have gradients and are updated."""
+    model, units = part.model, part.units
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
+    local_shapes = _local_shapes(part, shapes, run)
+    owned: Sequence[Sequence[str]] | None = None
+    if run.optim.needs_full_params:
+        owned = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
+    with_gradient = [name for name in local_shapes[0] if name in trained]
+    if run.shard.flattens_units and run.num_shards > 1:  # one gradient of a unit, of its frozen parameters too
+        flat = [(number, unit) for number, unit in enumerate(units) if any(name in trained for name in unit.parameters)]
+        with_gradient = [name for number, unit in flat for name in (*unit.parameters, f"(padding of unit {number})")]
+    return UnitShards(
+        units,
+        local_shapes,
+        shapes,
+        {name: param.dtype for name, param in model.named_parameters()},
+        padding_dtype=getattr(torch, run.model.dtype),
+        with_gradient=frozenset(with_gradient),
+        trained=frozenset(trained),
+        owned=owned,
+        optim=run.optim,
+        flattens_units=run.shard.flattens_units,
+        has_average=run.train.ema_decay is not None,
+    )
+
+
+def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[ShardState]:
+    """The state of each shard; equal shards are computed once."""
+    shapes, dtypes, trained, padding = shards.shapes, shards.dtypes, shards.trained, shards.padding_dtype
+    local_shapes, owned_by_rank = shards.local_shapes, shards.owned or [()] * run.num_shards
+    updates: dict[str, int] = {}
+    if run.optim.needs_full_params:
+        in_order = [name for name, param in part.model.named_parameters() if param.requires_grad]
+        updates = _whole_updates(run.optim, in_order, shapes, dtypes)
+
+    def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
+        return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
+
+    contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
+    known: dict[tuple[object, ...], ShardState] = {}
+    states = []
+    foreach = run.on_gpu and run.shard.wrapper != "fsdp2"  # DTensors are updated one by one
+    for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
+        content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
+        if (key := (content, tuple(owned))) not in known:
+            own = {name: shape for name, shape in local.items() if name in trained}
+            gradients = {name: shape for name, shape in local.items() if name in shards.with_gradient}
+            # Under FSDP1 a part without elements has no gradient.
+            has_gradient = {name: shape for name, shape in own.items() if prod(shape) or not run.shard.flattens_units}
+            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else has_gradient
+            optimizer, taken = (
+                step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach) if updated else (0, 0)
+            )
+            if run.optim.needs_full_params:
+                held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
+                taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates, on_gpu=run.on_gpu)
+            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, own.values()))  # in float32
+            known[key] = ShardState(num_bytes(local), num_bytes(gradients), optimizer, average, taken)
+        states.append(known[key])
+    return states
+
+
+def _whole_updates(
+    optim: OptimConfig,
+    trained: Iterable[str],
+    shapes: Mapping[str, sharding.Shape],
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, int]:
+    """What the update of each whole parameter takes for a moment; those that are alike are measured once."""
+    known: dict[object, int] = {}
+    found = {}
+    for name in trained:
+        key = re.sub(r"\d+", "*", name), shapes[name], dtypes[name]
+        if key not in known:
+            known[key] = whole_update_bytes(optim, name, shapes[name], dtypes[name])
+        found[name] = known[key]
+    return found

@@ -1,0 +1,154 @@
+"""The moments of a planned run: what one micro-batch keeps, played over the units of the model."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_shard import sharding
+from fsdp_shard.planning.facts import Facts, of_one_rank
+from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.step.block_profiles import LOSS, Event, record_tape
+from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
+from fsdp_shard.planning.step.divided_model import divide_model
+from fsdp_shard.planning.step.micro_batch import batch_bytes, micro_batch_loss
+from fsdp_shard.planning.step.shard_state import RankPart, build_planned
+from fsdp_shard.planning.step.step_schedule import (
+    GRADIENTS,
+    PLAYERS,
+    Moment,
+    StepRules,
+)
+from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
+from fsdp_shard.training import (
+    cross_entropy_chunk_bytes,
+    use_loss_head,
+)
+from fsdp_shard.utils import first_line
+
+_FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
+
+
+def plan_step(
+    config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts
+) -> tuple[tuple[Moment, ...], str | None]:
+    """The moments of a run on any rank, without the optimizer's state.
+
+    Returns:
+        The moments, and why activations could not be measured, if so; then there are none of a step.
+    """
+    model = part.model
+    in_units, parameters = unit_bytes(model, part.units, run.shard, run.num_shards, part.experts)
+    terms = {} if run.shard.cpu_offload else {"parameters": parameters}
+    if run.has_sharded_reference and not run.shard.cpu_offload:
+        terms["reference"] = parameters
+    load = Moment("load", "", dict(terms))
+    of_batch = (run.objective, run.reference_kind, run.num_rows, run.padded_length, run.is_packed)
+    of_ranks = (run.shard.context_parallel, run.shard.context_method)
+    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu)
+    record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part))
+    try:
+        with _math_attention() if _keeps_scores(config, run) else nullcontext():
+            tape = facts.of("tape", of_tape, record)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        return (load,), first_line(error)
+    if run.on_gpu:
+        terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
+        if run.objective.is_cross_entropy and not has_loss_head:
+            tape = _with_chunks_of_gpus(tape, model, run)
+    batch = batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel, is_packed=run.is_packed)
+    terms["batch"] = batch * run.num_micro_batches
+    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + _FIGURES_BYTES
+    if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
+        terms["attention scores"] = _score_bytes(config, run)
+    if not run.shard.is_sharded:
+        terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
+            terms["buckets of the first step"] = terms[GRADIENTS]
+    player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
+    player.step(tape)
+    player.note("", "optimizer")
+    return (load, *player.moments), None
+
+
+def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
+    """Whether attention keeps the scores of all pairs of tokens.
+
+    On a GPU, torch's flash attention has no float32, and the kernel that has it no grouped-query heads.
+    """
+    text: Any = config.get_text_config()
+    heads, key_heads = (getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    is_grouped = bool(heads and key_heads and key_heads < heads)
+    return run.on_gpu and is_grouped and run.shard.param_dtype == "float32" and run.model.attention in ("auto", "sdpa")
+
+
+def _score_bytes(config: PretrainedConfig, run: PlannedRun) -> int:
+    """Bytes of the float32 scores of all pairs of tokens, of one layer."""
+    text: Any = config.get_text_config()
+    return 4 * run.num_rows * int(text.num_attention_heads) * run.padded_length**2
+
+
+def _math_attention() -> AbstractContextManager[None]:
+    found: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
+    return found
+
+
+def _with_chunks_of_gpus(tape: Sequence[Event], model: PreTrainedModel, run: PlannedRun) -> list[Event]:
+    """The tape, which was made on a CPU, with the larger chunks in which a GPU upcasts logits.
+
+    A chunk is there four times: upcast, its log-softmax, and the gradients of both.
+    """
+    text: Any = model.config.get_text_config()
+    logits = 4 * run.num_rows * run.padded_length * int(getattr(text, "vocab_size", 1))
+    cpu, gpu = (min(logits, cross_entropy_chunk_bytes(device)) for device in ("cpu", "cuda"))
+    extra = 4 * (gpu - cpu)
+    return [
+        replace(event, rise=event.rise + extra, rise_alone=event.rise_alone + extra) if event.kind == LOSS else event
+        for event in tape
+    ]
+
+
+def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
+    shard, stored = run.shard, str(trained_dtype(model)).removeprefix("torch.")
+    default_backward = 1 if shard.wrapper == "fsdp1" else 0
+    backward = default_backward if shard.prefetch_backward is None else shard.prefetch_backward
+    return StepRules(
+        reshard=shard.reshard_after_forward,
+        prefetch_forward=shard.prefetch_forward or 0,
+        prefetch_backward=backward,
+        num_micro_batches=run.num_micro_batches,
+        sync_every_micro_batch=shard.sync_every_micro_batch,
+        gradient_itemsize=sharding.itemsize(shard.param_dtype),
+        casts_gradients=shard.param_dtype != shard.reduce_dtype,
+        casts_reduced=shard.reduce_dtype != stored,
+        keeps_reduced=shard.replicas > 1,
+        copies_reduced=not run.on_gpu,
+        offloads_activations=shard.activation_offload,
+        has_host_gradients=shard.cpu_offload,
+    )
+
+
+def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Callable[[], list[Event]], bool]:
+    """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
+    model = build_planned(config, run, run.shard.param_dtype)
+    if run.shard.flattens_units:
+        for unit in part.units:  # one flat gradient, also of what is frozen
+            params = [model.get_parameter(name) for name in unit.parameters]
+            if any(param.requires_grad for param in params):
+                for param in params:
+                    param.requires_grad_(True)
+    has_loss_head = run.shard.tensor_parallel == 1 and use_loss_head(  # else the head is divided
+        model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy
+    )
+    divide_model(model, run.shard)
+    num_parts = run.shard.context_parallel
+    if num_parts > 1:
+        sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
+    sizes = run.num_rows, run.padded_length, num_parts
+    compute = micro_batch_loss(model, run.objective, run.reference_kind, *sizes, is_packed=run.is_packed)
+    record = partial(record_tape, model, run.shard, part.units, compute, uncast=part.experts, is_packed=run.is_packed)
+    return record, has_loss_head
