@@ -199,6 +199,7 @@ def test_a_plan_shows_formula_and_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_model_of_70_billion_parameters_is_traced_in_little_memory() -> None:
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"], hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
