@@ -171,6 +171,8 @@ def test_this_process_stays_as_it_was() -> None:
     [
         ({"shard": Fsdp2Config(compile=True)}, "cannot be used with shard.compile"),
         ({"shard": Fsdp1Config(reshard_after_forward=False)}, "trace shard=fsdp2 instead"),
+        ({"shard": Fsdp1Config(cpu_offload=True)}, "trace shard=fsdp2 instead"),
+        ({"shard": Fsdp2Config(activation_offload=True)}, "from which nothing is offloaded"),
         ({"objective": OBJECTIVES["distill"]()}, "the teacher is another model"),
         ({"shard": Fsdp2Config(replicas=3)}, "does not divide the 2 ranks"),
         ({"adapter": LoraConfig(target_modules=["q_prj"])}, "target_modules has q_prj"),
