@@ -173,6 +173,8 @@ def test_this_process_stays_as_it_was() -> None:
     [
         ({"shard": Fsdp2Config(compile=True)}, "cannot be used with shard.compile"),
         ({"shard": Fsdp1Config(reshard_after_forward=False)}, "trace shard=fsdp2 instead"),
+        ({"shard": Fsdp1Config(cpu_offload=True)}, "trace shard=fsdp2 instead"),
+        ({"shard": Fsdp2Config(activation_offload=True)}, "from which nothing is offloaded"),
         ({"objective": OBJECTIVES["distill"]()}, "the teacher is another model"),
         ({"shard": Fsdp2Config(replicas=3)}, "does not divide the 2 ranks"),
         ({"adapter": LoraConfig(target_modules=["q_prj"])}, "target_modules has q_prj"),
@@ -201,6 +203,7 @@ def test_a_plan_shows_formula_and_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_model_of_70_billion_parameters_is_traced_in_little_memory() -> None:
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"], hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,

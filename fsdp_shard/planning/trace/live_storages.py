@@ -40,6 +40,7 @@ GLOO, OFFLOADED = "copies of gloo", "copies of what is offloaded"
 KEPT = ("parameters", "buffers", "reference", "optimizer", "average", "gradients")
 _GATHERING = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_", "c10d::allgather_")
 _REDUCING = ("fsdp::chunk_cat", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_", "c10d::allreduce_")
+_META = torch.device("meta")
 _EMPTY = ("aten::empty", "aten::new_empty")
 _SILENT = ("prim::device", "profiler::")  # operators without tensors, which are most of all
 _MADE_IN = {
@@ -180,8 +181,9 @@ class LiveStorages(TorchDispatchMode):
 
     def _load(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = list(tensors_in((args, kwargs)))
-        if given and all(type(tensor) in _REAL and not tensor.is_meta for tensor in given):
-            with without_fakes():  # which rank is where in a mesh
+        if given and all(type(tensor) in _REAL for tensor in given) and kwargs.get("device") in (None, _META):
+            # Which rank is where in a mesh, and parameters on meta, which are cut for all ranks.
+            with without_fakes():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):

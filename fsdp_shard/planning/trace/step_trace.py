@@ -161,6 +161,16 @@ def _check(run: PlannedRun, rank: int) -> None:
             "trace=true cannot be used with shard=fsdp1 and shard.reshard_after_forward=false, as torch asks there for "
             "the address of gathered parameters, which tensors without memory do not have; trace shard=fsdp2 instead."
         )
+    if run.shard.activation_offload:
+        raise ConfigError(
+            "trace=true cannot be used with shard.activation_offload=true, as a trace runs on the CPU, from which "
+            "nothing is offloaded; leave one of them out."
+        )
+    if isinstance(run.shard, sharding.Fsdp1Config) and run.shard.cpu_offload:
+        raise ConfigError(
+            "trace=true cannot be used with shard=fsdp1 and shard.cpu_offload=true, as torch locks pages there of "
+            "memory that a trace does not have; trace shard=fsdp2 instead."
+        )
     if isinstance(run.objective, DistillConfig):
         raise ConfigError(
             "trace=true cannot be used with objective=distill, as the teacher is another model; plan with "
