@@ -167,8 +167,8 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
         if on_gpu
         else free_host // num_ranks
     )
-    text = f"{what}: up to {format_size(plan.peak_bytes)} per rank, {format_size(free)} free"
-    if plan.peak_bytes <= free:
+    text = f"{what}: up to {format_size(plan.needed_bytes)} per rank, {format_size(free)} free"
+    if plan.fits(free):
         yield ok(text)
     else:
         yield problem(f"{text}. {_what_would_fit(config, free, on_gpu=on_gpu)}")

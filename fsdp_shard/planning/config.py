@@ -21,8 +21,10 @@ class PlannedLaunchConfig(LaunchConfig):
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError unless `ranks` is a number or a range with a power of two in it."""
-        if not re.fullmatch(r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", str(self.ranks)):
-            raise ConfigError(f"{prefix}ranks={self.ranks} is neither a number of ranks nor a range such as 1:64.")
+        if not re.fullmatch(r"[1-9]\d{0,4}(:[1-9]\d{0,4})?", str(self.ranks)):
+            raise ConfigError(
+                f"{prefix}ranks={self.ranks} is neither a number of at most 99,999 ranks nor a range such as 1:64."
+            )
         if not self.rank_counts:
             raise ConfigError(
                 f"{prefix}ranks={self.ranks} has no power of two in it, and only those are tried; give a range such as "

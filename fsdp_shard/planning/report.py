@@ -11,7 +11,8 @@ from fsdp_shard.utils import format_count, format_number, format_size, format_ta
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
 _NOT_COUNTED = (
-    "Not counted: what is not a tensor of the run, such as Python, libraries, and buffers of the collectives."
+    "Planned for ranks on CPUs. Not counted: what is not a tensor, such as Python and libraries. For GPUs, set "
+    "launch.device=cuda or a preset such as device=h100, which count what a GPU holds besides tensors."
 )
 _MAX_UNEVEN = 3  # that are named
 _UNEVEN_RATIO = 1.005

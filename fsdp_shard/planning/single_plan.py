@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.errors import InputError
 from fsdp_shard.planning.devices import check_device
 from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings
 from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
@@ -24,11 +25,17 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     from fsdp_shard.planning.search.advice import advise
     from fsdp_shard.planning.search.advice_report import advice_figures, advice_lines
 
-    hardware = planned_hardware(config)
+    hardware = planned_hardware(config, run.num_ranks)
     planner, memory_bytes = planner_for(config, model_config, run, hardware), hardware.memory_bytes
     plan, cost = planner.plan(run), planner.cost(run)
     check_device(config.device, hardware, missing_figures(cost, hardware))
     lines, found, misfit = [plan_report(plan, memory_bytes)], None, None
+    try:
+        planner.check(run)
+    except InputError as error:
+        lines.append(f"finetune would refuse these settings: {error}")
+    if memory_bytes is not None and plan.peak_bytes is None:
+        misfit = "Whether the run fits in device.memory is not known, as its activations could not be measured."
     if plan.fits(memory_bytes) is False:
         assert memory_bytes is not None, "else it is not known"
         nodes, starts = config.launch.min_nodes, model.step is None

@@ -61,7 +61,7 @@ from .model_origin import (
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig, Pass as Pass
-from .objectives.objective_checks import check_parallelism as check_parallelism
+from .objectives.objective_checks import check_parallelism as check_parallelism, check_task as check_task
 from .objectives.reference_model import (
     ModelReference as ModelReference,
     PrecomputedReference as PrecomputedReference,

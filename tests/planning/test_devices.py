@@ -43,7 +43,7 @@ def test_presets_are_complete_and_say_where_each_figure_is_from(name: str) -> No
 def test_figures_that_are_known() -> None:
     """Of dense products: with sparsity, data sheets give twice as many."""
     h100 = preset("h100")
-    assert (h100.memory_bytes, h100.memory_bandwidth, h100.link_bandwidth) == (80 * 10**9, 3350 * 10**9, 450 * 10**9)
+    assert (h100.memory_bytes, h100.memory_bandwidth, h100.link_bandwidth) == (81_559 << 20, 3350 * 10**9, 450 * 10**9)
     assert h100.flops == {"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12}
     assert preset("a100").flops["bf16"] == 312e12
     assert preset("4090") == preset("rtx4090")
@@ -73,7 +73,7 @@ def test_of_this_machine_only_a_gpu_with_a_preset_is_known(monkeypatch: pytest.M
     monkeypatch.setattr(devices, "_gpu_name", lambda: "NVIDIA H200")
     found = hardware_of(device("device.memory=100GB"))
     assert (found.name, found.memory_bytes, found.flops) == ("NVIDIA H200", 100 * 10**9, preset("h200").flops)
-    assert hardware_of(device("device=h100")).memory_bytes == 80 * 10**9
+    assert hardware_of(device("device=h100")).memory_bytes == 81_559 << 20
     for name in set(devices._PRESETS.values()):
         assert (shipped("conf") / "device" / f"{name}.yaml").is_file()
 
@@ -93,7 +93,7 @@ def test_a_plan_has_a_time_where_the_device_is_known(tmp_path: Path) -> None:
     known = run_recipe("plan", tmp_path / "known", *settings, "device=4090", "train.steps=7")
     assert known.status == 0, known.err
     step = known.result["step"]
-    assert known.result["device_memory_bytes"] == 24 * 10**9
+    assert known.result["device_memory_bytes"] == 24_564 << 20
     assert {"compute", "network", "memory"} <= step["time"]["parts"].keys()
     assert step["time"]["bound_by"] == "network"
     assert [(each["collective"], each["over"]) for each in step["sent"]] == [

@@ -249,7 +249,7 @@ def test_the_command_says_what_fits_and_ends_with_1(tmp_path: Path) -> None:
     ended = run_recipe("plan", tmp_path / "run", *typed)
     assert ended.status == 1
     assert ended.err.count("error: ") == 1
-    assert "more than device.memory=60MB" in ended.err
+    assert "more than the 57.2 MiB of device.memory" in ended.err
     result = ended.result
     assert (result["fits"], bool(result["advice"])) == (False, True)
     for advice in result["advice"]:
@@ -314,3 +314,13 @@ def test_ranges_are_for_a_search(typed: list[str], says: str, tmp_path: Path) ->
 def test_elsewhere_a_range_of_ranks_is_refused(tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path / "run", "model.path=x", "data.path=y", "launch.ranks=1:64")
     assert (ended.status, "a range is for `fsdp-shard plan search=true`" in ended.err) == (2, True)
+
+
+def test_a_plan_of_divided_sequences_changes_no_other_plan() -> None:
+    config = llama_config(layers=2)
+    alone = PlannedRun(ModelConfig(path="x"), Fsdp2Config(), TrainConfig(), AdamWConfig(), 64, 1)
+    divided = replace(alone, num_ranks=2, shard=Fsdp2Config(context_parallel=2))
+    planner = Planner(config)
+    planner.plan(divided)
+    assert planner.plan(alone).per_rank == Planner(llama_config(layers=2)).plan(alone).per_rank
+    assert planner.cost(alone) == Planner(llama_config(layers=2)).cost(alone)

@@ -1,6 +1,7 @@
 """What the cost of a step depends on besides the settings: measured once for a model, then used for many plans."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +131,9 @@ def model_facts(
 
 def _build(config: PretrainedConfig, model: models.ModelConfig, adapter: AdapterConfig, dtype: str) -> PreTrainedModel:
     attention = "sdpa" if model.attention == "flash_attention_2" else model.attention  # its package is not needed here
-    built = models.build_on_meta(config, dtype, trust_remote_code=model.trust_remote_code, attention=attention)
+    built = models.build_on_meta(
+        deepcopy(config), dtype, trust_remote_code=model.trust_remote_code, attention=attention
+    )
     if isinstance(adapter, LoraConfig):
         head = NewHead.of(built).modules if model.labels else ()
         inject_lora(built, adapter, model.path, {}, model.task, head)

@@ -75,7 +75,9 @@ def _time_lines(cost: StepCost, hardware: Hardware) -> list[str]:
     rate = f"{format_number(round(time.tokens_per_second))} tokens/s, {_tokens(time.tokens_per_day)} tokens a day"
     lines = [
         f"A step takes at least {_duration(time.seconds)}{name}, bound by {time.bound_by} ({parts}): at most {rate}, "
-        f"MFU {time.model_flops_utilization:.0%}, HFU {time.hardware_flops_utilization:.0%}."
+        f""
+        f"MFU {time.model_flops_utilization:.0%} (attention to all tokens counted), "
+        f"HFU {time.hardware_flops_utilization:.0%}."
     ]
     if time.run_days is not None:
         lines.append(f"The {cost.num_steps:,} steps take at least {_duration(time.run_days * 86_400.0)}. {_BOUND}")

@@ -14,7 +14,7 @@ from fsdp_shard.planning.search.memory_savers import Option, Saver, memory_saver
 from fsdp_shard.planning.search.planner import Planner
 
 NUM_ADVISED = 4  # of each kind
-_MAX_PLANS = 400  # of each kind
+_MAX_PLANS = 150  # of each kind
 _MAX_CANDIDATES = 50_000
 _BATCH = "train.global_batch_size"
 _LARGER_BATCH = 30.0  # its cost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from fsdp_shard.planning.devices import Hardware, hardware_of
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from fsdp_shard.planning.search.planner import Planner
 
 
-def planned_hardware(config: PlannedSettings) -> Hardware:
-    return hardware_of(config.device, ranks_per_node=config.launch.ranks if config.launch.max_nodes > 1 else None)
+def planned_hardware(config: PlannedSettings, num_ranks: int) -> Hardware:
+    """The hardware of a run of `num_ranks` ranks on all machines."""
+    nodes = config.launch.min_nodes
+    return hardware_of(config.device, ranks_per_node=num_ranks // nodes if config.launch.max_nodes > 1 else None)
 
 
 def planner_for(
@@ -28,9 +31,8 @@ def planner_for(
     planner = Planner(model_config, on_gpu=config.launch.device != "cpu")
 
     def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float:
-        found = step_time(planner.cost(candidate), hardware)
-        assert found is not None, "as with the run itself"
-        return found.seconds
+        found = step_time(planner.cost(candidate), planned_hardware(config, candidate.num_ranks))
+        return math.inf if found is None else found.seconds
 
     if hardware.is_whole and step_time(planner.cost(run), hardware) is not None:
         planner.seconds = seconds

@@ -21,7 +21,7 @@ def plan_search(
     """The fewest ranks that fit, and settings for them."""
     from fsdp_shard.planning.search.pareto_front import front_figures, front_text, search_front
 
-    launch, hardware = config.launch, planned_hardware(config)
+    launch, hardware = config.launch, planned_hardware(config, run.num_ranks)
     if hardware.memory_bytes is None:
         raise ConfigError(
             "search=true needs the memory of the devices; set device.memory, such as device.memory=80GiB, or a preset "

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 
@@ -27,7 +28,8 @@ def build_planned(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreT
     # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
     attention = "sdpa" if run.model.attention == "flash_attention_2" else run.model.attention
     trust = run.model.trust_remote_code
-    model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
+    # Models of divided sequences change their config, which other plans share.
+    model = models.build_on_meta(deepcopy(config), dtype, trust_remote_code=trust, attention=attention)
     if isinstance(run.adapter, LoraConfig):
         head = NewHead.of(model).modules if run.model.labels else ()
         inject_lora(model, run.adapter, run.model.path, {}, run.model.task, head)

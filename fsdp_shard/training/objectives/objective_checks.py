@@ -15,12 +15,8 @@ def check_objective(config: FinetuneSettings) -> None:
     Args:
         config: The settings of `finetune`.
     """
-    objective, task = config.objective, config.model.task
-    if task not in objective.tasks:
-        raise ConfigError(
-            f"objective={objective.name} trains model.task={' or '.join(objective.tasks)}, not {task}; change one of "
-            f"them{', and set model.labels=[reward] for a new head' if objective.name == 'reward' else ''}."
-        )
+    objective = config.objective
+    check_task(objective, config.model.task)
     check_parallelism(objective, config.shard)
     if isinstance(objective, DistillConfig):
         check_distill(config, objective)
@@ -36,6 +32,15 @@ def check_objective(config: FinetuneSettings) -> None:
         raise ConfigError(
             "objective.reference=precomputed needs all samples before training, which data.streaming=true does not "
             "have; use objective.reference=sharded, or leave it out."
+        )
+
+
+def check_task(objective: ObjectiveConfig, task: str) -> None:
+    """Raise ConfigError if the objective does not train models of a task."""
+    if task not in objective.tasks:
+        raise ConfigError(
+            f"objective={objective.name} trains model.task={' or '.join(objective.tasks)}, not {task}; change one of "
+            f"them{', and set model.labels=[reward] for a new head' if objective.name == 'reward' else ''}."
         )
 
 
