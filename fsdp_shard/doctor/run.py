@@ -154,8 +154,7 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
     """Check that each rank of this machine has the memory that it needs according to the plan."""
     plan = plan_run()
     if plan is None:
-        unknown = "memory is not estimated with tensor or expert parallelism; watch memory_bytes in metrics.jsonl"
-        yield warning(unknown) if config.model.path else skipped("model.path=...")
+        yield skipped("model.path=...")
         return
     what = f"{plan.model_class}, {plan.num_params / 1e6:,.1f} M parameters in {format_count(len(plan.blocks), 'block')}"
     if plan.peak_bytes is None:
