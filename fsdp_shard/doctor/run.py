@@ -27,6 +27,7 @@ from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
 from fsdp_shard.planning import MemoryPlan, PlannedRun, Planner, advice_lines, advise, chosen_settings, plan_memory
 from fsdp_shard.utils import check as check_sections, check_writable, format_count, format_size, write_atomically
 
+_MAX_PLANS = 40  # of each kind, as a dry run takes seconds
 _TRIAL_BYTES = 32 << 20
 _SLOW_BYTES_PER_SECOND = 50e6
 _SIDE_FILES = 12  # of a checkpoint: config, tokenizer, manifest, ..., and its directories
@@ -186,7 +187,7 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
         sections = {name: getattr(run, name) for name in ("model", "shard", "train", "optim", "adapter", "objective")}
         check_sections(replace(config, **sections))
 
-    planner = Planner(model_config(config), on_gpu=on_gpu, check_together=check_together)
+    planner = Planner(model_config(config), on_gpu=on_gpu, check_together=check_together, max_plans=_MAX_PLANS)
     given, starts = chosen_settings(config), _resumed_step(config) is None
     found = advise(planner, _planned_run(config), free_bytes, given, fixed=("launch.ranks",), trains_other=starts)
     return f"{' '.join(' '.join(advice_lines(found)).split())} `fsdp-shard plan` shows what needs the memory."

@@ -23,7 +23,7 @@ class PlannedLaunchConfig(LaunchConfig):
         """Raise ConfigError unless `ranks` is a number or a range with a power of two in it."""
         if not re.fullmatch(r"[1-9]\d{0,4}(:[1-9]\d{0,4})?", str(self.ranks)):
             raise ConfigError(
-                f"{prefix}ranks={self.ranks} is neither a number of at most 99,999 ranks nor a range such as 1:64."
+                f"{prefix}ranks={self.ranks} is neither a number of 1 to 99,999 ranks nor a range such as 1:64."
             )
         if not self.rank_counts:
             raise ConfigError(

@@ -448,7 +448,7 @@ def test_what_libraries_quote_from_files_is_escaped(tiny_model: Path, place: Pat
     model = shutil.copytree(tiny_model, place / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"\x1b[2J\n_token_id": -1}))
-    done = fsdp_shard("plan", f"model.path={model}", "data.sequence_length=16", cwd=place)
+    done = fsdp_shard("generate", f"checkpoint={model}", "prompt=hi", "generation.max_new_tokens=1", cwd=place)
     assert done.status == 0, done.err
     assert "\\x1b[2J\n_token_id must be" in done.err, "transformers warns of it"
     assert "\x1b" not in done.err + done.out
@@ -459,7 +459,7 @@ def test_a_plan_leaves_no_directory(tiny_model: Path, place: Path) -> None:
     assert fsdp_shard(*words, cwd=place).status == 0
     assert _left(place) == ["text.txt"]
     assert fsdp_shard(*words, "run_dir=kept", cwd=place).status == 0
-    assert _left(place) == ["kept/config.yaml", "kept/result.json", "text.txt"]
+    assert _left(place) == ["kept/config.yaml", "kept/plan.html", "kept/result.json", "kept/timeline.png", "text.txt"]
 
 
 # The shell

@@ -166,7 +166,7 @@ MISTAKES = [
     # plan and doctor
     ("plan", "model.path"),
     (f"{_PLAN} device.memory=big", "is not a size"),
-    (f"{_PLAN} launch.ranks=0", "at least 1"),
+    (f"{_PLAN} launch.ranks=0", "1 to 99,999 ranks"),
     (f"{_PLAN} data.path=x", "data.path is not a setting of plan"),
     (f"{_PLAN} dispatch.device_map=everywhere", "dispatch.device_map=everywhere"),
     ("plan model.path={d}/none", "does not exist"),

@@ -301,8 +301,8 @@ def test_a_search_finds_the_fewest_ranks_and_draws_the_front(tmp_path: Path) -> 
     [
         (["launch.ranks=1:64"], "launch.ranks=1:64 is a range, which only search=true takes"),
         (["launch.ranks=5:7", "search=true", "device.memory=1GB"], "has no power of two in it"),
-        (["launch.ranks=many"], "launch.ranks=many is neither a number of ranks nor a range"),
-        (["search=true"], "add device.memory=SIZE"),
+        (["launch.ranks=many"], "launch.ranks=many is neither a number of 1 to 99,999 ranks nor a range"),
+        (["search=true", "device=custom"], "add device.memory=SIZE"),
         (["search=true", "device.memory=1GB", "dispatch.device_map=auto"], "is for one plan"),
     ],
 )

@@ -14,7 +14,6 @@ from fsdp_shard.planning.search.memory_savers import Option, Saver, memory_saver
 from fsdp_shard.planning.search.planner import Planner
 
 NUM_ADVISED = 4  # of each kind
-_MAX_PLANS = 150  # of each kind
 _MAX_CANDIDATES = 50_000
 _BATCH = "train.global_batch_size"
 _LARGER_BATCH = 30.0  # its cost
@@ -140,7 +139,7 @@ class _Search:
             changes = set(candidate.overrides)
             return not any(changes >= set(fits.candidate.overrides) for fits in but)
 
-        for choice, fits in self.walk(allowed, _MAX_PLANS, is_wanted, enough):
+        for choice, fits in self.walk(allowed, self._planner.max_plans, is_wanted, enough):
             enough.append(choice)
             found.append(fits)
             if len(found) == NUM_ADVISED:

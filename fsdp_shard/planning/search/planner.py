@@ -26,6 +26,7 @@ class Planner:
         check_together: Raises ConfigError for sections that contradict each other, beyond what is checked here.
         seconds: The time of a step, from a run and its plan; None where it is not known.
         num_plans: Number of runs that were planned.
+        max_plans: Number of plans of each kind of advice.
     """
 
     config: PretrainedConfig
@@ -34,6 +35,7 @@ class Planner:
     seconds: Callable[[PlannedRun, MemoryPlan], float] | None = None
     facts: Facts = field(default_factory=Facts)
     num_plans: int = 0
+    max_plans: int = 150
 
     def plan(self, run: PlannedRun) -> MemoryPlan:
         """Plan the memory of a run; raises as `plan_memory` does."""

@@ -104,7 +104,7 @@ def _with_chunks_of_gpus(tape: Sequence[Event], model: PreTrainedModel, run: Pla
     """
     text: Any = model.config.get_text_config()
     logits = 4 * run.num_rows * run.padded_length * int(getattr(text, "vocab_size", 1))
-    cpu, gpu = (min(logits, cross_entropy_chunk_bytes(device)) for device in ("cpu", "cuda"))
+    cpu, gpu = (min(logits, cross_entropy_chunk_bytes(device, logits)) for device in ("cpu", "cuda"))
     extra = 4 * (gpu - cpu)
     return [
         replace(event, rise=event.rise + extra, rise_alone=event.rise_alone + extra) if event.kind == LOSS else event

@@ -17,6 +17,7 @@ from fsdp_shard.data import MASKED
 # Bytes of float32 logits in a chunk: on a CPU what its cache holds, on a GPU enough to keep it busy.
 _CHUNK_BYTES = {"cpu": 8 << 20}
 _CHUNK_BYTES_ELSEWHERE = 128 << 20
+_MAX_CHUNKS = 256  # more of them cost calls and save hardly any memory
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | t
     flat, targets = logits.flatten(0, -2), labels.flatten()
     gradient = torch.empty_like(flat) if needs_gradient(flat) else None
     total = torch.zeros((), dtype=torch.float32, device=flat.device)
-    num_rows = max(1, cross_entropy_chunk_bytes(flat.device.type) // (4 * flat.shape[-1]))
+    num_rows = max(1, cross_entropy_chunk_bytes(flat.device.type, 4 * flat.numel()) // (4 * flat.shape[-1]))
     for start in range(0, len(targets), num_rows):
         rows = slice(start, start + num_rows)
         upcast = flat[rows].detach().float().requires_grad_(gradient is not None)
@@ -45,9 +46,9 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | t
     return with_gradients(total / divisor, [gradient], flat)
 
 
-def cross_entropy_chunk_bytes(device_type: str) -> int:
-    """Bytes of float32 logits that `cross_entropy` upcasts at a time on a device."""
-    return _CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE)
+def cross_entropy_chunk_bytes(device_type: str, logits_bytes: int) -> int:
+    """Bytes of float32 logits, of `logits_bytes` in all, that `cross_entropy` upcasts at a time on a device."""
+    return max(_CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE), -(-logits_bytes // _MAX_CHUNKS))
 
 
 def needs_gradient(tensor: torch.Tensor | None) -> bool:
