@@ -25,6 +25,9 @@ class PlannedLaunchConfig(LaunchConfig):
             raise ConfigError(
                 f"{prefix}ranks={self.ranks} is neither a number of 1 to 99,999 ranks nor a range such as 1:64."
             )
+        low, _, high = str(self.ranks).partition(":")
+        if high and int(high) < int(low):
+            raise ConfigError(f"{prefix}ranks={self.ranks} ends below its beginning; give a range such as 1:64.")
         if not self.rank_counts:
             raise ConfigError(
                 f"{prefix}ranks={self.ranks} has no power of two in it, and only those are tried; give a range such as "
@@ -110,7 +113,7 @@ class PlanSettings:
     trace: bool = setting(
         False,
         "Also trace two training steps of rank 0 on tensors without memory, operator by operator, and show the peak "
-        "beside that of the formula. It takes up to a minute for 80 layers.",
+        "and that of the formula. It takes up to a minute for 80 layers.",
     )
 
     def check(self, prefix: str) -> None:

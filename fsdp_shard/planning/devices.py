@@ -62,8 +62,9 @@ class DeviceConfig:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the figures are those of a GPU: a CPU's memory is host memory."""
-        return self.host_bandwidth is not None and self.host_bandwidth != self.memory_bandwidth
+        """Whether figures are given, and not those of a CPU, whose memory is host memory."""
+        is_given = any(getattr(self, item.name) is not None for item in fields(self))
+        return is_given and (self.host_bandwidth is None or self.host_bandwidth != self.memory_bandwidth)
 
 
 @dataclass

@@ -13,25 +13,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import models, sharding
 from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
 from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun, RankMemory
+from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.device_overhead import device_overhead
-from fsdp_shard.planning.step.shard_state import (
-    RankPart,
-    ShardState,
-    build_planned,
-    part_of_rank,
-    shard_states,
-    unit_shards,
-)
+from fsdp_shard.planning.step.shard_state import RankPart, ShardState, part_of_rank, shard_states, unit_shards
 from fsdp_shard.planning.step.step_moments import plan_step
-from fsdp_shard.planning.step.step_schedule import (
-    ACTIVATIONS,
-    BUFFERS,
-    GATHERED,
-    LOSS_TERM,
-    UNREDUCED,
-    Moment,
-    highest,
-)
+from fsdp_shard.planning.step.step_schedule import ACTIVATIONS, BUFFERS, GATHERED, LOSS_TERM, UNREDUCED, Moment, highest
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:
@@ -82,7 +68,7 @@ def built_model(
     """The model as it trains, on meta, its blocks and its units."""
 
     def build() -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
-        model = build_planned(config, run, run.model.dtype)
+        model = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
         blocks = [
             replace(block, num_params=_num_weights(model, block))
             for block in models.no_split_blocks(model, run.shard.blocks)

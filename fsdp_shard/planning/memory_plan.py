@@ -4,18 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.step.step_schedule import (
-    TEMPORARIES,
-    Moment,
-    highest,
-)
+from fsdp_shard.planning.step.step_schedule import TEMPORARIES, Moment, highest
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
-from fsdp_shard.training import (
-    AdapterConfig,
-    ObjectiveConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 

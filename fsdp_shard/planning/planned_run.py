@@ -89,14 +89,15 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         assert found.memory is not None, "a search of a run is refused"
         rows = compare(found.memory, measured)
         # A bound on the time of other devices says nothing of this run's.
-        known = {name: value for name, value in figures.items() if on_gpu == config.device.is_gpu or name != "step"}
+        is_of_others = config.device.is_gpu and not on_gpu
+        known = {name: value for name, value in figures.items() if name != "step" or not is_of_others}
         text += f"\n\n{comparison_text(rows, found.memory, measured, known)}"
         figures["measured"] = comparison_figures(rows, measured)
     return replace(found, text=text, figures=figures)
 
 
 def _plans_gpus(config: PlannedSettings) -> bool:
-    """Whether the planned ranks have GPUs: those of this machine, or of a preset."""
+    """Whether the planned ranks have GPUs: those of this machine, or those that `device` names."""
     from fsdp_shard.distributed import uses_gpus
 
     return uses_gpus(config.launch) or (config.launch.device == "auto" and config.device.is_gpu)

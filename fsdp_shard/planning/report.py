@@ -12,7 +12,7 @@ from fsdp_shard.utils import format_count, format_number, format_size, format_ta
 _COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
 _NOT_COUNTED = (
     "Planned for ranks on CPUs. Not counted: what is not a tensor, such as Python and libraries. For GPUs, set "
-    "launch.device=cuda or a preset such as device=h100, which count what a GPU holds besides tensors."
+    "launch.device=cuda or a preset such as device=h100."
 )
 _MAX_UNEVEN = 3  # that are named
 _UNEVEN_RATIO = 1.005
@@ -75,7 +75,8 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
 
 def summary_lines(plan: MemoryPlan, memory_bytes: int | None) -> list[str]:
     """The peak, what a GPU has besides, which shards are uneven, and whether it fits in `memory_bytes`."""
-    lines = [*_peak_lines(plan.per_rank), *(_overhead_lines(plan.overhead) or [_NOT_COUNTED]), *_uneven_lines(plan)]
+    besides = _overhead_lines(plan.overhead) if plan.overhead or plan.peak_bytes is None else [_NOT_COUNTED]
+    lines = [*_peak_lines(plan.per_rank), *besides, *_uneven_lines(plan)]
     return [*lines, _verdict(plan, memory_bytes)]
 
 

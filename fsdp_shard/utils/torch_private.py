@@ -97,7 +97,7 @@ def local_shape_and_offset(
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from all others that are alive. Without `_cdata`, `plan` could not count each one once."""
+    """The identity of a storage among all that are alive. Without `_cdata`, `plan` could not count each one once."""
     return int(storage._cdata)
 
 
@@ -218,7 +218,7 @@ def changes_arguments(operator: Any) -> bool:
 
 
 def is_faking() -> bool:
-    """Whether a mode of fake tensors is active. Without it, one could not tell that DTensor only computes shapes."""
+    """Whether a mode of fake tensors is active. Without it, DTensor's computing of shapes would count."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 

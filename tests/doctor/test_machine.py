@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_gpus_that_are_not_there() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds the GPUs of this machine")
-def test_gpus_that_torch_does_not_see(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_gpus_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = LaunchConfig(device="auto")
     assert not any("driver" in finding.text for finding in check_hardware(cpu, Fsdp2Config(param_dtype="float32")))
     (tmp_path / "version").write_text("NVRM version: 570.86\n")

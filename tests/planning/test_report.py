@@ -44,7 +44,7 @@ def test_the_recipe_needs_only_a_config(tmp_path: Path) -> None:
     llama_config().save_pretrained(model)
     ended = run_recipe(
         "plan", tmp_path / "run", f"model.path={model}", "launch.ranks=3", "device.memory=1GB", "shard=fsdp1",
-        "data.sequence_length=32",
+        "launch.device=cpu", "data.sequence_length=32",
     )  # fmt: skip
     assert ended.status == 0, ended.err
     result = ended.result
@@ -89,3 +89,23 @@ def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path)
     assert (plain.result["num_trained_params"], "4.82 K are trained" in plain.out) == (4824, True)
     useless = run_recipe("plan", tmp_path / "useless", *settings, "dispatch.max_memory={cpu: 60kB}")
     assert (useless.status, "add dispatch.device_map=auto" in useless.err) == (2, True)
+
+
+def test_settings_that_training_would_refuse_are_said(tmp_path: Path) -> None:
+    llama_config().save_pretrained(tmp_path / "model")
+    typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "launch.ranks=2"]
+    odd = run_recipe("plan", tmp_path / "odd", *typed, "train.global_batch_size=7")
+    assert "finetune would refuse these settings: train.global_batch_size=7" in odd.out
+    assert "would refuse" not in run_recipe("plan", tmp_path / "even", *typed, "train.global_batch_size=8").out
+    reward = run_recipe("plan", tmp_path / "reward", *typed, "objective=reward")
+    assert (reward.status, "model.labels=[reward]" in reward.err) == (2, True), reward.err
+
+
+def test_devices_with_a_memory_are_gpus_unless_said_otherwise(tmp_path: Path) -> None:
+    llama_config().save_pretrained(tmp_path / "model")
+    typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "device.memory=8GB"]
+    gpu = run_recipe("plan", tmp_path / "gpu", *typed)
+    cpu = run_recipe("plan", tmp_path / "cpu", *typed, "launch.device=cpu")
+    assert gpu.result["overhead_bytes"]["CUDA context"] > 0
+    assert cpu.result["overhead_bytes"] == {}
+    assert ("Planned for ranks on CPUs" in gpu.out, "Planned for ranks on CPUs" in cpu.out) == (False, True)

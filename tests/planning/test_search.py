@@ -245,7 +245,8 @@ def test_advice_holds_on_real_ranks(override: str, settings: dict[str, Any], sha
 def test_the_command_says_what_fits_and_ends_with_1(tmp_path: Path) -> None:
     model = tmp_path / "model"
     BIG.save_pretrained(model)
-    typed = [f"model.path={model}", "data.sequence_length=128", "train.micro_batch_size=8", "device.memory=60MB"]
+    typed = [f"model.path={model}", "data.sequence_length=128", "train.micro_batch_size=8"]
+    typed += ["device.memory=60MB", "launch.device=cpu"]
     ended = run_recipe("plan", tmp_path / "run", *typed)
     assert ended.status == 1
     assert ended.err.count("error: ") == 1
@@ -262,12 +263,13 @@ def test_the_command_says_what_fits_and_ends_with_1(tmp_path: Path) -> None:
 def test_where_nothing_fits_that_is_one_sentence_and_1(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path / "model")
     typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "device.memory=1kB"]
+    typed.append("launch.device=cpu")
     ended = run_recipe("plan", tmp_path / "run", *typed)
     assert (ended.status, ended.err.count("\n")) == (1, 1)
     assert ended.err.rstrip().endswith("no settings were found that fit.")
     assert ended.result["advice"] == []
     searched = run_recipe("plan", tmp_path / "searched", *typed, "search=true", "launch.ranks=1:4")
-    assert (searched.status, "Nothing fits in device.memory=1kB" in searched.err) == (1, True)
+    assert (searched.status, "Nothing fits in 1000 B with launch.ranks=" in searched.err) == (1, True)
     assert not (tmp_path / "searched" / "search.png").exists()
 
 
@@ -301,6 +303,7 @@ def test_a_search_finds_the_fewest_ranks_and_draws_the_front(tmp_path: Path) -> 
     [
         (["launch.ranks=1:64"], "launch.ranks=1:64 is a range, which only search=true takes"),
         (["launch.ranks=5:7", "search=true", "device.memory=1GB"], "has no power of two in it"),
+        (["launch.ranks=8:2", "search=true", "device.memory=1GB"], "launch.ranks=8:2 ends below its beginning"),
         (["launch.ranks=many"], "launch.ranks=many is neither a number of 1 to 99,999 ranks nor a range"),
         (["search=true", "device=custom"], "add device.memory=SIZE"),
         (["search=true", "device.memory=1GB", "dispatch.device_map=auto"], "is for one plan"),
@@ -324,3 +327,14 @@ def test_a_plan_of_divided_sequences_changes_no_other_plan() -> None:
     planner.plan(divided)
     assert planner.plan(alone).per_rank == Planner(llama_config(layers=2)).plan(alone).per_rank
     assert planner.cost(alone) == Planner(llama_config(layers=2)).cost(alone)
+
+
+def test_a_search_of_several_machines_has_their_network(tmp_path: Path) -> None:
+    llama_config().save_pretrained(tmp_path / "model")
+    ended = run_recipe(
+        "plan", tmp_path / "run", f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "search=true",
+        "launch.ranks=1:2", "launch.nodes=2", "launch.rendezvous=a:29400", "device=h100",
+    )  # fmt: skip
+    assert ended.status == 0, ended.err
+    assert {point["overrides"][0] for point in ended.result["front"]} <= {"launch.ranks=1", "launch.ranks=2"}
+    assert all(point["seconds"] > 0 for point in ended.result["front"])

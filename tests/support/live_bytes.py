@@ -60,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, *, explains: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.now = self.most = 0
         self.phase = "load"
         self.most_by_phase: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """FLOPs and saved bytes of a forward and backward pass, measured on one block of each kind, for any sequence length.
 
 The model runs on the meta device or on fake tensors, which compute nothing. Blocks that are alike run once: others of
-their kind only pass shapes on. Every operator is a polynomial of degree two in the length, which three lengths tell;
+their kind only pass shapes on. Every operator is a polynomial of degree two in the length, known from three lengths;
 attention that goes through transformers' interface is a formula of its own, so that what its mask hides does not count.
 
 Counted are the matrix products, convolutions and attention that `torch.utils.flop_counter` counts, and grouped products
@@ -320,7 +320,7 @@ class _Runs:
 
 
 def _kind(module: nn.Module, given: Sequence[torch.Tensor]) -> Any:
-    """What tells blocks apart that take other amounts: parameters, plain settings of modules, and what they are given.
+    """What differs in blocks that take other amounts: parameters, plain settings of modules, and what they are given.
 
     Lengths of what is given do not matter: all of it has the length of the run.
     """

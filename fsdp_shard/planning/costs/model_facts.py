@@ -1,7 +1,6 @@
 """What the cost of a step depends on besides the settings: measured once for a model, then used for many plans."""
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +9,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
 from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
+from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
-from fsdp_shard.training import AdapterConfig, LoraConfig, NewHead, OptimConfig, inject_lora, quantize_base
+from fsdp_shard.training import AdapterConfig, OptimConfig
 from fsdp_shard.utils import FakeTensorMode, first_line
 
 
@@ -99,15 +99,13 @@ def model_facts(
         ModelError: The model cannot be built.
         ConfigError: It has no modules for the adapter.
     """
-    computing = _build(config, model, adapter, shard.param_dtype)
-    stored = _build(config, model, adapter, model.dtype)
-    if isinstance(adapter, LoraConfig):
-        quantize_base(stored, adapter.quantize, shard, {})
+    computing = build_planned(config, model, adapter, shard.param_dtype)
+    stored = build_planned(config, model, adapter, model.dtype, shard)
     file_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     frozen = sum(param.numel() for param in computing.parameters() if not param.requires_grad)
     amounts, problem = _measured(computing, shard)
     if amounts is None:
-        computing = _build(config, model, adapter, shard.param_dtype)
+        computing = build_planned(config, model, adapter, shard.param_dtype)
         with FakeTensorMode():
             amounts, problem = _measured(computing, shard, "cpu")
     params = {
@@ -127,17 +125,6 @@ def model_facts(
         base_bytes=frozen * file_dtype.itemsize,
         model=stored,
     )
-
-
-def _build(config: PretrainedConfig, model: models.ModelConfig, adapter: AdapterConfig, dtype: str) -> PreTrainedModel:
-    attention = "sdpa" if model.attention == "flash_attention_2" else model.attention  # its package is not needed here
-    built = models.build_on_meta(
-        deepcopy(config), dtype, trust_remote_code=model.trust_remote_code, attention=attention
-    )
-    if isinstance(adapter, LoraConfig):
-        head = NewHead.of(built).modules if model.labels else ()
-        inject_lora(built, adapter, model.path, {}, model.task, head)
-    return built
 
 
 def _measured(

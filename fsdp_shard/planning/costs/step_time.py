@@ -1,7 +1,7 @@
 """A lower bound on the time of a step, by what a rank computes, sends, reads and writes, on given hardware.
 
 A roofline (Williams et al., 2009): compute, links, network, device memory and host memory all work at their peak and at
-the same time, so the slowest is the bound. A real step is slower: kernels do not reach peaks, elementwise work and the
+the same time, so the slowest is the bound. A real step is slower: kernels stay below peaks, elementwise work and the
 optimizer's arithmetic take time, and what is sent is not all hidden. Switches may add up what is reduced, so an
 all-reduce counts once here; its bytes in `Traffic.sent_bytes` are those of a ring.
 """

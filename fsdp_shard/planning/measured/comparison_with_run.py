@@ -1,4 +1,4 @@
-"""A plan beside what its run measured: the difference of each figure, and which one is off by most."""
+"""A plan compared with what its run measured: the difference of each figure, and which one is off by most."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _verdict(rows: Sequence[Compared], plan: MemoryPlan) -> str:
 
 
 def _step_lines(run: MeasuredRun, figures: Mapping[str, Any]) -> list[str]:
-    """The seconds of a step, beside their lower bound where the plan has one."""
+    """The seconds of a step, and their lower bound where the plan has one."""
     if run.step_seconds is None:
         return []
     step = figures.get("step")

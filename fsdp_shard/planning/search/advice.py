@@ -144,7 +144,7 @@ class _Search:
             found.append(fits)
             if len(found) == NUM_ADVISED:
                 break
-        return found if self._planner.seconds is None else sorted(found, key=lambda fits: fits.seconds or 0.0)
+        return sorted(found, key=lambda fits: (fits.seconds is None, fits.seconds or 0.0))
 
     def walk(
         self,

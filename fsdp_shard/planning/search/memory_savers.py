@@ -150,7 +150,7 @@ def _adapters(run: PlannedRun) -> Iterator[Option]:
             adapter = LoraConfig(**settings)  # type: ignore[arg-type]  # of literal names
             what = "trains an adapter" if not words else "trains an adapter of quantized weights"
             yield Option(
-                lambda run, adapter=adapter: replace(run, adapter=adapter),  # type: ignore[misc]
+                lambda run, adapter=adapter: replace(run, adapter=adapter),  # type: ignore[misc]  # of a default
                 cost,
                 ("adapter=lora", *words),
                 what,

@@ -88,6 +88,8 @@ def search_front(
         for fits in fitting(planner, replace(run, num_ranks=num_ranks), memory_bytes, given, _PLANS_EACH):
             overrides = (f"launch.ranks={num_ranks // nodes}", *fits.candidate.overrides)
             found.append(replace(fits, candidate=replace(fits.candidate, overrides=overrides)))
+    if any(fits.seconds is not None for fits in found):  # seconds and relative times do not compare
+        found = [fits for fits in found if fits.seconds is not None]
     points = sorted((Point(fits, _time(fits)) for fits in found), key=lambda point: (point.num_ranks, point.time))
     kept = [point for point in points if not any(other.is_better(point) for other in points)]
     unit = kept[0].time if kept else 1.0

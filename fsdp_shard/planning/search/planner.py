@@ -24,7 +24,7 @@ class Planner:
         config: The transformers config of the model.
         on_gpu: Whether the ranks have GPUs.
         check_together: Raises ConfigError for sections that contradict each other, beyond what is checked here.
-        seconds: The time of a step, from a run and its plan; None where it is not known.
+        seconds: The time of a step, from a run and its plan, None if unknown; None where no times are known.
         num_plans: Number of runs that were planned.
         max_plans: Number of plans of each kind of advice.
     """
@@ -32,7 +32,7 @@ class Planner:
     config: PretrainedConfig
     on_gpu: bool = True
     check_together: Callable[[PlannedRun], None] | None = None
-    seconds: Callable[[PlannedRun, MemoryPlan], float] | None = None
+    seconds: Callable[[PlannedRun, MemoryPlan], float | None] | None = None
     facts: Facts = field(default_factory=Facts)
     num_plans: int = 0
     max_plans: int = 150

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from fsdp_shard.planning.devices import Hardware, hardware_of
@@ -30,9 +29,9 @@ def planner_for(
 
     planner = Planner(model_config, on_gpu=config.launch.device != "cpu")
 
-    def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float:
+    def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float | None:
         found = step_time(planner.cost(candidate), planned_hardware(config, candidate.num_ranks))
-        return math.inf if found is None else found.seconds
+        return None if found is None else found.seconds
 
     if hardware.is_whole and step_time(planner.cost(run), hardware) is not None:
         planner.seconds = seconds

@@ -141,15 +141,16 @@ class Recorder(TorchDispatchMode):
 
 def storages_of(value: Any) -> Iterator[UntypedStorage]:
     """The storages of all tensors in nested tuples, lists and mappings."""
-    return (tensor.untyped_storage() for tensor in _tensors(value))
+    return (tensor.untyped_storage() for tensor in tensors_in(value))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def record_tape(
@@ -234,10 +235,10 @@ def _watch(
         recorder.mark(ENTER, fqn)
         if casts and unit is not None:
             args, kwargs = (_cast(value, getattr(torch, unit.dtype)) for value in (args, kwargs))
-        needing = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if by_gradients or not needing or not torch.is_grad_enabled():
             return args, kwargs
-        made = iter(_Finish.apply(partial(recorder.mark, FINISH, fqn), *needing))  # type: ignore[no-untyped-call]
+        made = iter(_Finish.apply(partial(recorder.mark, FINISH, fqn), *needing))  # type: ignore[no-untyped-call]  # untyped in torch
         return tuple(_with_new(value, made) for value in args), {k: _with_new(v, made) for k, v in kwargs.items()}
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -250,7 +251,7 @@ def _watch(
                 begun.append(True)
                 recorder.mark(BEGIN, fqn)
 
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(begin)
         recorder.mark(LEAVE, fqn)

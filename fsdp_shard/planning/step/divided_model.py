@@ -67,11 +67,11 @@ def _divide_layers(model: PreTrainedModel, num_ranks: int) -> None:
 def _communicate(module: nn.Module, style: str, num_ranks: int) -> None:
     """Have a divided layer make what its collectives would return."""
     if style in _BY_ROWS and style != "embedding_rowwise":
-        module.register_forward_pre_hook(lambda module, args: (_SummedBackward.apply(args[0]), *args[1:]))  # type: ignore[no-untyped-call]
+        module.register_forward_pre_hook(lambda module, args: (_SummedBackward.apply(args[0]), *args[1:]))  # type: ignore[no-untyped-call]  # untyped in torch
     else:
-        module.register_forward_hook(lambda module, args, output: _Summed.apply(output))  # type: ignore[no-untyped-call]
+        module.register_forward_hook(lambda module, args, output: _Summed.apply(output))  # type: ignore[no-untyped-call]  # untyped in torch
     if style in ("colwise_gather_output", "colwise_rep"):
-        module.register_forward_hook(lambda module, args, output: _Gathered.apply(output, num_ranks))  # type: ignore[no-untyped-call]
+        module.register_forward_hook(lambda module, args, output: _Gathered.apply(output, num_ranks))  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 class _Summed(torch.autograd.Function):
@@ -135,10 +135,10 @@ class _Dispatch:
         num_top_k = top_k_index.size(-1)
         order = torch.argsort(top_k_index.reshape(-1))
         num_received = len(order) + -(-len(order) // _UNEVEN)
-        received = _Exchanged.apply(hidden_states[order // num_top_k], num_received)  # type: ignore[no-untyped-call]
+        received = _Exchanged.apply(hidden_states[order // num_top_k], num_received)  # type: ignore[no-untyped-call]  # untyped in torch
         ids = torch.zeros((num_received, 1), dtype=torch.long, device=hidden_states.device)
         output = self._forward(received, ids, torch.ones_like(ids, dtype=received.dtype))
-        back = _Exchanged.apply(output, len(order))  # type: ignore[no-untyped-call]
+        back = _Exchanged.apply(output, len(order))  # type: ignore[no-untyped-call]  # untyped in torch
         tokens = torch.empty_like(back)
         tokens[order] = back
         tokens = tokens.view(*top_k_weights.shape, hidden_states.size(-1))

@@ -11,15 +11,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.planning.step.block_profiles import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
-from fsdp_shard.training import (
-    DeviceBatch,
-    ObjectiveConfig,
-    OwnFunctions,
-    Pass,
-    StepSums,
-    Targets,
-    forward_log_probs,
-)
+from fsdp_shard.training import DeviceBatch, ObjectiveConfig, OwnFunctions, Pass, StepSums, Targets, forward_log_probs
 
 _TOKEN_BYTES = 8  # int64
 

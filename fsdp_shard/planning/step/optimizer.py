@@ -13,7 +13,7 @@ from fsdp_shard.planning.step.block_profiles import Recorder
 from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import DataDependentOutputException, FakeTensorMode, one_thread
 
-_LARGE = 1 << 16  # elements from which on rows and columns beside a matrix do not matter
+_LARGE = 1 << 16  # elements from which on rows and columns of a matrix do not matter
 _SIDE = 256
 
 

@@ -2,39 +2,20 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_shard import models, sharding
+from fsdp_shard import sharding
 from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
 from fsdp_shard.planning.step.unit_holdings import UnitShards
-from fsdp_shard.training import (
-    LoraConfig,
-    NewHead,
-    OptimConfig,
-    inject_lora,
-    quantize_base,
-)
+from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import balanced_partition
-
-
-def build_planned(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
-    # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
-    attention = "sdpa" if run.model.attention == "flash_attention_2" else run.model.attention
-    trust = run.model.trust_remote_code
-    # Models of divided sequences change their config, which other plans share.
-    model = models.build_on_meta(deepcopy(config), dtype, trust_remote_code=trust, attention=attention)
-    if isinstance(run.adapter, LoraConfig):
-        head = NewHead.of(model).modules if run.model.labels else ()
-        inject_lora(model, run.adapter, run.model.path, {}, run.model.task, head)
-        quantize_base(model, run.adapter.quantize, run.shard, {})
-    return model
 
 
 @dataclass(frozen=True)
@@ -66,9 +47,10 @@ class RankPart:
 def part_of_rank(
     config: PretrainedConfig, run: PlannedRun, units: Sequence[sharding.Unit], model: PreTrainedModel
 ) -> RankPart:
+    """What a rank has of a model before it is sharded; `units` are those of the whole `model`, the root last."""
     if run.shard.tensor_parallel == run.shard.expert_parallel == 1:
         return RankPart(model, units)
-    divided = build_planned(config, run, run.model.dtype)
+    divided = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
     experts = divide_model(divided, run.shard)
     return RankPart(divided, with_expert_units(units, experts), experts)
 

@@ -12,22 +12,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import sharding
 from fsdp_shard.planning.facts import Facts, of_one_rank
 from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.block_profiles import LOSS, Event, record_tape
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
 from fsdp_shard.planning.step.micro_batch import batch_bytes, micro_batch_loss
-from fsdp_shard.planning.step.shard_state import RankPart, build_planned
-from fsdp_shard.planning.step.step_schedule import (
-    GRADIENTS,
-    PLAYERS,
-    Moment,
-    StepRules,
-)
+from fsdp_shard.planning.step.shard_state import RankPart
+from fsdp_shard.planning.step.step_schedule import GRADIENTS, PLAYERS, Moment, StepRules
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
-from fsdp_shard.training import (
-    cross_entropy_chunk_bytes,
-    use_loss_head,
-)
+from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
 
 _FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
@@ -134,7 +127,7 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
 
 def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Callable[[], list[Event]], bool]:
     """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
-    model = build_planned(config, run, run.shard.param_dtype)
+    model = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
     if run.shard.flattens_units:
         for unit in part.units:  # one flat gradient, also of what is frozen
             params = [model.get_parameter(name) for name in unit.parameters]

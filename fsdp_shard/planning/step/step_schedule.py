@@ -233,7 +233,7 @@ class Player:
 class DdpPlayer(Player):
     """DistributedDataParallel: gradients are views of buckets that are there all the time; nothing is gathered.
 
-    Those of micro-batches that are not reduced are beside the buckets until the last one.
+    Those of micro-batches that are not reduced are kept besides the buckets until the last one.
     """
 
     def play_bytes(self, event: Event) -> None:
@@ -255,6 +255,18 @@ class _GatheringPlayer(Player):
         self.order: list[_Key] = []  # in which modules were left
         self.has_sharded: set[str] = set()  # units with a gradient of an earlier micro-batch
         self.entered: dict[str, None] = {}
+
+    def unshard(self, key: _Key, unit: UnitBytes) -> None:
+        """Gather the parameters of a unit."""
+        raise NotImplementedError
+
+    def unshard_one_before(self, key: _Key) -> None:
+        """Gather the unit that was left before this one, whose backward pass comes next."""
+        if key in self.order:
+            position = len(self.order) - 1 - self.order[::-1].index(key)
+            if position > 0:
+                before = self.order[position - 1]
+                self.unshard(before, self.by_fqn[before[1]])
 
     def free(self, key: _Key, unit: UnitBytes) -> None:
         """Free the gathered parameters."""
@@ -294,7 +306,7 @@ class Fsdp2Player(_GatheringPlayer):
         return not self.rules.sync_every_micro_batch and not self.rules.casts_gradients
 
     def enter(self, key: _Key, unit: UnitBytes) -> None:
-        self._unshard(key, unit)
+        self.unshard(key, unit)
         self._copy_out(key, unit, keeps_output=not self.in_backward)
         if not self.in_backward:
             self._prefetch(key, self.rules.prefetch_forward, 1)
@@ -314,15 +326,12 @@ class Fsdp2Player(_GatheringPlayer):
             self._free_pending()
 
     def begin(self, key: _Key, unit: UnitBytes) -> None:
-        self._unshard(key, unit)
+        self.unshard(key, unit)
         self._copy_out(key, unit, keeps_output=False)
         if self.rules.prefetch_backward > 0 and self._has_explicit(key):
             self._prefetch(key, self.rules.prefetch_backward, -1)
-        elif key in self.order:
-            position = len(self.order) - 1 - self.order[::-1].index(key)
-            if position > 0:
-                before = self.order[position - 1]
-                self._unshard(before, self.by_fqn[before[1]])
+        else:
+            self.unshard_one_before(key)
 
     def finish(self, unit: UnitBytes) -> None:
         key = (False, unit.fqn)
@@ -384,9 +393,9 @@ class Fsdp2Player(_GatheringPlayer):
         at = self._position[key[1]]
         positions = range(at + direction, at + direction * (number + 1), direction)
         for name in (self._names[position] for position in positions if 0 <= position < len(self._names)):
-            self._unshard((key[0], name), self.by_fqn[name])
+            self.unshard((key[0], name), self.by_fqn[name])
 
-    def _unshard(self, key: _Key, unit: UnitBytes) -> None:
+    def unshard(self, key: _Key, unit: UnitBytes) -> None:
         """Gather the shards in one buffer."""
         if key in self.gathered or key in self.gathering:
             return
@@ -429,14 +438,14 @@ class Fsdp1Player(_GatheringPlayer):
     """FullyShardedDataParallel: the parameters of a unit are one flat one, and so is their gradient."""
 
     def enter(self, key: _Key, unit: UnitBytes) -> None:
-        self._unshard(key, unit)
+        self.unshard(key, unit)
         if self.in_backward:
             return
         if self.rules.prefetch_forward:
             names = [*self.entered]
             at = names.index(unit.fqn) if unit.fqn in names else len(names)
             for name in names[at + 1 : at + 2]:
-                self._unshard((key[0], name), self.by_fqn[name])
+                self.unshard((key[0], name), self.by_fqn[name])
         if self.micro_batch == 0:
             self.entered.setdefault(unit.fqn)
 
@@ -448,12 +457,9 @@ class Fsdp1Player(_GatheringPlayer):
             self.free(key, unit)
 
     def begin(self, key: _Key, unit: UnitBytes) -> None:
-        self._unshard(key, unit)
-        if self.rules.prefetch_backward and key in self.order:
-            position = len(self.order) - 1 - self.order[::-1].index(key)
-            if position > 0:
-                before = self.order[position - 1]
-                self._unshard(before, self.by_fqn[before[1]])
+        self.unshard(key, unit)
+        if self.rules.prefetch_backward:
+            self.unshard_one_before(key)
 
     def finish(self, unit: UnitBytes) -> None:
         key = (False, unit.fqn)
@@ -496,7 +502,7 @@ class Fsdp1Player(_GatheringPlayer):
             self.free((False, unit.fqn), unit)
         self.order.clear()
 
-    def _unshard(self, key: _Key, unit: UnitBytes) -> None:
+    def unshard(self, key: _Key, unit: UnitBytes) -> None:
         if key in self.gathered or not unit.gathered:
             return
         self.gathered.add(key)

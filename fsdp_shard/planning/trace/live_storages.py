@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_shard.planning.step.block_profiles import tensors_in
 from fsdp_shard.planning.trace import known_values
 from fsdp_shard.utils import (
     FakeTensorMode,
@@ -290,15 +291,6 @@ def moments(events: Iterable[Event], uncounted: Collection[str] = ()) -> Iterato
             highest.num_bytes, highest.by_kind = total, dict(now)
     if highest.num_bytes >= 0:
         yield highest
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
 
 
 @torch.no_grad()

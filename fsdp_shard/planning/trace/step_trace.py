@@ -12,7 +12,6 @@ logits has larger chunks there, and memory that a stream has not released yet co
 """
 
 import multiprocessing
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,29 +32,18 @@ from fsdp_shard import data, models, sharding
 from fsdp_shard.distributed import DistributedContext, as_fake_rank
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.planning.memory_plan import PlannedRun
-from fsdp_shard.planning.step.block_profiles import attending_without_values
+from fsdp_shard.planning.meta_model import build_adapted
+from fsdp_shard.planning.step.block_profiles import attending_without_values, tensors_in
 from fsdp_shard.planning.step.step_schedule import Moment
-from fsdp_shard.planning.trace.live_storages import (
-    GLOO,
-    OFFLOADED,
-    LiveMoment,
-    LiveStorages,
-    moments,
-    plain_parts,
-    tensors_in,
-)
+from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveMoment, LiveStorages, moments, plain_parts
 from fsdp_shard.training import (
     DistillConfig,
-    LoraConfig,
     ModelReference,
-    NewHead,
     PrecomputedReference,
     TrainerState,
     TrainingRun,
     WeightAverage,
     build_optimizer,
-    inject_lora,
-    quantize_base,
     train,
     use_loss_head,
 )
@@ -132,7 +120,7 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> Step
     child.start()
     sender.close()
     try:
-        answer = pickle.loads(receiver.recv_bytes())
+        answer = receiver.recv()
     except EOFError:
         child.join()
         raise RuntimeError(f"the process that traces a step ended with exit code {child.exitcode}") from None
@@ -191,7 +179,7 @@ def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank:
             f"{first_line(error)}. Plan with trace=false."
         )
         answer.__cause__ = None
-    sender.send_bytes(pickle.dumps(answer))
+    sender.send(answer)
     sender.close()
 
 
@@ -252,16 +240,7 @@ class _Built:
 
 def _build(config: PretrainedConfig, run: PlannedRun) -> _Built:
     """Build the model on meta, as `finetune` does, and check it."""
-    # The kernels of flash-attn need not be installed; they keep what sdpa's flash kernel keeps.
-    attention = "sdpa" if run.model.attention == "flash_attention_2" else run.model.attention
-    model = models.build_on_meta(
-        config, run.model.dtype, trust_remote_code=run.model.trust_remote_code, attention=attention
-    )
-    adapter = None
-    if isinstance(run.adapter, LoraConfig):
-        head = NewHead.of(model).modules if run.model.labels else ()
-        adapter, _ = inject_lora(model, run.adapter, run.model.path, {}, run.model.task, head)
-        quantize_base(model, run.adapter.quantize, run.shard, {})
+    model, adapter = build_adapted(config, run.model, run.adapter, run.model.dtype, run.shard)
     if run.shard.tensor_parallel == 1:
         use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
     models.rebuild_buffers(model, "cpu")
@@ -352,7 +331,7 @@ def _lengths(built: _Built, run: PlannedRun) -> dict[str, list[int]] | None:
 def _phases(
     live: LiveStorages, run: TrainingRun, blocks: Mapping[str, nn.Module], state: dict[str, int]
 ) -> Iterator[None]:
-    """Tell `live` what runs and what storages hold; fills `state` with the bytes of the state of the rank."""
+    """Let `live` know what runs and what storages hold; fills `state` with the bytes of the state of the rank."""
     module, optimizer = run.model.module, run.optimizer
 
     def begin_forward(*args: Any) -> None:
@@ -398,7 +377,7 @@ def _phases(
 
 
 def _follow(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
-    """Tell `live` when `block` runs, and when its backward pass begins."""
+    """Let `live` know when `block` runs, and when its backward pass begins."""
 
     def enter(*args: Any) -> None:
         live.where = fqn

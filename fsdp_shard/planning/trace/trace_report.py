@@ -10,7 +10,7 @@ _SMALL_BYTES = 1 << 10  # terms of a trace that are nowhere larger are not shown
 
 
 def trace_figures(trace: StepTrace, planned_bytes: int | None) -> dict[str, Any]:
-    """The figures of a trace in result.json, beside the peak of the formula for the same rank, if it is known."""
+    """The figures of a trace in result.json, and the peak of the formula for the same rank, if it is known."""
     peak = trace.peak
     return {
         "rank": trace.rank,
@@ -26,7 +26,7 @@ def trace_figures(trace: StepTrace, planned_bytes: int | None) -> dict[str, Any]
 
 
 def trace_report(trace: StepTrace, planned_bytes: int | None) -> str:
-    """The trace as text: the highest moment of each phase by what is in memory, and the peak beside the formula's."""
+    """The trace as text: the highest moment of each phase by what is in memory, and its peak with the formula's."""
     highest: dict[str, Moment] = {}
     for moment in trace.moments:
         if moment.phase not in highest or moment.total_bytes > highest[moment.phase].total_bytes:

@@ -1,0 +1,56 @@
+"""The model that is planned: on meta, with its adapter, its base quantized."""
+
+from copy import deepcopy
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_shard import models
+from fsdp_shard.sharding import ShardConfig
+from fsdp_shard.training import Adapter, AdapterConfig, LoraConfig, NewHead, inject_lora, quantize_base
+
+
+def build_planned(
+    config: PretrainedConfig,
+    model: models.ModelConfig,
+    adapter: AdapterConfig,
+    dtype: str,
+    quantized_for: ShardConfig | None = None,
+) -> PreTrainedModel:
+    """Build a model on meta as `finetune` would.
+
+    Args:
+        config: Its config, which stays as it is: models of divided sequences change theirs.
+        model: The settings `model.*`.
+        adapter: The settings `adapter.*`.
+        dtype: Dtype of the parameters.
+        quantized_for: How a quantized base is sharded; None leaves it as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: The model cannot be built.
+        ConfigError: It has no modules for the adapter.
+    """
+    return build_adapted(config, model, adapter, dtype, quantized_for)[0]
+
+
+def build_adapted(
+    config: PretrainedConfig,
+    model: models.ModelConfig,
+    adapter: AdapterConfig,
+    dtype: str,
+    quantized_for: ShardConfig | None = None,
+) -> tuple[PreTrainedModel, Adapter | None]:
+    """Build the model as `build_planned` does, and return its adapter, if any, too."""
+    # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
+    attention = "sdpa" if model.attention == "flash_attention_2" else model.attention
+    trust = model.trust_remote_code
+    built = models.build_on_meta(deepcopy(config), dtype, trust_remote_code=trust, attention=attention)
+    if not isinstance(adapter, LoraConfig):
+        return built, None
+    head = NewHead.of(built).modules if model.labels else ()
+    injected, _ = inject_lora(built, adapter, model.path, {}, model.task, head)
+    if quantized_for is not None:
+        quantize_base(built, adapter.quantize, quantized_for, {})
+    return built, injected
