@@ -127,7 +127,7 @@ def run_of(config: PlanConfig) -> PlannedRun:
 @pytest.mark.parametrize(
     ("model", "memory", "typed"),
     [
-        pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}", marks=[pytest.mark.slow] if number % 4 else [])
+        pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}", marks=[pytest.mark.slow] if number % 10 else [])
         for number, case in enumerate(CASES)
     ],
 )
@@ -222,7 +222,13 @@ REAL: list[tuple[str, dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("override", "settings", "share"), REAL, ids=[f"{n}-{o}" for n, (o, _, _) in enumerate(REAL)])
+@pytest.mark.parametrize(
+    ("override", "settings", "share"),
+    [
+        pytest.param(*case, id=f"{number}-{case[0]}", marks=[pytest.mark.slow] if number % 3 else [])
+        for number, case in enumerate(REAL)
+    ],
+)
 def test_advice_holds_on_real_ranks(override: str, settings: dict[str, Any], share: float) -> None:
     """With a limit between both peaks, the run is above it before, and below it with what is advised.
 
