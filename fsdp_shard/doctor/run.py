@@ -27,7 +27,7 @@ from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
 from fsdp_shard.planning import MemoryPlan, PlannedRun, Planner, advice_lines, advise, chosen_settings, plan_memory
 from fsdp_shard.utils import check as check_sections, check_writable, format_count, format_size, write_atomically
 
-_MAX_PLANS = 40  # of each kind, as a dry run takes seconds
+_MAX_PLANS = 12  # of each kind, as a dry run takes seconds
 _TRIAL_BYTES = 32 << 20
 _SLOW_BYTES_PER_SECOND = 50e6
 _SIDE_FILES = 12  # of a checkpoint: config, tokenizer, manifest, ..., and its directories
