@@ -18,6 +18,15 @@ hypothesis.settings.load_profile("no deadline")
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs fork their ranks, whatever earlier tests computed here: with one thread, there is no pool to miss.
+
+    Spawned ranks import everything anew, which takes ten times as long, and know nothing that a test has registered.
+    """
+    monkeypatch.setattr("fsdp_shard.distributed.launcher._computed", [])
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: the tiny Llama of seed 0 with a byte-level tokenizer. Not to be written into."""
