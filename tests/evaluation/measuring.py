@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_shard.data import DataConfig
 from fsdp_shard.evaluation.config import EvaluateSettings, PerplexityConfig
 from fsdp_shard.evaluation.perplexity_task.perplexity import PerplexityEvaluation, open_perplexity
 from fsdp_shard.inference import load_dispatched
+from fsdp_shard.models import load_tokenizer
 
 
 def evaluation(model: Path, data: DataConfig, run_dir: Path, *, by: str = "windows", **settings: Any) -> Any:
     """The evaluation of `model` on `data`, ready to be measured."""
     given = EvaluateSettings(checkpoint=str(model), data=data, perplexity=PerplexityConfig(by=by), **settings)
-    return open_perplexity(given, str(run_dir), 0, AutoTokenizer.from_pretrained(model))
+    return open_perplexity(given, str(run_dir), 0, load_tokenizer(given.source.tokenizer))
 
 
 def measure(

@@ -1,6 +1,7 @@
 """Perplexity of real models: that of the loop of transformers' guide, from every format and under every device map.
 
 `MODELS=DIR:DIR... NUM_TOKENS=4000 pytest -m slow tests/evaluation/test_real_models.py`; without MODELS it is skipped.
+A GGUF file of the same weights that lies beside DIR as DIR.gguf is measured, too.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def test_every_format_and_device_map(path: Path, tmp_path: Path) -> None:
     for name, how in FORMATS.items():
         sources[name] = tmp_path / name
         convert(path, sources[name], verify=False, **how)
+    gguf = path.with_name(f"{path.name}.gguf")
+    if gguf.is_file():
+        sources["gguf"] = gguf
     for source, directory in sources.items():
         for kind, where in MAPS.items():
             run_dir = tmp_path / f"run of {source}, {kind}"
