@@ -76,6 +76,7 @@ def test_what_a_run_leaves_is_evaluated_and_generated_from(
     assert left == ["kept", "mine.yaml", "prompts.txt", "run"], "nothing else is left"
 
 
+@pytest.mark.slow
 def test_ranks_of_its_own_and_ranks_of_others(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     given = {}

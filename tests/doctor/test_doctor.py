@@ -113,6 +113,7 @@ def test_without_settings_the_machine_is_looked_at(tmp_path: Path) -> None:
     assert marks["settings"] == marks["memory"] == marks["data"] == ["-"]
 
 
+@pytest.mark.slow
 def test_a_disk_and_a_memory_that_are_too_small(settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe(
         "doctor", tmp_path / "run", *settings, "train.steps=1000000000", "checkpoint.every=1",

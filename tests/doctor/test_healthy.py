@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from tests.doctor.setups import Setup
 from tests.support.runs import Ended, Started
+from tests.support.sampled import sampled
 from tests.support.tiny import llama
 
 HEALTHY: list[Callable[[Setup], None]] = []
@@ -201,7 +202,7 @@ def usual_variables_of_a_cluster(setup: Setup) -> None:
     setup.settings["launch.ranks"] = "2"
 
 
-@pytest.mark.parametrize("make", HEALTHY, ids=[make.__name__ for make in HEALTHY])
+@pytest.mark.parametrize("make", sampled(HEALTHY, 3, lambda make: make.__name__))
 def test_nothing_is_said_against_it(make: Callable[[Setup], None], setup: Setup) -> None:
     make(setup)
     _is_healthy(setup.doctor())
