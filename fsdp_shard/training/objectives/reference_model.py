@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from signal import Signals
 from typing import Protocol
 
 import torch
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from fsdp_shard.checkpoint import model_digests
 from fsdp_shard.data import NO_WINDOW, Samples, SourceDataset, cache_directory, cache_key, with_extras
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
-from fsdp_shard.errors import ConfigError, DataError, InputError, Interrupted
+from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.batch_loader import evaluation_batches, to_device
 from fsdp_shard.training.config import FinetuneSettings
@@ -35,7 +34,7 @@ from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import DISPATCHED, PRECOMPUTED, Reference, ReferenceConfig, Teacher
 from fsdp_shard.training.objectives.teachers.teacher_model import PrecomputedTeacher, add_targets, open_teacher
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
-from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.stop_signal import StopSignal, raise_if_stopped
 from fsdp_shard.utils import format_count, report_progress, write_atomically
 
 EXTRA = "reference_log_probs"
@@ -292,7 +291,7 @@ def _compute(reference: Reference, source: SourceDataset, config: FinetuneSettin
             is_own = torch.from_numpy(indices != NO_WINDOW)
             values[indices[is_own.numpy()]] = found[is_own]
             count(len(indices) * context.num_data_ranks)
-            _raise_if_stopped(start)
+            raise_if_stopped(start.stop, context, "the log-probabilities of the reference")
     if context.rank % context.num_tensor_ranks:  # its neighbors have the same
         values.zero_()
     context.all_reduce_(values)
@@ -303,13 +302,3 @@ def _compute(reference: Reference, source: SourceDataset, config: FinetuneSettin
             f"weights are not usable in shard.param_dtype={config.shard.param_dtype}."
         )
     return values
-
-
-def _raise_if_stopped(start: Start) -> None:
-    """Raise Interrupted on all ranks if any received a signal; a collective."""
-    if number := int(start.context.all_reduce([start.stop.number], "max")[0]):
-        raise Interrupted(
-            f"Stopped by {Signals(number).name} before training, in the reference's log-probabilities. Give the same "
-            f"command to begin them again.",
-            signal_number=number,
-        )
