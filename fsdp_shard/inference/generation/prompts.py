@@ -84,7 +84,8 @@ def format_completion(completion: Completion, number: int) -> str:
     """Completion `number` (from 0) for a terminal; of many only the first, as all are in the output file."""
     if number >= _NUM_SHOWN:
         return "\n..." if number == _NUM_SHOWN else ""
-    return f"\n> {completion.prompt}\n{indent(completion.completion.strip(), '  ')}"
+    chosen = "" if completion.adapter is None else f"  [{completion.adapter}]"
+    return f"\n> {completion.prompt}{chosen}\n{indent(completion.completion.strip(), '  ')}"
 
 
 def _from_json(line: str, location: str) -> Prompt:

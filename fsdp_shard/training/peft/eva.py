@@ -78,14 +78,17 @@ def fill_eva(
         found = _Directions({fqn: ranks[fqn] for fqn in dict.fromkeys(leaders.values())}, context)
         progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
         if context.is_main:
-            progress = report_progress(len(found.moving), "principal directions of the inputs", "layers")
+            progress = report_progress(
+                MAX_STEPS, "principal directions of the inputs of layers", "micro-batches at most"
+            )
         with progress as count:
             batch: DeviceBatch | None = first
             while batch is not None:
                 found.begin(batch.counted)
                 with _watching(module, found.moving, found.step):
                     _forward(module, batch)
-                count(found.end())
+                found.end()
+                count(context.num_data_ranks)
                 raise_if_stopped(stop, context, "the initial values of adapter.init=eva")
                 batch = next(batches) if found.moving and found.num_steps < MAX_STEPS else None
     dataset.load_state_dict(None)  # a stream goes on from where it was read to
@@ -233,8 +236,12 @@ class _Directions:
         if before is not None and bool((F.cosine_similarity(pca.components_, before) >= SIMILARITY).all()):
             self._still[fqn] = number
 
-    def end(self) -> int:
-        """End the micro-batch; returns the number of layers that stand still now. A collective."""
+    def end(self) -> None:
+        """End the micro-batch; a collective.
+
+        Raises:
+            CheckpointError: On all ranks: the inputs of a layer are not finite.
+        """
         self.num_steps += self._context.num_data_ranks
         still, used, not_finite = set[str](), 0, list[str]()
         for of_rank, wrong in self._context.all_gather_object((self._still, self._not_finite)):
@@ -246,10 +253,8 @@ class _Directions:
                 f"adapter.init=eva: the inputs of {not_finite[0]} are not finite; the weights are not usable in the "
                 f"dtype of the computation."
             )
-        moving = [fqn for fqn in self.moving if fqn not in still]
-        num_new, self.moving = len(self.moving) - len(moving), moving
-        self.num_used = min(self.num_steps, MAX_STEPS) if moving else used
-        return num_new
+        self.moving = [fqn for fqn in self.moving if fqn not in still]
+        self.num_used = min(self.num_steps, MAX_STEPS) if self.moving else used
 
     def everywhere(self) -> dict[str, torch.Tensor]:
         """The directions of each layer on all ranks, float32 [rank, num_features] on the CPU; a collective.
