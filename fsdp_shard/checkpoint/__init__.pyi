@@ -66,7 +66,7 @@ from .location import (
     open_checkpoint as open_checkpoint,
     refuse_unused_base as refuse_unused_base,
 )
-from .lora_merge import check_loadable as check_loadable
+from .lora_merge import check_loadable as check_loadable, check_unmerged as check_unmerged
 from .model_files import (
     CONFIG as CONFIG,
     copy_model_files as copy_model_files,

@@ -102,6 +102,30 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     )
 
 
+def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
+    """Check an adapter that is to be switched on and off beside others, and so is not merged into its base.
+
+    Args:
+        adapter: The adapter's own tensors.
+        base: The weights of the model that it is for.
+        side: The directory with the config of the base.
+
+    Raises:
+        CheckpointError: The adapter is not for this base, or is more than products of two matrices.
+    """
+    settings, parts = check_adapter(adapter)
+    recorded = read_base_model(adapter.root)
+    if recorded is not None:
+        _refuse_other_base(adapter.root, base, side, recorded)
+    has = "the magnitudes of DoRA" if settings.is_dora else next(iter(parts.whole.values()), None)
+    if has is not None:
+        raise CheckpointError(
+            f"{adapter.root} has {has}, and only adapters that are products of two matrices can be switched; read it "
+            f"alone, as checkpoint={adapter.root}, where it is merged into its base."
+        )
+    return settings, parts
+
+
 def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
     """Check what an adapter's files say without its base: settings, names, and the ranks of adapted modules.
 

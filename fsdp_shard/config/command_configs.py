@@ -25,7 +25,6 @@ from fsdp_shard.training import (
     OBJECTIVES,
     OPTIMIZERS,
     AdapterConfig,
-    DistillConfig,
     LoraConfig,
     ObjectiveConfig,
     OptimConfig,
@@ -145,7 +144,12 @@ class FinetuneConfig(RunConfig):
         return locate(self.model.path, self.model.gguf_file)
 
     def load_dispatched(
-        self, source: Location, max_memory: Any, context: "DistributedContext", log: Callable[[str], object]
+        self,
+        source: Location,
+        max_memory: Any,
+        context: "DistributedContext",
+        log: Callable[[str], object],
+        dtype: str = "keep",
     ) -> "PreTrainedModel":
         """Load a model that is not trained, on GPU, CPU and disk by the budgets `max_memory`, on each rank.
 
@@ -154,6 +158,7 @@ class FinetuneConfig(RunConfig):
             max_memory: Budgets as in `dispatch.max_memory`, of each rank; of several GPUs, a rank uses its own.
             context: The ranks.
             log: Gets a line about where the model is.
+            dtype: The dtype to load it in; `keep` for that of its weights.
 
         Raises:
             PlanError, CheckpointError, ModelError: It does not fit, or cannot be read.
@@ -161,20 +166,21 @@ class FinetuneConfig(RunConfig):
         from fsdp_shard.inference import dispatch_model
         from fsdp_shard.models import load_config
 
-        settings = DispatchConfig(max_memory=max_memory, trust_remote_code=self.model.trust_remote_code)
+        trust = self.model.trust_remote_code
+        settings = DispatchConfig(max_memory=max_memory, dtype=dtype, trust_remote_code=trust)
         if settings.budgets and context.local_world_size > 1:
             own = gpu_number(context.local_rank)
             kept = {device: size for device, size in settings.budgets.items() if device in ("cpu", own)}
             settings = replace(settings, max_memory={device: str(size) for device, size in kept.items()})
-        config = load_config(source.directory, settings.trust_remote_code)
+        config = load_config(source.directory, trust)
         return dispatch_model(source, config, settings, log=log, context=context)
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings of different sections that contradict each other."""
         launch, checkpoint = self.launch, self.checkpoint
-        if isinstance(self.objective, DistillConfig):
-            budgets = DispatchConfig(max_memory=self.objective.teacher_max_memory)
-            DispatchConfig.budgets.of(budgets, f"{prefix}objective.teacher_")
+        for of in ("teacher", "reference"):
+            budgets = DispatchConfig(max_memory=getattr(self.objective, f"{of}_max_memory", None))
+            DispatchConfig.budgets.of(budgets, f"{prefix}objective.{of}_")
         if not checkpoint.optimizer and (launch.max_restarts or launch.is_elastic):
             name = "max_restarts" if launch.max_restarts else "nodes"
             raise ConfigError(

@@ -78,6 +78,14 @@ class Communicator:
         dist.gather_object(value, values, group=self.group)
         return values or []
 
+    def gather_tensor(self, tensor: torch.Tensor, destination: int) -> list[torch.Tensor]:
+        """Return `tensor`, of one shape on all ranks, of every rank on rank `destination`; an empty list elsewhere."""
+        if self.world_size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == destination else None
+        dist.gather(tensor.contiguous(), parts, dst=destination, group=self.group)
+        return parts or []
+
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return `value` of rank `source` on every rank."""
         values = [value]

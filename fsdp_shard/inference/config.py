@@ -1,5 +1,6 @@
 """Settings of dispatch and generation, and the rules between them. Imports no torch, so a mistake shows at once."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint import Location, SourceSettings, locate
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import REMOTE_CODE
-from fsdp_shard.utils import REQUIRED, Parsed, free_text, nearest, parse_size, refuse_changed, setting
+from fsdp_shard.utils import (
+    REQUIRED,
+    Parsed,
+    free_text,
+    nearest,
+    parse_size,
+    refuse_changed,
+    require_package,
+    setting,
+)
 
 Device = int | str
 """A device for a block: the number of a GPU, `cpu`, or `disk`, from which it is read each time it runs."""
@@ -83,6 +93,18 @@ def parse_budgets(value: dict[Any, Any] | None, setting: str = "max_memory") -> 
             raise ConfigError(f"{setting} has a budget for disk, which needs none: nothing is written there.")
         budgets[device] = parse_size(size, f"{setting}.{name}")
     return budgets
+
+
+def parse_adapters(value: Any, setting: str = "adapters") -> dict[str, str]:
+    """Parse the paths of adapters by name; ConfigError if a name cannot be that of a module, or a path is no text."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(path, (str, os.PathLike)) for path in value.values()):
+        raise ConfigError(f"{setting}={value} is not a mapping from names to adapters, such as {{sql: runs/sql}}.")
+    for name in value:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", str(name)):
+            raise ConfigError(f"{setting} has the name {name!r}; give a letter, then letters, digits, - and _.")
+    return {str(name): os.fspath(path) for name, path in value.items()}
 
 
 @dataclass
@@ -217,11 +239,23 @@ class GenerateSettings(SourceSettings):
         "groups of ranks divide the prompts.",
         minimum=1,
     )
+    # Any, as in DispatchConfig.
+    adapters: Any = setting(
+        None,
+        "Adapters (LoRA) of the model by name, such as {sql: runs/sql, chat: runs/chat@best}, loaded over it and not "
+        'merged: a row of prompts chooses one of them by {"prompt": ..., "adapter": "sql"}.',
+    )
+    default_adapter: str | None = setting(
+        None, "The one of adapters for prompts that name none; null: the model without any."
+    )
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
+    adapter_paths = Parsed("adapters", parse_adapters)
+
     def check(self, prefix: str) -> None:
         """Raise ConfigError unless there is one source of prompts, or for settings that would have no effect."""
+        self._check_adapters(prefix)
         if self.tensor_parallel > 1:
             names = ("device_map", "max_memory", "prefetch_blocks", "quantize")
             why = f"has no effect with {prefix}tensor_parallel={self.tensor_parallel}, where ranks hold parts of layers"
@@ -246,6 +280,32 @@ class GenerateSettings(SourceSettings):
     def source(self) -> Location:
         """What `checkpoint` leads to, located once."""
         return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
+
+    def _check_adapters(self, prefix: str) -> None:
+        paths, default = self.adapter_paths, self.default_adapter
+        if default is not None and default not in paths:
+            known = f"which are {', '.join(paths)}" if paths else "which are not set"
+            raise ConfigError(f"{prefix}default_adapter={default} is not one of {prefix}adapters, {known}.")
+        if paths and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"{prefix}adapters do not go together with {prefix}tensor_parallel={self.tensor_parallel}, where ranks "
+                f"hold parts of layers; leave one of them out."
+            )
+        if paths:
+            require_package("peft", "lora", f"{prefix}adapters", f"leave {prefix}adapters out")
+
+    @cached_property
+    def adapter_sources(self) -> dict[str, Location]:
+        """What `adapters` lead to, by name; errors name the setting."""
+        found = {}
+        for name, path in self.adapter_paths.items():
+            try:
+                found[name] = locate(path)
+                if not found[name].is_adapter:
+                    raise ConfigError(f"{found[name].weights} holds the weights of a model, not an adapter.")
+            except InputError as error:
+                raise type(error)(f"adapters.{name}={path}: {error}") from error
+        return found
 
     @property
     def is_conversation(self) -> bool:

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -19,12 +20,13 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import Location, TensorIndex, locate
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import CheckpointError, ModelError, PlanError, one_line
+from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, PlanError, one_line
 from fsdp_shard.inference import available_memory, quantization, schedule, tensor_parallel_dispatch
-from fsdp_shard.inference.config import DispatchConfig
+from fsdp_shard.inference.config import DispatchConfig, parse_adapters
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
 from fsdp_shard.inference.device_map.strategies import plan_device_map
 from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes
+from fsdp_shard.inference.named_adapters import adapters_bytes, add_adapters
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config, no_split_blocks
@@ -46,6 +48,7 @@ class DispatchOptions(TypedDict, total=False):
     prefetch_blocks: int
     quantize: str
     trust_remote_code: bool
+    adapters: Mapping[str, str | os.PathLike[str]] | None
 
 
 def load_dispatched(
@@ -72,6 +75,8 @@ def load_dispatched(
         base: Base model of an adapter, if it is not where adapter_config.json says.
         options: `prefetch_blocks`: blocks on disk to read while one computes (2). `quantize`: none, int8 or int4, for
             the weights of linear layers. `trust_remote_code`: run Python code that comes with the model (False).
+            `adapters`: name -> adapter (LoRA) of this model, loaded over it and not merged; the first is active, and
+            `model.set_adapter(name)`, `disable_adapters()` and `enable_adapters()` switch.
 
     Returns:
         The model.
@@ -86,17 +91,43 @@ def load_dispatched(
         >>> model = load_dispatched("outputs/run", max_memory={"cpu": "2GB"})
         >>> model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
     """
+    adapters = {name: locate(adapter) for name, adapter in parse_adapters(options.get("adapters")).items()}
+    others: Any = {name: value for name, value in options.items() if name != "adapters"}
     settings = DispatchConfig(
         dict(device_map) if isinstance(device_map, Mapping) else device_map,
         None if max_memory is None else dict(max_memory),
         str(dtype or "keep").removeprefix("torch."),
-        **options,
+        **others,
     )
     check(settings)
     # Blocks on disk are read as long as the model lives, whatever the working directory is then.
     local = checkpoint.local_path(path)
     source = locate(local.absolute() if local.exists() else path, base=base, config=config)
-    return dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
+    if adapters:
+        settings = with_adapters(settings, source, adapters)
+    model = dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
+    if adapters:
+        add_adapters(model, adapters, source)
+    return model
+
+
+def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[str, Location]) -> DispatchConfig:
+    """Return the settings of a model that gets adapters: its budgets are smaller by what these need.
+
+    Raises:
+        ConfigError: Its weights are quantized, or it is an adapter itself.
+    """
+    if settings.quantize != "none":
+        raise ConfigError(
+            f"adapters do not go together with quantize={settings.quantize}, which replaces the layers that they are "
+            f"added to; leave one of them out."
+        )
+    if source.is_adapter:
+        raise ConfigError(f"{source} is an adapter itself, and others cannot be loaded over it; give its base model.")
+    if settings.budgets is None:
+        return settings
+    reserved = adapters_bytes(adapters)
+    return replace(settings, max_memory={name: str(max(0, size - reserved)) for name, size in settings.budgets.items()})
 
 
 def dispatch_model(

@@ -1,8 +1,8 @@
 """Checks that need no torch, so that a mistake is reported at once."""
 
-from fsdp_shard.checkpoint import Location, check_loadable
+from fsdp_shard.checkpoint import Location, check_loadable, check_unmerged
 from fsdp_shard.distributed import LaunchConfig, shares_memory, world_sizes
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.generation.completions_file import open_completions
 from fsdp_shard.inference.generation.prompts import check_standard_input, read_prompts
@@ -36,6 +36,11 @@ def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: 
         >>> fs.check_generation(config, config.launch, config.kept_run_dir, config.seed)  # doctest: +SKIP
     """
     num_ranks = max(world_sizes(launch))
+    for name, location in settings.adapter_sources.items():
+        try:
+            check_unmerged(location.index, settings.source.index, settings.source.model_directory)
+        except CheckpointError as error:
+            raise CheckpointError(f"adapters.{name}: {error}") from error
     check_standard_input(settings, is_shared=num_ranks > 1 and not shares_memory(launch))
     if not settings.is_conversation:
         open_completions(settings, run_dir, read_prompts(settings), seed)

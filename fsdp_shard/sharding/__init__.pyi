@@ -36,6 +36,7 @@ from .mesh import (
 from .module_shards import (
     ModuleShards as ModuleShards,
     bare_module as bare_module,
+    free_gathered as free_gathered,
     shards_of as shards_of,
     transformers_model as transformers_model,
 )

@@ -18,6 +18,7 @@ from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.sharding.config import ShardedModel
 from fsdp_shard.utils import (
     flat_parameter_shards,
+    free_flat_parameters,
     hides_originals,
     local_shape_and_offset,
     persistent_buffers,
@@ -57,9 +58,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
     inside = bare_module(module)
     while isinstance(inside, DistributedDataParallel):
         inside = inside.module
-    for part in inside.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    _reshard(inside)
     flat = _flat_shards(inside)
     box = cache(local_shape_and_offset)  # slow, and layers have the same parameters
     names: dict[int, str] = {}
@@ -89,6 +88,18 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
             whole = (0, tuple(buffer.shape))
             shards[clean_fqn(raw)] = LocalShard(buffer, buffer.detach().reshape(-1), *whole, writes=ranks.is_main)
     return ModuleShards(shards, aliases)
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Free what FSDP keeps gathered between two forward passes, which a change to the shards would not reach."""
+    _reshard(module)
+    free_flat_parameters(module)
+
+
+def _reshard(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def bare_module(module: nn.Module | ShardedModel) -> nn.Module:

@@ -232,11 +232,11 @@ class FinetuneSettings(ModelSettings, Protocol):
         """All settings, without secrets."""
 
     def load_dispatched(
-        self, source: Location, max_memory: Any, context: DistributedContext, log: Callable[[str], object]
+        self, source: Location, max_memory: Any, context: DistributedContext, log: Callable[[str], object], dtype: str
     ) -> PreTrainedModel:
         """Load a model that is not trained, on GPU, CPU and disk by the budgets `max_memory`, on each rank.
 
-        Training does not know how; `log` gets a line about where the model is.
+        Training does not know how; `log` gets a line about where the model is. `dtype` may be `keep`.
         """
 
 

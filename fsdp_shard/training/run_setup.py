@@ -34,6 +34,7 @@ from fsdp_shard.training.model_origin import collect_model_files, data_task, mod
 from fsdp_shard.training.objectives.reference_model import open_reference
 from fsdp_shard.training.optim.build import check_rates
 from fsdp_shard.training.optim.weight_average import average_files, open_average
+from fsdp_shard.training.peft.eva import fill_eva
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
@@ -194,6 +195,8 @@ def open_run(
     if start.step is not None:
         resume.restore_optimizer(optimizer, loaded, start.step, context)
     run = TrainingRun(loaded.model, optimizer, dataset, config.train, context, state, start.stop)
+    if start.step is None and loaded.adapter is not None and loaded.adapter.eva:
+        loaded.notes.append(fill_eva(config, loaded.model, loaded.adapter.eva, dataset, context, start.stop))
     run.objective = config.objective
     run.reference = open_reference(config, start, loaded)
     names = {} if loaded.adapter is None else loaded.adapter.names

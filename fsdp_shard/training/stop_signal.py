@@ -10,7 +10,7 @@ import time
 from types import FrameType
 from typing import Self
 
-from fsdp_shard.distributed import stop_signals
+from fsdp_shard.distributed import Communicator, stop_signals
 from fsdp_shard.errors import Interrupted
 
 
@@ -43,3 +43,19 @@ class StopSignal:
         elif time.monotonic() - self._since > self._grace_seconds:
             name = signal.Signals(number).name
             raise Interrupted(f"A second signal ({name}) ended the run at once, without a save.", signal_number=number)
+
+
+def raise_if_stopped(stop: StopSignal, ranks: Communicator, during: str) -> None:
+    """Raise Interrupted on all ranks if any has received a signal before training; a collective.
+
+    Args:
+        stop: The signals of this rank.
+        ranks: The ranks.
+        during: What is stopped, and kept nowhere.
+    """
+    if number := int(ranks.all_reduce([stop.number], "max")[0]):
+        raise Interrupted(
+            f"Stopped by {signal.Signals(number).name} before training, in {during}. Give the same command to begin "
+            f"again.",
+            signal_number=number,
+        )

@@ -84,6 +84,7 @@ from .torch_private import (
     changes_arguments as changes_arguments,
     fake_store as fake_store,
     flat_parameter_shards as flat_parameter_shards,
+    free_flat_parameters as free_flat_parameters,
     hides_originals as hides_originals,
     hybrid_shard_grad_op as hybrid_shard_grad_op,
     in_backward as in_backward,

@@ -180,6 +180,18 @@ def restore_frozen_parameters(module: nn.Module) -> None:
             handle._use_unsharded_views(as_params=True)
 
 
+def free_flat_parameters(module: nn.Module) -> None:
+    """Free what FSDP1 keeps gathered after a forward pass, so that the next one gathers the shards again.
+
+    Of the root, and without resharding of all, it keeps the parameters until a backward pass: what is written into the
+    shards before that would be overlooked.
+    """
+    for handle in _flat_handles(module):
+        has_run = getattr(handle.flat_param, "_full_param_padded", None) is not None
+        if has_run and handle.uses_sharded_strategy and not handle.needs_unshard():
+            handle.reshard(free_unsharded_flat_param=True)
+
+
 def _flat_handles(module: nn.Module) -> Iterator[Any]:
     return (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module) if unit._handle is not None)
 

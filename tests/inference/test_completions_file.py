@@ -11,11 +11,12 @@ import pytest
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.generation.completions_file import CompletionsFile, completion_inputs
-from fsdp_shard.inference.generation.prompts import Completion
+from fsdp_shard.inference.generation.prompts import Completion, Prompt
 
 SETTINGS = GenerateSettings(checkpoint="x", prompts="p.txt")
 WEIGHTS = [("model.safetensors", 10, 1)]
-MADE_OF = completion_inputs(SETTINGS, ["a", "b"], 0, WEIGHTS)
+PROMPTS = [Prompt("a", ""), Prompt("b", "")]
+MADE_OF = completion_inputs(SETTINGS, PROMPTS, 0, WEIGHTS)
 ROWS = [Completion("a", "ü\u2028\n", 2), Completion("b", "", 1, [-0.5])]
 
 
@@ -60,13 +61,13 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     before = path.read_bytes()
     shorter = replace(SETTINGS, generation=GenerationSettings(max_new_tokens=3))
     for made_of, says in (
-        (completion_inputs(SETTINGS, ["a", "c"], 0, WEIGHTS), "other values of prompts"),
-        (completion_inputs(SETTINGS, ["a", "b"], 1, WEIGHTS), "other values of seed"),
+        (completion_inputs(SETTINGS, [PROMPTS[0], Prompt("c", "")], 0, WEIGHTS), "other values of prompts"),
+        (completion_inputs(SETTINGS, PROMPTS, 1, WEIGHTS), "other values of seed"),
         (
-            completion_inputs(SETTINGS, ["a", "b"], 0, [("model.safetensors", 10, 2)]),
+            completion_inputs(SETTINGS, PROMPTS, 0, [("model.safetensors", 10, 2)]),
             "other values of state of the checkpoint",
         ),
-        (completion_inputs(shorter, ["a", "b"], 0, WEIGHTS), "generation"),
+        (completion_inputs(shorter, PROMPTS, 0, WEIGHTS), "generation"),
     ):
         with pytest.raises(DataError, match=says):
             CompletionsFile(path, made_of)

@@ -63,10 +63,14 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["adapter.init=orthogonal", "adapter.dora=true"],
         {"target_modules": "all-linear", "init_lora_weights": "orthogonal", "use_dora": True},
     ),
+    "eva": (
+        ["adapter.init=eva"],
+        {"target_modules": "all-linear", "init_lora_weights": "eva", "eva_config": peft.EvaConfig(rho=1.0)},
+    ),
 }
 PRINCIPAL = {kind: [f"adapter.init={kind}"] for kind in ("pissa", "pissa_fast", "olora")}
 RUNS = [("dora", "fsdp2", 2), ("dora", "fsdp1", 2), ("dora", "ddp", 2), ("dora", "fsdp2", 1)]
-RUNS += [(kind, "fsdp2", 2) for kind in ("layers", "gaussian", "orthogonal")]
+RUNS += [(kind, "fsdp2", 2) for kind in ("layers", "gaussian", "orthogonal", "eva")]
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +95,15 @@ def run(
     return request.param, ended
 
 
-def of_peft(base: Path, kind: str) -> Any:
+def of_peft(base: Path, kind: str, samples: Any) -> Any:
     """peft's own model with the first values that ours gets; magnitudes are peft's own."""
     settings = KINDS[kind][1]
     config = peft.LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", **settings)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config, low_cpu_mem_usage=kind == "eva")
+    if kind == "eva":
+        batches = ({"input_ids": torch.from_numpy(samples.batch([number]).input_ids)} for number in range(100))
+        peft.initialize_lora_eva_weights(model, list(batches), show_progress_bar=False)
+        return model.train()
     stored = {"init_lora_weights": settings.get("init_lora_weights", True), "r": 4}
     for name, param in model.named_parameters():
         if "lora_" in name:
@@ -109,7 +117,7 @@ def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """By kind: the losses of the same training with peft in one process, and the logits of what came out."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
     samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is Shuffled
-    return {kind: _plain_training(of_peft(base, kind), samples) for kind in KINDS}
+    return {kind: _plain_training(of_peft(base, kind, samples), samples) for kind in KINDS}
 
 
 def _plain_training(model: Any, samples: Any, lr: float = 3e-2) -> tuple[list[float], torch.Tensor]:

@@ -12,12 +12,15 @@ import torch
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
+from fsdp_shard.inference.named_adapters import use_adapter
 from fsdp_shard.models import is_stateful
 
 _WINDOW_BATCHES = 16  # rows are written in input order: at most this many batches wait for an earlier prompt
 
 
-def windows(lengths: Sequence[int], batch_size: int, *, equal: bool = False) -> Iterator[list[list[int]]]:
+def windows(
+    lengths: Sequence[int], batch_size: int, *, equal: bool = False, kinds: Sequence[str | None] | None = None
+) -> Iterator[list[list[int]]]:
     """Batches of positions in `lengths`, longest first, in windows that keep the output near input order.
 
     The longest come first: if a batch does not fit in memory, that is known at once.
@@ -26,14 +29,20 @@ def windows(lengths: Sequence[int], batch_size: int, *, equal: bool = False) -> 
         lengths: Tokens of each prompt.
         batch_size: Prompts in a batch, at most.
         equal: Give all prompts of a batch one length, for models that read padding too.
+        kinds: What else all prompts of a batch must have in common; None for nothing.
 
     Yields:
         The batches of each window.
     """
     size = batch_size * _WINDOW_BATCHES
     for first in range(0, len(lengths), size):
-        order = sorted(range(first, min(first + size, len(lengths))), key=lambda position: -lengths[position])
-        runs = [list(run) for _, run in groupby(order, key=lambda position: lengths[position] if equal else 0)]
+        these = range(first, min(first + size, len(lengths)))
+        kind = {position: "" if kinds is None else kinds[position] or "" for position in these}
+        order = sorted(these, key=lambda position: (kind[position], -lengths[position]))
+        runs = [
+            list(run)
+            for _, run in groupby(order, key=lambda position: (kind[position], lengths[position] if equal else 0))
+        ]
         yield [run[start : start + batch_size] for run in runs for start in range(0, len(run), batch_size)]
 
 
@@ -64,10 +73,12 @@ def complete(
     rank, num_ranks = (context.data_rank, context.num_data_ranks) if context else (0, 1)
     num_done = context.broadcast_object(num_done) if context else num_done
     lengths, reads_padding = [len(ids) for ids in encoded], is_stateful(decoder.model)
-    for window in windows(lengths, decoder.settings.batch_size, equal=reads_padding):
+    adapters = [prompt.adapter for prompt in prompts]
+    for window in windows(lengths, decoder.settings.batch_size, equal=reads_padding, kinds=adapters):
         wanted = [batch for batch in window if max(batch) >= num_done]
         answers: dict[int, Answer] = {}
         for batch in wanted[rank::num_ranks]:
+            use_adapter(decoder.model, adapters[batch[0]])
             torch.manual_seed((seed * 1_000_003 + min(batch)) % 2**63)
             answers |= zip(batch, decoder.run([encoded[position] for position in batch], on_text), strict=True)
             while num_ranks == 1 and num_done in answers:
@@ -82,4 +93,4 @@ def complete(
 
 
 def _completion(decoder: Decoder, prompt: Prompt, answer: Answer) -> Completion:
-    return Completion(prompt.text, decoder.text(answer), len(answer.tokens), answer.log_probabilities)
+    return Completion(prompt.text, decoder.text(answer), len(answer.tokens), answer.log_probabilities, prompt.adapter)

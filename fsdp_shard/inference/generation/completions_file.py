@@ -80,14 +80,17 @@ def open_completions(
         return None
     path = Path(settings.output or Path(run_dir or "") / "completions.jsonl").expanduser()
     weights = settings.source.file_states()
-    return CompletionsFile(path, completion_inputs(settings, [prompt.text for prompt in prompts], seed, weights))
+    return CompletionsFile(path, completion_inputs(settings, prompts, seed, weights))
 
 
 def completion_inputs(
-    settings: GenerateSettings, prompts: Sequence[str], seed: int, weights: Sequence[tuple[str, int, int]]
+    settings: GenerateSettings, prompts: Sequence[Prompt], seed: int, weights: Sequence[tuple[str, int, int]]
 ) -> dict[str, Any]:
     """What completions are made from; equal for runs that may write to one file. `weights`: `Location.file_states`."""
-    digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
+    texts = [[prompt.text, prompt.adapter] if prompt.adapter else prompt.text for prompt in prompts]
+    digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    of_base = [(name, location.based_on(settings.checkpoint)) for name, location in settings.adapter_sources.items()]
+    adapters = {name: [list(file) for file in location.file_states()] for name, location in of_base}
     return {
         "checkpoint": settings.checkpoint,
         "state of the checkpoint": [list(file) for file in weights],
@@ -97,6 +100,7 @@ def completion_inputs(
         "chat": settings.chat,
         "dtype": settings.dispatch.dtype,
         "quantize": settings.dispatch.quantize,
+        **({"adapters": adapters} if adapters else {}),
     }
 
 

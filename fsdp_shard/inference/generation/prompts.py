@@ -3,7 +3,7 @@
 import functools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
 
@@ -15,10 +15,11 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt; `location` names it in errors: the setting, or the file and line."""
+    """A prompt; `location` names it in errors: the setting, or the file and line. `adapter` is that of the model."""
 
     text: str
     location: str
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Completion:
     completion: str
     num_new_tokens: int
     log_probabilities: list[float] | None = None
+    adapter: str | None = None
 
 
 def check_standard_input(settings: GenerateSettings, *, is_shared: bool) -> None:
@@ -47,6 +49,16 @@ def read_prompts(settings: GenerateSettings) -> list[Prompt]:
     Raises:
         DataError: A prompt cannot be used, or its file cannot be read; the message names the line.
     """
+    found = _read_prompts(settings)
+    default, known = settings.default_adapter, settings.adapter_paths
+    for prompt in found:
+        if prompt.adapter is not None and prompt.adapter not in known:
+            has = f"adapters has {', '.join(known)}" if known else "adapters is not set"
+            raise DataError(f"{prompt.location} names the adapter {prompt.adapter!r}, and {has}.")
+    return [prompt if prompt.adapter else replace(prompt, adapter=default) for prompt in found]
+
+
+def _read_prompts(settings: GenerateSettings) -> list[Prompt]:
     if settings.prompt is not None:
         if settings.prompt == "-":
             # `echo` and editors end the last line, which would be a prompt to begin a new one.
@@ -72,7 +84,8 @@ def format_completion(completion: Completion, number: int) -> str:
     """Completion `number` (from 0) for a terminal; of many only the first, as all are in the output file."""
     if number >= _NUM_SHOWN:
         return "\n..." if number == _NUM_SHOWN else ""
-    return f"\n> {completion.prompt}\n{indent(completion.completion.strip(), '  ')}"
+    chosen = "" if completion.adapter is None else f"  [{completion.adapter}]"
+    return f"\n> {completion.prompt}{chosen}\n{indent(completion.completion.strip(), '  ')}"
 
 
 def _from_json(line: str, location: str) -> Prompt:
@@ -83,7 +96,10 @@ def _from_json(line: str, location: str) -> Prompt:
     text = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{location} is not a row {{"prompt": "some text"}}: it is {line.strip()[:60]}.')
-    return _checked(text, location)
+    adapter = row.get("adapter")
+    if adapter is not None and not isinstance(adapter, str):
+        raise DataError(f"{location} has no name of an adapter: {str(adapter)[:60]}.")
+    return replace(_checked(text, location), adapter=adapter)
 
 
 def _from_text(line: str, location: str) -> Prompt:

@@ -11,11 +11,12 @@ from torch import cuda
 
 from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distributed, world_sizes
 from fsdp_shard.inference.config import GenerateSettings
-from fsdp_shard.inference.dispatch import Log, dispatch_model
+from fsdp_shard.inference.dispatch import Log, dispatch_model, with_adapters
 from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
 from fsdp_shard.inference.generation.completions_file import CompletionsFile, open_completions
 from fsdp_shard.inference.generation.decoder import Decoder, Figures
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
+from fsdp_shard.inference.named_adapters import add_adapters, use_adapter
 from fsdp_shard.models import context_of, load_config, load_tokenizer
 from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, report_progress, say
 
@@ -63,7 +64,14 @@ def complete_prompts(
         log(f"warning: {beyond}")
 
     start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
-    model = dispatch_model(source, config, settings.dispatch, budget, log=log, context=context)
+    adapters, dispatch = settings.adapter_sources, settings.dispatch
+    if adapters:
+        dispatch = with_adapters(dispatch, source, adapters)
+    model = dispatch_model(source, config, dispatch, budget, log=log, context=context)
+    if adapters:
+        add_adapters(model, adapters, source)
+        use_adapter(model, settings.default_adapter)
+        log(f"adapters: {', '.join(f'{name} ({location.weights})' for name, location in adapters.items())}")
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
     if settings.is_conversation:
         result: dict[str, Any] = {"num_prompts": chat_session.converse(decoder, input, _write, room.length, seed)}

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_shard.data import Batch, Concatenation, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
-from fsdp_shard.sharding import ShardedModel, attending_alone
+from fsdp_shard.sharding import ShardedModel, attending_alone, free_gathered
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, to_device
 from fsdp_shard.training.figures import finite
 from fsdp_shard.training.loop import TrainingRun
@@ -122,9 +121,7 @@ def evaluating(model: ShardedModel) -> Iterator[None]:
             yield
     finally:
         model.module.train(was_training)
-    for part in model.module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # the root keeps what it has gathered, which a change to its shards would not reach
+    free_gathered(model.module)
 
 
 def evaluate_loss(

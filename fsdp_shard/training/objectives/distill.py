@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, locate
 from fsdp_shard.errors import InputError
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass
+from fsdp_shard.training.objectives.objective import PRECOMPUTED, ObjectiveConfig, Pass
 from fsdp_shard.utils import REQUIRED, setting
 
 if TYPE_CHECKING:
     import torch
 
-PRECOMPUTED, COMPUTED = "precomputed", "computed"
+COMPUTED = "computed"
 
 
 @dataclass

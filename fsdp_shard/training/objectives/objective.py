@@ -79,7 +79,10 @@ class ObjectiveConfig:
     num_terms: ClassVar[int] = 1
     headline: ClassVar[tuple[str, ...]] = ()
     is_cross_entropy: ClassVar[bool] = True
-    of_computation: ClassVar[tuple[str, ...]] = ("reference", "teacher", "teacher_logits", "teacher_max_memory")
+    of_computation: ClassVar[tuple[str, ...]] = (
+        *("reference", "reference_max_memory"),
+        *("teacher", "teacher_logits", "teacher_max_memory"),
+    )
 
     def num_tokens(self, batch: Batch) -> int:
         """Return the number of tokens in `batch` that are trained, for people."""
@@ -138,7 +141,8 @@ class PreferenceConfig(ObjectiveConfig):
     is_cross_entropy: ClassVar[bool] = False
 
 
-REFERENCES = ("auto", "adapter", "precomputed", "sharded")
+PRECOMPUTED, DISPATCHED = "precomputed", "dispatched"
+REFERENCES = ("auto", "adapter", PRECOMPUTED, DISPATCHED, "sharded")
 
 
 @dataclass
@@ -148,12 +152,19 @@ class ReferenceConfig(PreferenceConfig):
     reference: str = setting(
         "auto",
         "Where the reference's log-probabilities come from. adapter: the model itself without its adapter; "
-        "precomputed: one pass over the data before training, kept in data.cache_dir; sharded: a frozen copy of the "
+        "precomputed: one pass over the data before training, kept in data.cache_dir, by the model, sharded as the run "
+        "is; dispatched: the same, by the model on GPU, CPU and disk, on each rank; sharded: a frozen copy of the "
         "model, sharded like it; auto: adapter with an adapter, precomputed otherwise (sharded for streamed data).",
         choices=REFERENCES,
+    )
+    # Any, as in DispatchConfig.
+    reference_max_memory: Any = setting(
+        None,
+        "With reference=dispatched, memory for the pass on each rank, such as {0: 20GB, cpu: 64GB}; what does not fit "
+        "is read from the disk as it runs. Of several ranks, each uses its own GPU. Default: the memory that is free.",
     )
 
     def reference_kind(self, *, has_adapter: bool, is_streamed: bool) -> str | None:
         if self.reference != "auto":
-            return self.reference
-        return "adapter" if has_adapter else "sharded" if is_streamed else "precomputed"
+            return PRECOMPUTED if self.reference == DISPATCHED else self.reference
+        return "adapter" if has_adapter else "sharded" if is_streamed else PRECOMPUTED

@@ -4,7 +4,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.objectives.distill import DistillConfig
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, ReferenceConfig
+from fsdp_shard.training.objectives.objective import DISPATCHED, PRECOMPUTED, ObjectiveConfig, ReferenceConfig
 from fsdp_shard.training.objectives.reference_model import reference_kind
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_distill
 
@@ -28,10 +28,33 @@ def check_objective(config: FinetuneSettings) -> None:
             "objective.reference=adapter is the model without its adapter, but adapter=none; use precomputed or "
             "sharded, or set adapter=lora."
         )
-    if reference_kind(config) == "precomputed" and config.data.streaming:
+    if reference_kind(config) == PRECOMPUTED and config.data.streaming:
         raise ConfigError(
-            "objective.reference=precomputed needs all samples before training, which data.streaming=true does not "
-            "have; use objective.reference=sharded, or leave it out."
+            f"objective.reference={given} needs all samples before training, which data.streaming=true does not have; "
+            f"use objective.reference=sharded, or leave it out."
+        )
+    if given == DISPATCHED:
+        _check_dispatched(config)
+    elif objective.reference_max_memory is not None:
+        raise ConfigError(
+            f"objective.reference_max_memory is for objective.reference={DISPATCHED}, and that is {given}; leave it "
+            f"out, or set {DISPATCHED}."
+        )
+
+
+def _check_dispatched(config: FinetuneSettings) -> None:
+    """Raise ConfigError where a dispatched model would not be the reference of this run."""
+    if (kind := getattr(config.adapter, "quantize", "none")) != "none":
+        raise ConfigError(
+            f"objective.reference={DISPATCHED} does not go together with adapter.quantize={kind}, as the reference is "
+            f"the quantized model; use objective.reference=adapter or precomputed."
+        )
+    held, computed = config.model.dtype, config.shard.param_dtype
+    if held not in ("float32", computed):
+        raise ConfigError(
+            f"objective.reference={DISPATCHED} loads the weights in shard.param_dtype={computed}, and "
+            f"model.dtype={held} would round them before; set model.dtype=float32 or {computed}, or use "
+            f"objective.reference={PRECOMPUTED}."
         )
 
 

@@ -1,7 +1,8 @@
 """The reference of preference objectives: the model that training began from, and the log-probabilities it gives.
 
 It is the model itself without its adapter, a frozen copy that is sharded alongside it, or one pass over the data before
-training, whose results are kept under the digests of weights and data and never computed again.
+training, by the model sharded or dispatched, whose results are kept under the digests of weights and data and never
+computed again.
 """
 
 from __future__ import annotations
@@ -11,27 +12,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from signal import Signals
 from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save
+from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import model_digests
 from fsdp_shard.data import NO_WINDOW, Samples, SourceDataset, cache_directory, cache_key, with_extras
-from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_main
-from fsdp_shard.errors import ConfigError, DataError, InputError, Interrupted
+from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
+from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.batch_loader import evaluation_batches, to_device
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_log_probs
-from fsdp_shard.training.objectives.distill import PRECOMPUTED, DistillConfig
-from fsdp_shard.training.objectives.objective import Reference, Teacher
+from fsdp_shard.training.loss.log_probs import LabelLogProbs
+from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, open_dispatched
+from fsdp_shard.training.objectives.distill import DistillConfig
+from fsdp_shard.training.objectives.objective import DISPATCHED, PRECOMPUTED, Reference, ReferenceConfig, Teacher
 from fsdp_shard.training.objectives.teachers.teacher_model import PrecomputedTeacher, add_targets, open_teacher
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
-from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.stop_signal import StopSignal, raise_if_stopped
 from fsdp_shard.utils import format_count, report_progress, write_atomically
 
 EXTRA = "reference_log_probs"
@@ -90,6 +93,24 @@ class ModelReference:
             module.train(was_training)
 
 
+@dataclass(frozen=True)
+class DispatchedReference:
+    """A dispatched model, for the pass before training; its log-probabilities are collectives.
+
+    Attributes:
+        model: The model.
+        context: The ranks. An error of one, such as that its disk cannot be read, is one of all.
+    """
+
+    model: PreTrainedModel
+    context: DistributedContext
+
+    def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
+        labels = batch.labels
+        function = LabelLogProbs(labels.flatten()[batch.counted])
+        return run_on_all(self.context, lambda: dispatched_rows(self.model, batch, function)).view(labels.shape).sum(-1)
+
+
 def reference_kind(config: FinetuneSettings) -> str | None:
     """Return how a run gets its reference, as `ObjectiveConfig.reference_kind` does."""
     has_adapter, is_streamed = not config.adapter.trains_all, config.data.streaming
@@ -131,6 +152,18 @@ def _load_reference(config: FinetuneSettings, context: DistributedContext) -> Mo
         return ModelReference(loaded.model, has_adapter=adapter is not None)
 
 
+def _load_for_pass(config: FinetuneSettings, context: DistributedContext) -> Reference:
+    """Load the model that training began from for the pass before training; a collective."""
+    objective = config.objective
+    if not isinstance(objective, ReferenceConfig) or objective.reference != DISPATCHED:
+        return _load_reference(config, context)
+    budgets, dtype = objective.reference_max_memory, config.shard.param_dtype
+    model = open_dispatched(config, config.source, budgets, context, "reference", dtype)
+    if config.model.attention != "auto":
+        model.set_attn_implementation(config.model.attention)
+    return DispatchedReference(model, context)
+
+
 def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samples:
     """Add to the samples what a reference or a teacher says of them, if it is computed before training; a collective.
 
@@ -151,7 +184,7 @@ def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samp
     """
     if isinstance(config.objective, DistillConfig):
         return add_targets(config, config.objective, start.context, start.stop, start.step, data)
-    if reference_kind(config) != "precomputed":
+    if reference_kind(config) != PRECOMPUTED:
         return data
     held_out = None if data.held_out is None else data.held_out.head(config.train.eval_windows)
     sources = [*data.train.sources, *(held_out.sources if held_out is not None else [])]
@@ -182,7 +215,7 @@ class _CachedReference:
 
     def __init__(self, config: FinetuneSettings, start: Start) -> None:
         self._config, self._start = config, start
-        self._reference: ModelReference | None = None
+        self._reference: Reference | None = None
         self.waiting = start.context.with_new_group(LONG_WAIT_SECONDS)
 
     def values(self, source: SourceDataset, file: Path) -> tuple[torch.Tensor, str]:
@@ -192,7 +225,7 @@ class _CachedReference:
         if known is not None:
             return known, f"{what}: from {file}"
         if self._reference is None:
-            self._reference = _load_reference(self._config, self._start.context)
+            self._reference = _load_for_pass(self._config, self._start.context)
         computed = _compute(self._reference, source, self._config, self._start)
         run_on_main(self.waiting, lambda: _write(file, computed))
         return computed, f"{what}: computed, and kept in {file}"
@@ -210,10 +243,13 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
         digests = model_digests(config.source)
     except InputError as error:
         raise ConfigError(
-            f"objective.reference=precomputed needs the model that training began from, also in a run that is resumed: "
+            f"The reference needs the model that training began from, also in a run that is resumed: "
             f"model.path={model.path} cannot be read. {error}"
         ) from error
-    numbers = [model.dtype, model.attention, model.kernels, shard.param_dtype, shard.norms_in_float32]
+    kernels, norms_in_float32 = model.kernels, shard.norms_in_float32
+    if getattr(config.objective, "reference", None) == DISPATCHED:  # which has neither of them
+        kernels, norms_in_float32 = "none", False
+    numbers = [model.dtype, model.attention, kernels, shard.param_dtype, norms_in_float32]
     numbers += [getattr(config.adapter, "quantize", "none"), model.trust_remote_code]
     names = [cache_key([_VERSION, digests, numbers, source.identity]) for source in sources]
     return [cache_directory(config.data) / f"reference-{name}.safetensors" for name in names]
@@ -239,7 +275,7 @@ def _write(file: Path, values: torch.Tensor) -> None:
         raise DataError(f"The data cache {file.parent} cannot be written ({error}); set data.cache_dir.") from error
 
 
-def _compute(reference: ModelReference, source: SourceDataset, config: FinetuneSettings, start: Start) -> torch.Tensor:
+def _compute(reference: Reference, source: SourceDataset, config: FinetuneSettings, start: Start) -> torch.Tensor:
     """Compute the log-probabilities of both rows of each sample, float32 [num_samples, 2].
 
     A collective.
@@ -255,7 +291,7 @@ def _compute(reference: ModelReference, source: SourceDataset, config: FinetuneS
             is_own = torch.from_numpy(indices != NO_WINDOW)
             values[indices[is_own.numpy()]] = found[is_own]
             count(len(indices) * context.num_data_ranks)
-            _raise_if_stopped(start)
+            raise_if_stopped(start.stop, context, "the log-probabilities of the reference")
     if context.rank % context.num_tensor_ranks:  # its neighbors have the same
         values.zero_()
     context.all_reduce_(values)
@@ -266,13 +302,3 @@ def _compute(reference: ModelReference, source: SourceDataset, config: FinetuneS
             f"weights are not usable in shard.param_dtype={config.shard.param_dtype}."
         )
     return values
-
-
-def _raise_if_stopped(start: Start) -> None:
-    """Raise Interrupted on all ranks if any received a signal; a collective."""
-    if number := int(start.context.all_reduce([start.stop.number], "max")[0]):
-        raise Interrupted(
-            f"Stopped by {Signals(number).name} before training, in the reference's log-probabilities. Give the same "
-            f"command to begin them again.",
-            signal_number=number,
-        )

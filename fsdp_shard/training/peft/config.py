@@ -6,6 +6,7 @@ from typing import ClassVar
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import require_package, setting
 
+EVA = "eva"
 PRINCIPAL = ("pissa", "pissa_fast", "olora")  # values of `adapter.init` that begin with a part of the weights
 
 
@@ -48,8 +49,10 @@ class LoraConfig(AdapterConfig):
         "Initial values (peft's init_lora_weights), which leave the model as it is, up to rounding. default: A "
         "uniform, B zero; gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in "
         "orthogonal spans; pissa: the largest singular values of each weight, which are trained instead of an update "
-        "to it (pissa_fast: found in 16 random iterations); olora: the first columns of its QR decomposition.",
-        choices=("default", "gaussian", "orthogonal", *PRINCIPAL),
+        "to it (pissa_fast: found in 16 random iterations); olora: the first columns of its QR decomposition; eva: A "
+        "the principal directions of what goes into each layer in the first micro-batches, B zero (peft's with rho=1: "
+        "ranks are not redistributed over the layers).",
+        choices=("default", "gaussian", "orthogonal", EVA, *PRINCIPAL),
     )
     lora_plus_ratio: float | None = setting(
         None,

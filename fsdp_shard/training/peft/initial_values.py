@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_shard.checkpoint import TensorIndex
 from fsdp_shard.distributed import LocalShard
+from fsdp_shard.training.peft.config import EVA
 from fsdp_shard.training.seeding import derived_seed
 
 _CHUNK_BYTES = 16 << 20  # of the base, read at a time
@@ -33,6 +34,8 @@ def fill_new(
 ) -> None:
     """Initialize the factors of a new adapter, as peft does: their product is zero.
 
+    Those that `fill_eva` finds later are not numbers until then.
+
     Each matrix is drawn unsharded from (seed, its name), so the values do not depend on the number of ranks.
 
     Args:
@@ -47,6 +50,8 @@ def fill_new(
             continue
         if kind == "orthogonal" and "lora_embedding_" not in name:
             values = _orthogonal(name, shard.shape, seed)
+        elif kind == EVA and "lora_A" in name:
+            values = torch.full((1,), math.nan).expand(shard.shape)  # so that nothing trains before `fill_eva`
         elif "lora_B" in name or "lora_embedding_A" in name:
             values = torch.zeros(1).expand(shard.shape)
         else:

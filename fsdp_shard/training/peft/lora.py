@@ -22,7 +22,7 @@ from fsdp_shard.data import CAUSAL, CLASSIFICATION, SEQ2SEQ
 from fsdp_shard.distributed import Communicator, LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.models import ModelConfig, tied_names
-from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
+from fsdp_shard.training.peft.config import EVA, AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.initial_values import Magnitude
 from fsdp_shard.training.peft.principal import Principal, combined_settings, inject_principal
 from fsdp_shard.utils import first_line
@@ -60,6 +60,7 @@ class Adapter:
         frozen: Quantization of the frozen weights, for people.
         magnitudes: Parameter with the magnitudes of DoRA -> what they are the norms of.
         principal: The layers that begin as a part of their weights, if any.
+        eva: FQNs of layers whose first values are found in their inputs, by `fill_eva`.
         lora_plus: (ratio, learning rate of embeddings) of LoRA+, if it is used.
     """
 
@@ -72,6 +73,7 @@ class Adapter:
     magnitudes: Mapping[str, Magnitude] = field(default_factory=dict)
     lora_plus: tuple[float, float] | None = None
     principal: Principal | None = None
+    eva: Sequence[str] = ()
 
     def describe(self, shards: Mapping[str, LocalShard]) -> str:
         """Describe how much is trained."""
@@ -136,6 +138,8 @@ def inject_lora(
     Raises:
         ConfigError: The settings do not fit the modules of the model.
     """
+    import peft
+
     stored = {id(tensor): names[name] for name, tensor in model.state_dict(keep_vars=True).items() if name in names}
     _check_tied(model, config)
     modules = [name for name, _ in model.named_modules()]
@@ -143,7 +147,7 @@ def inject_lora(
     settings = _peft_settings(model, config, base, task, head)
     _inject(model, settings)
     _check_found(model, config, modules)
-    _check_init(model, config)
+    _check_init(model, config, task)
     principal = inject_principal(model, config)
     filled = _filled(model, stored)
     trained = {name: _peft_name(name) for name, param in model.named_parameters() if param.requires_grad}
@@ -152,6 +156,8 @@ def inject_lora(
             setattr(settings, name, value)
     elif config.init != "default":  # set before, peft would draw the values, here of tensors on meta
         settings.init_lora_weights = config.init  # type: ignore[assignment]  # one of peft's words
+        if config.init == EVA:
+            settings.eva_config = peft.EvaConfig(rho=1.0)
     if task == CLASSIFICATION:  # set before, peft would train the head in any case
         settings.task_type = "SEQ_CLS"
     adapter = Adapter(
@@ -160,6 +166,7 @@ def inject_lora(
         magnitudes=_magnitudes(model),
         lora_plus=_lora_plus(config),
         principal=principal,
+        eva=_eva_layers(model, config),
     )
     return adapter, filled
 
@@ -328,14 +335,40 @@ def _no_layer(model: PreTrainedModel, number: int) -> ConfigError:
     )
 
 
-def _check_init(model: PreTrainedModel, config: LoraConfig) -> None:
+def _eva_layers(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """The layers of `init=eva`: all but embeddings, which begin as with `default`, as in peft.
+
+    Raises:
+        ConfigError: One has fewer inputs than the rank.
+    """
+    from peft.tuners.lora import Linear
+
+    found = []
+    for name, module in model.named_modules():
+        if config.init == EVA and isinstance(module, Linear):
+            assert module.in_features is not None
+            if config.rank > module.in_features:
+                raise ConfigError(
+                    f"adapter.init=eva is for layers with at least adapter.rank={config.rank} inputs, and {name} has "
+                    f"{module.in_features}; set a smaller adapter.rank, or adapter.target_modules to others."
+                )
+            found.append(name)
+    return found
+
+
+def _check_init(model: PreTrainedModel, config: LoraConfig, task: str) -> None:
     from peft.tuners.lora.layer import ParamWrapper
 
     wrapped = next((name for name, module in model.named_modules() if isinstance(module, ParamWrapper)), None)
-    if config.init == "orthogonal" and wrapped is not None:
+    if config.init == EVA and task != CAUSAL:
         raise ConfigError(
-            f"adapter.init=orthogonal is for layers with one matrix, but {wrapped} of {type(model).__name__} has one "
-            f"for each expert; use adapter.init=default, or set adapter.target_modules to other modules."
+            f"adapter.init=eva takes the inputs of layers at tokens to predict, and is for model.task={CAUSAL}, not "
+            f"{task}; use adapter.init=default."
+        )
+    if config.init in ("orthogonal", EVA) and wrapped is not None:
+        raise ConfigError(
+            f"adapter.init={config.init} is for layers with one matrix, but {wrapped} of {type(model).__name__} has "
+            f"one for each expert; use adapter.init=default, or set adapter.target_modules to other modules."
         )
 
 

@@ -3,7 +3,8 @@
 from fsdp_shard import checkpoint, models
 from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.training.config import FinetuneSettings
-from fsdp_shard.training.objectives.distill import PRECOMPUTED, DistillConfig
+from fsdp_shard.training.objectives.distill import DistillConfig
+from fsdp_shard.training.objectives.objective import PRECOMPUTED
 
 
 def check_distill(config: FinetuneSettings, distill: DistillConfig) -> None:

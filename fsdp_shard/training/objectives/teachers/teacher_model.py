@@ -6,7 +6,6 @@ A dispatched model lies on GPU, CPU and disk by budgets, so a teacher may be lar
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -38,12 +37,12 @@ from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.distillation import Targets, TopTokens, split_targets
-from fsdp_shard.training.loss.forward_loss import forward_rows
-from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
-from fsdp_shard.training.objectives.distill import PRECOMPUTED, DistillConfig
+from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, open_dispatched
+from fsdp_shard.training.objectives.distill import DistillConfig
+from fsdp_shard.training.objectives.objective import PRECOMPUTED
 from fsdp_shard.training.objectives.teachers.teacher_cache import LOG_PROBS, TOKENS, CacheWriter, TeacherCache
 from fsdp_shard.training.stop_signal import StopSignal
-from fsdp_shard.utils import format_count, report_progress, say
+from fsdp_shard.utils import format_count, report_progress
 
 _VERSION = "teacher-1"  # of what the cached values are
 _BATCHES_KEPT = 64  # batches of a rank after which what was computed is recorded
@@ -70,10 +69,7 @@ class ModelTeacher:
     k: int
 
     def targets(self, batch: DeviceBatch) -> Targets:
-        counted, device = batch.counted, self.model.device  # the model may be on the CPU alone
-        inputs = {name: value.to(device) for name, value in batch.inputs.items()}
-        with torch.no_grad():
-            values = forward_rows(self.model, replace(batch, inputs=inputs), TopTokens(self.k))
+        counted, values = batch.counted, dispatched_rows(self.model, batch, TopTokens(self.k))
         return split_targets(values[counted.to(values.device)].to(counted.device))
 
 
@@ -85,15 +81,7 @@ def open_teacher(config: FinetuneSettings, distill: DistillConfig, context: Dist
         distill: Its objective.
         context: The ranks.
     """
-
-    def log(text: str) -> None:
-        if context.is_main:
-            say(f"teacher: {text}", sys.stderr)
-
-    model = run_on_all(
-        context, lambda: config.load_dispatched(distill.source, distill.teacher_max_memory, context, log)
-    )
-    use_loss_head(model, "auto", any_vocabulary=True)  # so that it makes no whole logits, either
+    model = open_dispatched(config, distill.source, distill.teacher_max_memory, context, "teacher")
     return ModelTeacher(model, num_tokens(distill, config))
 
 

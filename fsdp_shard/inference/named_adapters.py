@@ -1,0 +1,122 @@
+"""Several adapters over one model, not merged, so that each batch of prompts can have its own.
+
+The layers of the model stay what they are, and keep the hooks that stream their weights; peft's are put around them.
+The matrices of adapters are in memory, on the device where their layer computes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_shard import checkpoint
+from fsdp_shard.checkpoint import Location
+from fsdp_shard.errors import CheckpointError
+
+_NAMES = "adapter_names"  # an attribute of the model
+# Entries of adapter_config.json that say what is adapted, and by how much. `check_unmerged` refuses what else does.
+_DEFINING = (
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
+
+
+def adapters_bytes(adapters: Mapping[str, Location]) -> int:
+    """Return the bytes that the matrices of these adapters take in memory, in float32."""
+    return sum(4 * prod(shape) for location in adapters.values() for shape in location.index.shapes.values())
+
+
+def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base: Location) -> None:
+    """Load adapters over a dispatched model; the first is active.
+
+    `model.set_adapter(NAME)`, `disable_adapters()` and `enable_adapters()` are transformers' own.
+
+    Args:
+        model: The model.
+        adapters: Name -> adapter.
+        base: Where the model is from.
+
+    Raises:
+        CheckpointError: One is not for this model, or cannot be kept apart from it.
+    """
+    for name, location in adapters.items():
+        settings, parts = checkpoint.check_unmerged(location.index, base.index, base.model_directory)
+        settings.try_patterns([fqn for fqn, _ in model.named_modules()])
+        _inject(model, name, location)
+        layers = _layers_of(model, name)
+        if different := sorted(parts.factors.keys() ^ layers.keys()):
+            raise CheckpointError(
+                f"{location.index.root} does not fit {type(model).__name__}: {different[0]} is adapted only in one of "
+                f"its adapter_config.json, for the modules of this model, and its tensors."
+            )
+        for module, layer in layers.items():
+            _fill(model, layer, name, location, parts.factors[module])
+    model.__dict__[_NAMES] = tuple(adapters)
+    use_adapter(model, next(iter(adapters)))
+
+
+def use_adapter(model: PreTrainedModel, name: str | None) -> None:
+    """Let a model compute with one of its adapters, or with None as if it had none; nothing for one without adapters.
+
+    Args:
+        model: The model.
+        name: Name of an adapter.
+    """
+    if not vars(model).get(_NAMES):
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.enable_adapters(name is not None)
+            if name is not None:
+                layer.set_adapter(name, inference_mode=True)
+
+
+def _inject(model: PreTrainedModel, name: str, location: Location) -> None:
+    import peft
+
+    document = checkpoint.read_adapter_config(location.index.root)
+    config = peft.LoraConfig(**{key: document[key] for key in _DEFINING if key in document}, inference_mode=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects it itself
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        try:
+            model.add_adapter(config, name)
+        except ValueError as error:
+            raise CheckpointError(f"{location.index.root} does not fit {type(model).__name__}: {error}") from error
+
+
+def _layers_of(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """FQN -> peft's layer, of those that an adapter adapts."""
+    from peft.tuners.lora import LoraLayer
+
+    modules = model.named_modules()
+    return {fqn: layer for fqn, layer in modules if isinstance(layer, LoraLayer) and name in layer.scaling}
+
+
+def _fill(model: PreTrainedModel, layer: Any, name: str, location: Location, names: Mapping[str, str]) -> None:
+    """Replace the matrices that peft has drawn for a layer by those of the adapter; `names` are theirs in its file."""
+    weight = layer.get_base_layer().weight
+    device = model.device if weight.is_meta else weight.device
+    for factor in "AB":
+        values = location.index.read(names[factor])
+        values = values.to(device, torch.promote_types(values.dtype, torch.float32))  # as in peft
+        linear, embedding = (getattr(layer, f"lora_{kind}{factor}") for kind in ("", "embedding_"))
+        old = linear[name].weight if name in linear else embedding[name]
+        if old.shape != values.shape:
+            raise CheckpointError(
+                f"{location.index.root}: {names[factor]} has shape {list(values.shape)}, and the model needs "
+                f"{list(old.shape)}."
+            )
+        new = nn.Parameter(values, requires_grad=False)
+        if name in linear:
+            linear[name].weight = new
+        else:
+            embedding[name] = new

@@ -1,0 +1,274 @@
+"""EVA (Paischer et al., 2024): A begins as the principal directions of the inputs of its layer, and B as zero.
+
+As in peft's `initialize_lora_eva_weights` with rho = 1, where each layer keeps its rank: peft's incremental PCA of the
+inputs at tokens whose prediction counts, one micro-batch after the other in the order of training, until the
+directions of all layers stand still. A micro-batch is one step of the PCA on any number of ranks, so the result does
+not depend on that. Each layer has one rank that does its steps, for which the others send their inputs as they run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_shard.data import Dataset
+from fsdp_shard.distributed import DistributedContext, run_on_all
+from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.models import check_vocabulary
+from fsdp_shard.sharding import ShardedModel, clean_fqn, transformers_model
+from fsdp_shard.training.batch_loader import to_device
+from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.held_out.evaluator import evaluating
+from fsdp_shard.training.loss.device_batch import DeviceBatch
+from fsdp_shard.training.loss.forward_loss import forward_rows
+from fsdp_shard.training.loss.log_probs import LabelLogProbs
+from fsdp_shard.training.peft.disable_adapters import adapters_disabled
+from fsdp_shard.training.stop_signal import StopSignal, raise_if_stopped
+from fsdp_shard.utils import format_count, report_progress
+
+SIMILARITY = 0.99  # peft's tau: the least cosine between a direction and that of the step before if it stands still
+MAX_STEPS = 512  # micro-batches; peft goes on for ever
+_SEED = 42  # peft's, of the randomized decomposition
+
+Seen = Callable[[str, torch.Tensor], None]
+
+
+def fill_eva(
+    config: FinetuneSettings,
+    model: ShardedModel,
+    layers: Sequence[str],
+    dataset: Dataset,
+    context: DistributedContext,
+    stop: StopSignal,
+) -> str:
+    """Fill the A matrices of a new adapter; a collective.
+
+    Args:
+        config: The settings of `finetune`; a step of the PCA is a micro-batch.
+        model: The model with its weights.
+        layers: FQNs of the layers.
+        dataset: The samples, in the order of training; at their beginning afterwards.
+        context: The ranks.
+        stop: A signal that ends it.
+
+    Returns:
+        What was done, for people.
+
+    Raises:
+        ConfigError, CheckpointError: On all ranks: the inputs of a layer have no directions to find.
+        Interrupted: On all ranks: a signal came.
+    """
+    module, size = model.module, config.train.micro_batch_size
+    ranks = {fqn: shard.shape[0] for fqn, shard in _matrices(model, layers).items()}
+    batches = _batches(module, dataset, size, context)
+    is_compiled = config.shard.compile is not False
+    eager: Any = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # graphs have no hooks
+    with evaluating(model), adapters_disabled(module), eager:
+        first = next(batches)
+        leaders = _leaders(module, layers, first, context)
+        found = _Directions({fqn: ranks[fqn] for fqn in dict.fromkeys(leaders.values())}, context)
+        progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
+        if context.is_main:
+            progress = report_progress(
+                MAX_STEPS, "principal directions of the inputs of layers", "micro-batches at most"
+            )
+        with progress as count:
+            batch: DeviceBatch | None = first
+            while batch is not None:
+                found.begin(batch.counted)
+                with _watching(module, found.moving, found.step):
+                    _forward(module, batch)
+                found.end()
+                count(context.num_data_ranks)
+                raise_if_stopped(stop, context, "the initial values of adapter.init=eva")
+                batch = next(batches) if found.moving and found.num_steps < MAX_STEPS else None
+    dataset.load_state_dict(None)  # a stream goes on from where it was read to
+    directions = found.everywhere()
+    for fqn, shard in _matrices(model, layers).items():
+        whole = directions[leaders[fqn]].reshape(-1)
+        shard.data.copy_(whole[shard.start : shard.start + len(shard.data)])
+    moving = f"; those of {format_count(len(found.moving), 'layer')} still move" if found.moving else ""
+    done = f"principal directions of the inputs of {format_count(len(layers), 'layer')}"
+    return f"EVA: {done}, from {format_count(found.num_used * size, 'sample')}{moving}"
+
+
+def _matrices(model: ShardedModel, layers: Sequence[str]) -> dict[str, Any]:
+    shards = model.local_shards()
+    return {fqn: shards[f"{fqn}.lora_A.default.weight"] for fqn in layers}
+
+
+def _batches(
+    module: nn.Module, dataset: Dataset, micro_batch_size: int, context: DistributedContext
+) -> Iterator[DeviceBatch]:
+    """The micro-batches of this rank, in the order of training; each is a collective."""
+    first, config = 0, getattr(module, "config", None)
+
+    def read(first: int) -> DeviceBatch:
+        batch = dataset.batch(np.arange(first, first + micro_batch_size))
+        if config is not None:
+            check_vocabulary(batch.inputs["input_ids"], config)
+        return to_device(batch, context.device)
+
+    while True:
+        total = micro_batch_size * context.num_data_ranks
+        dataset.prepare(first, total)
+        yield run_on_all(context, partial(read, first + micro_batch_size * context.data_rank))
+        first += total
+
+
+def _forward(module: nn.Module, batch: DeviceBatch) -> None:
+    """A forward pass, without logits where the output head allows it."""
+    nothing = batch.counted[:0]
+    forward_rows(module, replace(batch, counted=nothing), LabelLogProbs(nothing))
+
+
+@contextmanager
+def _watching(module: nn.Module, layers: Sequence[str], seen: Seen) -> Iterator[None]:
+    """Call `seen` with the FQN and the input of each of `layers` as it runs."""
+    wanted = set(layers)
+    with ExitStack() as hooks:
+        for name, layer in (transformers_model(module) or module).named_modules():
+            if (fqn := clean_fqn(name)) in wanted:
+
+                def hook(layer: nn.Module, args: tuple[Any, ...], fqn: str = fqn) -> None:
+                    seen(fqn, args[0])
+
+                hooks.callback(layer.register_forward_pre_hook(hook).remove)
+        yield
+
+
+def _leaders(
+    module: nn.Module, layers: Sequence[str], batch: DeviceBatch, context: DistributedContext
+) -> dict[str, str]:
+    """Each layer -> the first layer that has the same input, such as `q_proj` for `k_proj`; a collective.
+
+    Raises:
+        ConfigError: Not all layers run once with all tokens on all ranks, as experts do not.
+    """
+    order: dict[str, str] = {}
+    last: tuple[str, torch.Tensor] | None = None
+    wrong: list[str] = []
+
+    def seen(fqn: str, inputs: torch.Tensor) -> None:
+        nonlocal last
+        if last is None or inputs is not last[1]:
+            last = (fqn, inputs)
+        if fqn in order or inputs[..., 0].numel() != batch.labels.numel():
+            wrong.append(fqn)
+        order[fqn] = last[0]
+
+    with _watching(module, layers, seen):
+        _forward(module, batch)
+    wrong += [fqn for fqn in layers if fqn not in order]
+    if everywhere := [fqn for of_rank in context.all_gather_object(wrong) for fqn in of_rank]:
+        raise ConfigError(
+            f"adapter.init=eva is for layers that run once in a forward pass, with the inputs of all tokens, and "
+            f"{everywhere[0]} does not; set adapter.target_modules to others, or adapter.init=default."
+        )
+    return order
+
+
+class _Directions:
+    """The incremental PCA of each layer's inputs, on the rank that does its steps.
+
+    Args:
+        ranks: Layer -> number of directions.
+        context: The ranks.
+
+    Attributes:
+        moving: Layers whose directions do not stand still yet, equal on all ranks.
+        num_steps: Micro-batches so far, of all ranks.
+        num_used: Those up to the one with which the last layer stood still.
+    """
+
+    def __init__(self, ranks: Mapping[str, int], context: DistributedContext) -> None:
+        from peft.utils.incremental_pca import IncrementalPCA
+
+        self.moving = list(ranks)
+        self.num_steps, self.num_used = 0, 0
+        self._context, self._ranks = context, ranks
+        self._owners = {fqn: number % context.world_size for number, fqn in enumerate(ranks)}
+        self._own = {
+            fqn: IncrementalPCA(n_components=rank, lowrank=True, lowrank_seed=_SEED)
+            for fqn, rank in ranks.items()
+            if self._owners[fqn] == context.rank
+        }
+        self._still: dict[str, int] = {}  # of this rank's layers, with the number of the step
+        self._not_finite: list[str] = []
+        self._counted = torch.empty(0, dtype=torch.int64)
+        self._lengths: list[int] = []
+
+    def begin(self, counted: torch.Tensor) -> None:
+        """Begin a micro-batch of each rank; `counted` are the positions [num_predictions] of this one's."""
+        self._counted = counted
+        self._lengths = self._context.all_gather_object(len(counted))
+
+    def step(self, fqn: str, inputs: torch.Tensor) -> None:
+        """Take the inputs [..., num_features] of a layer, of all tokens; a collective."""
+        rows = inputs.flatten(0, -2)[self._counted].float()
+        padded = F.pad(rows, (0, 0, 0, max(self._lengths) - len(rows)))
+        parts = self._context.gather_tensor(padded, self._owners[fqn])
+        for number, part in enumerate(parts, start=self.num_steps + 1):
+            if fqn not in self._still and number <= MAX_STEPS:
+                self._fit(fqn, number, part[: self._lengths[number - self.num_steps - 1]])
+
+    def _fit(self, fqn: str, number: int, rows: torch.Tensor) -> None:
+        """Do a step; one that has too few rows is skipped, as in peft."""
+        if len(rows) < self._ranks[fqn]:
+            return
+        if not bool(rows.isfinite().all()):
+            self._not_finite.append(fqn)
+            return
+        pca = self._own[fqn]
+        before = getattr(pca, "components_", None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="CUDA reports that you have")  # it seeds all of them
+            pca.partial_fit(rows)  # type: ignore[no-untyped-call]  # untyped in peft
+        if before is not None and bool((F.cosine_similarity(pca.components_, before) >= SIMILARITY).all()):
+            self._still[fqn] = number
+
+    def end(self) -> None:
+        """End the micro-batch; a collective.
+
+        Raises:
+            CheckpointError: On all ranks: the inputs of a layer are not finite.
+        """
+        self.num_steps += self._context.num_data_ranks
+        still, used, not_finite = set[str](), 0, list[str]()
+        for of_rank, wrong in self._context.all_gather_object((self._still, self._not_finite)):
+            still |= of_rank.keys()
+            used = max(used, *of_rank.values(), 0)
+            not_finite += wrong
+        if not_finite:
+            raise CheckpointError(
+                f"adapter.init=eva: the inputs of {not_finite[0]} are not finite; the weights are not usable in the "
+                f"dtype of the computation."
+            )
+        self.moving = [fqn for fqn in self.moving if fqn not in still]
+        self.num_used = min(self.num_steps, MAX_STEPS) if self.moving else used
+
+    def everywhere(self) -> dict[str, torch.Tensor]:
+        """The directions of each layer on all ranks, float32 [rank, num_features] on the CPU; a collective.
+
+        Raises:
+            ConfigError: No micro-batch had as many rows as a layer has directions.
+        """
+        own = {fqn: pca.components_.float().cpu() for fqn, pca in self._own.items() if hasattr(pca, "components_")}
+        found = {fqn: each for of_rank in self._context.all_gather_object(own) for fqn, each in of_rank.items()}
+        for fqn, rank in self._ranks.items():
+            if fqn not in found:
+                raise ConfigError(
+                    f"adapter.init=eva needs micro-batches with at least adapter.rank={rank} tokens to predict, and "
+                    f"the first {self.num_steps} have fewer; set a larger train.micro_batch_size, or "
+                    f"adapter.init=default."
+                )
+        return found

@@ -1,0 +1,137 @@
+"""Several adapters over one model: logits of peft, wherever the blocks are, and prompts that choose among them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_shard.errors import CheckpointError, ConfigError, DataError
+from fsdp_shard.inference import GenerateSettings, load_dispatched
+from fsdp_shard.inference.config import parse_adapters
+from fsdp_shard.inference.generation.prompts import read_prompts
+from fsdp_shard.inference.named_adapters import use_adapter
+from tests.support.runs import run_recipe
+from tests.support.tiny import save_model, token_batch
+
+# peft 0.21 asks transformers 5.23 for a property by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "sql": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
+    "chat": {"r": 5, "target_modules": ["v_proj", "q_proj", "embed_tokens", "lm_head"], "use_rslora": True},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "untied", tied=False)
+
+
+def save(directory: Path, base: Path, **settings: Any) -> Path:
+    """An adapter with random weights, large enough to change what is generated."""
+    torch.manual_seed(3)
+    config = peft.LoraConfig(lora_alpha=40, init_lora_weights=False, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        model.save_pretrained(directory, save_embedding_layers=False)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: save(root / name, base, **settings) for name, settings in ADAPTERS.items()}
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(token_batch(5)).logits.clone()  # type: ignore[no-any-return]  # untyped in transformers
+
+
+@pytest.mark.parametrize(("dtype", "device_map"), [("float32", "cpu"), ("float32", "disk"), ("bfloat16", "disk")])
+def test_logits_are_those_of_peft(base: Path, adapters: dict[str, Path], dtype: str, device_map: str) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
+    expected = {None: logits_of(plain)}
+    of_peft = peft.PeftModel.from_pretrained(plain, adapters["sql"], "sql")
+    of_peft.load_adapter(adapters["chat"], "chat")
+    for name in adapters:
+        of_peft.set_adapter(name)
+        expected[name] = logits_of(of_peft)
+    model = load_dispatched(base, device_map, dtype=dtype, adapters=adapters)
+    assert torch.equal(logits_of(model), expected["sql"]), "the first one is active"
+    for name in ("chat", None, "sql", None, "chat"):
+        use_adapter(model, name)
+        assert torch.equal(logits_of(model), expected[name])
+    assert not any(param.requires_grad for param in model.parameters())
+    model.set_adapter("sql")
+    assert torch.equal(logits_of(model), expected["sql"])
+    model.disable_adapters()
+    assert torch.equal(logits_of(model), expected[None])
+    assert not torch.equal(expected["sql"], expected["chat"])
+
+
+def test_prompts_choose_their_adapter(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    """On two ranks, in batches that would mix them; each completion is that of peft's own generate."""
+    wanted = ["sql", None, "chat", "sql", None]
+    rows = [{"prompt": f"select {number} of", "adapter": name} for number, name in enumerate(wanted)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"checkpoint={base}", f"adapters={{sql: {adapters['sql']}, chat: {adapters['chat']}}}", f"prompts={file}"]
+    given += ["default_adapter=chat", "generation.max_new_tokens=6", "generation.batch_size=3", "launch.ranks=2"]
+    ended = run_recipe("generate", tmp_path / "run", *given, "dispatch.max_memory={cpu: 120KB}", "launch.device=cpu")
+    assert ended.status == 0, ended.err
+    assert "disk" in ended.result["device_map"].values()
+    found = [json.loads(line) for line in (tmp_path / "run/completions.jsonl").read_text().splitlines()]
+    assert [row["adapter"] for row in found] == ["sql", "chat", "chat", "sql", "chat"]
+
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapters["sql"], "sql").eval()
+    model.load_adapter(adapters["chat"], "chat")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for row in found:
+        model.set_adapter(row["adapter"])
+        ids = tokenizer(row["prompt"], return_tensors="pt")
+        output = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        text = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert row["completion"] == text
+    assert found[1]["completion"] != found[0]["completion"]
+
+
+def test_mistakes(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    dora = save(tmp_path / "dora", base, r=2, target_modules=["q_proj"], use_dora=True)
+    whole = save(tmp_path / "whole", base, r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    missing = save(tmp_path / "missing", base, r=2, target_modules=["q_proj"])
+    config = json.loads((missing / "adapter_config.json").read_text())
+    (missing / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
+    for path, said in (
+        (dora, "has the magnitudes of DoRA, and only adapters"),
+        (whole, "norm.weight, and only adapters that are products of two matrices"),
+        (missing, "v_proj is adapted only in one of its adapter_config.json"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            load_dispatched(base, "cpu", adapters={"one": path})
+    with pytest.raises(ConfigError, match="is an adapter itself"):
+        load_dispatched(adapters["sql"], "cpu", adapters=adapters)
+    for value, said in (("sql", "is not a mapping"), ({"a.b": "x"}, "has the name 'a.b'"), ({"a": 1}, "is not a map")):
+        with pytest.raises(ConfigError, match=said):
+            parse_adapters(value)
+    known = {"sql": str(adapters["sql"])}
+    for settings, said in (
+        (GenerateSettings(checkpoint="x", prompt="a", default_adapter="sql"), "adapters, which are not set"),
+        (GenerateSettings(checkpoint="x", prompt="a", adapters=known, default_adapter="b"), "adapters, which are sql"),
+        (GenerateSettings(checkpoint="x", prompt="a", adapters=known, tensor_parallel=2), "tensor_parallel=2"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            settings.check("")
+    with pytest.raises(ConfigError, match=r"adapters\.a=.* holds the weights of a model, not an adapter"):
+        _ = GenerateSettings(checkpoint=str(base), prompt="a", adapters={"a": str(base)}).adapter_sources
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "adapter": "other"}\n')
+    with pytest.raises(DataError, match=r"line 1, names the adapter 'other', and adapters has sql"):
+        read_prompts(GenerateSettings(checkpoint="x", prompts=f"{tmp_path}/rows.jsonl", adapters=known))

@@ -1,0 +1,75 @@
+"""The pass of the reference before training: dispatched, it gives what the sharded model gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data import DataConfig
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.sharding import WRAPPERS
+from fsdp_shard.training import RunStart, add_reference, open_data
+from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.objectives.dpo import DpoConfig
+from fsdp_shard.training.objectives.objective_checks import check_objective
+from fsdp_shard.training.peft.config import LoraConfig
+from tests.support.ranks import on_ranks
+
+
+def settings(model: Path, directory: Path, cache: str = "cache", **objective: object) -> FinetuneConfig:
+    rows = [{"prompt": f"{n} green ", "chosen": f"bottles {n}", "rejected": f"cans {n * n}"} for n in range(7)]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return FinetuneConfig(
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(
+            path=f"{directory}/pairs.jsonl", kind="preference", sequence_length=48, cache_dir=f"{directory}/{cache}"
+        ),
+        shard=WRAPPERS["fsdp2"](param_dtype="float32"),
+        objective=DpoConfig(**objective),
+        train=TrainConfig(steps=1, global_batch_size=4, micro_batch_size=2),
+    )
+
+
+def computed(context: DistributedContext, configs: list[FinetuneConfig]) -> list[list[str]]:
+    """What the passes say, one after the other."""
+    starts = [RunStart(context, config.source) for config in configs]
+    return [
+        list(add_reference(config, start, open_data(config, start)).notes)
+        for config, start in zip(configs, starts, strict=True)
+    ]
+
+
+def test_dispatched_and_sharded_agree(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Streamed from the disk on two ranks, the pass has the keys and the values of the one that is sharded."""
+    sharded = settings(tiny_model, tmp_path, "sharded")
+    streamed = settings(tiny_model, tmp_path, "streamed", reference="dispatched", reference_max_memory={"cpu": "100KB"})
+    found = on_ranks(2, computed, [sharded, streamed, streamed])[0]
+    assert " disk " in next(line for line in capfd.readouterr().err.splitlines() if line.startswith("reference: "))
+    assert ["computed" in notes[-1] for notes in found] == [True, True, False]
+    (one,), (other,) = (list((tmp_path / name).glob("reference-*")) for name in ("sharded", "streamed"))
+    assert one.name == other.name
+    values, same = (load_file(file)["reference_log_probs"] for file in (one, other))
+    assert values.shape == (7, 2)
+    torch.testing.assert_close(same, values, rtol=0, atol=1e-5)
+
+
+def test_mistakes(tiny_model: Path, tmp_path: Path) -> None:
+    config = settings(tiny_model, tmp_path, reference="dispatched")
+    check_objective(config)
+    config.model.dtype = "float16"
+    with pytest.raises(ConfigError, match=r"model\.dtype=float16 would round them before"):
+        check_objective(config)
+    config.model.dtype, config.adapter = "float32", LoraConfig(quantize="nf4")
+    with pytest.raises(ConfigError, match=r"reference=dispatched does not go together with adapter\.quantize=nf4"):
+        check_objective(config)
+    with pytest.raises(ConfigError, match=r"reference_max_memory is for objective\.reference=dispatched, and that is"):
+        check_objective(settings(tiny_model, tmp_path, reference_max_memory={"cpu": "1GB"}))
+    with pytest.raises(ConfigError, match=r"objective\.reference_max_memory\.cpu=lots is not a size"):
+        settings(tiny_model, tmp_path, reference="dispatched", reference_max_memory={"cpu": "lots"}).check("")
