@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,13 @@ def measured(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start, cpu = time.perf_counter(), time.process_time()
-    found = dict(work())
-    figures = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
-    peak[0] = max(peak[0], _resident())
-    done.set()
-    watcher.join()
+    try:
+        found = dict(work())
+        figures = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+        peak[0] = max(peak[0], _resident())
+    finally:
+        done.set()
+        watcher.join()
     return {**figures, "memory_bytes": peak[0] - before, "opened": opened[0], **found}
 
 
@@ -176,9 +179,14 @@ def measure_save(work: Path, model: str, ranks: int) -> dict[str, Any]:
     shutil.rmtree(root, ignore_errors=True)
     store = Store(root)
 
+    @cache
+    def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The data of all shards that have so many elements, or the memory of this machine would be the limit."""
+        return torch.zeros(count, dtype=dtype)
+
     def shard(shape: Shape, rank: int, dtype: torch.dtype) -> LocalShard:
         start, count = rows_of(shape, rank, ranks)
-        data = torch.zeros(count if shape else 1, dtype=dtype)
+        data = zeros(count if shape else 1, dtype)
         return LocalShard(data, data, start, shape, bool(shape) or rank == 0)
 
     def save(context: SimulatedRank) -> None:
