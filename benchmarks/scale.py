@@ -7,8 +7,9 @@ All of it is the code of the package. Steps that are opened and resumed from hav
 index in full, of the shapes of real models; their data are holes, so that they take a few GB of disk instead of TB. A
 save runs all of its ranks as threads of one process (`simulated_ranks`); it, verify and convert work on steps with a
 512th of the columns, in chunks that are as much smaller (`scale_steps`). `--only init` starts real ranks, as many as
-the machine holds; `--only plan` runs the command. Each measurement has a process of its own (`scale_measures`). A step
-is made when it is first needed; that takes longer than to measure it.
+the machine holds; `--only plan` runs the command; `--only dcp` reads a `.metadata` that torch's planner made. Each
+measurement has a process of its own (`scale_measures`). A step is made when it is first needed; that takes longer than
+to measure it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import scale_measures
 from scale_steps import CONFIGS, shapes_of
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURES = ("init", "plan", "save", "open", "resume", "resume-fewer", "tensor-parallel", "verify", "convert")
-ALWAYS = MEASURES[2:]
+MEASURES = ("init", "plan", "dcp", "save", "open", "resume", "resume-fewer", "tensor-parallel", "verify", "convert")
+ALWAYS = MEASURES[3:]
 # Title, and for each line the measure, the figures on both axes, and its label; None for two lines, before and now.
 CURVES = (
     ("opening the weights:\nseconds of processor", (("open", "ranks", "cpu_seconds", None),)),
@@ -70,7 +71,15 @@ def plot(before: Path, now: Path, target: Path) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as columns, one line a measurement; KB are 1,000 bytes."""
-    shown = ("cpu_seconds", "main_cpu_seconds", "median_cpu_seconds", "memory_bytes", "opened", "median_opened")
+    shown = (
+        "cpu_seconds",
+        "main_cpu_seconds",
+        "median_cpu_seconds",
+        "pickle_cpu_seconds",
+        "memory_bytes",
+        "opened",
+        "median_opened",
+    )
     more = ("index_bytes", "manifest_bytes", "main_received", "median_received", "sockets_after_talk")
     names = [name for name in (*shown, *more) if any(name in row for row in rows)]
     lines = [["measure", "model", "ranks", *names]]
@@ -117,7 +126,7 @@ def main() -> None:
                 if arguments.json:
                     arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
             if not arguments.keep:
-                for kind in ("sparse", "thin"):
+                for kind in ("sparse", "thin", "dcp"):
                     shutil.rmtree(arguments.work / f"{kind}-{model}-{ranks}", ignore_errors=True)
     print(table(rows))
 
