@@ -307,6 +307,25 @@ def measure_init(work: Path, model: str, ranks: int) -> dict[str, Any]:
     return {**_start(work, ranks, 1), **with_copies}
 
 
+def measure_init_alone(work: Path, model: str, ranks: int) -> dict[str, Any]:
+    """Start one rank of many, without the others: gloo connects to nobody before the first collective."""
+    from fsdp_shard.distributed import LaunchConfig, init_distributed, variables_for_torch
+
+    os.environ |= variables_for_torch(LaunchConfig(device="cpu"))
+    os.environ |= {"RANK": str(ranks // 2), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
+    work.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    for replicas, prefix in ((1, ""), (2, "replicated_")):
+        store = work / f"store-{ranks}-{replicas}"
+        store.unlink(missing_ok=True)
+        before, start = _num_sockets(), time.process_time()
+        with init_distributed("cpu", replicas, 300.0, f"file://{store}"):
+            figures[f"{prefix}init_cpu_seconds"] = time.process_time() - start
+            figures[f"{prefix}sockets_after_init"] = _num_sockets() - before
+        store.unlink(missing_ok=True)
+    return figures
+
+
 def _start(work: Path, ranks: int, replicas: int) -> dict[str, Any]:
     import torch.multiprocessing as processes
 
