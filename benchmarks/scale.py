@@ -7,8 +7,9 @@ All of it is the code of the package. Steps that are opened and resumed from hav
 index in full, of the shapes of real models; their data are holes, so that they take a few GB of disk instead of TB. A
 save runs all of its ranks as threads of one process (`simulated_ranks`); it, verify and convert work on steps with a
 512th of the columns, in chunks that are as much smaller (`scale_steps`). `--only init` starts real ranks, as many as
-the machine holds; `--only plan` runs the command. Each measurement has a process of its own (`scale_measures`). A step
-is made when it is first needed; that takes longer than to measure it.
+the machine holds, and `--only init-alone` one of them without the others; `--only plan` runs the command; `--only dcp`
+reads a `.metadata` that torch's planner made. Each measurement has a process of its own (`scale_measures`). A step is
+made when it is first needed; that takes longer than to measure it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,20 @@ import scale_measures
 from scale_steps import CONFIGS, shapes_of
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURES = ("init", "plan", "save", "open", "resume", "resume-fewer", "tensor-parallel", "verify", "convert")
-ALWAYS = MEASURES[2:]
+MEASURES = (
+    "init",
+    "init-alone",
+    "plan",
+    "dcp",
+    "save",
+    "open",
+    "resume",
+    "resume-fewer",
+    "tensor-parallel",
+    "verify",
+    "convert",
+)
+ALWAYS = MEASURES[4:]
 # Title, and for each line the measure, the figures on both axes, and its label; None for two lines, before and now.
 CURVES = (
     ("opening the weights:\nseconds of processor", (("open", "ranks", "cpu_seconds", None),)),
@@ -68,9 +81,43 @@ def plot(before: Path, now: Path, target: Path) -> None:
     figure.savefig(target, metadata={"Date": None})
 
 
+def plot_saves(figures: Path, target: Path) -> None:
+    """Draw what saves cost rank 0 and another rank over the number of ranks, for each model, as an SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rows = [row for row in json.loads(figures.read_text()) if row["measure"] == "save"]
+    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3.4), layout="constrained")
+    kinds = (("cpu_seconds", "seconds of processor"), ("received", "bytes received"), ("opened", "rank files opened"))
+    for axis, (key, title) in zip(axes, kinds, strict=True):
+        for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+            for side, style in (("main", "-"), ("median", "--")):
+                points = sorted((row["ranks"], row[f"{side}_{key}"]) for row in rows if row["model"] == model)
+                label = model if side == "main" else None
+                axis.plot(*zip(*points, strict=True), style, marker="o", color=f"C{number}", label=label)
+        ticks = sorted({row["ranks"] for row in rows})
+        axis.set(xscale="log", yscale="log", xlabel="ranks", title=title)
+        axis.minorticks_off()
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes[1].legend()
+    figure.suptitle("a save: rank 0 (solid), another rank (dashed)")
+    figure.savefig(target, metadata={"Date": None})
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as columns, one line a measurement; KB are 1,000 bytes."""
-    shown = ("cpu_seconds", "main_cpu_seconds", "median_cpu_seconds", "memory_bytes", "opened", "median_opened")
+    shown = (
+        "cpu_seconds",
+        "init_cpu_seconds",
+        "main_cpu_seconds",
+        "median_cpu_seconds",
+        "pickle_cpu_seconds",
+        "memory_bytes",
+        "opened",
+        "median_opened",
+    )
     more = ("index_bytes", "manifest_bytes", "main_received", "median_received", "sockets_after_talk")
     names = [name for name in (*shown, *more) if any(name in row for row in rows)]
     lines = [["measure", "model", "ranks", *names]]
@@ -97,10 +144,14 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the steps that were made")
     parser.add_argument("--json", type=Path, help="add the figures to this file")
     parser.add_argument("--plot", nargs=3, type=Path, metavar=("BEFORE", "NOW", "SVG"), help="draw figures instead")
+    parser.add_argument("--plot-saves", nargs=2, type=Path, metavar=("FIGURES", "SVG"), help="draw saves instead")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.plot:
         plot(*arguments.plot)
+        return
+    if arguments.plot_saves:
+        plot_saves(*arguments.plot_saves)
         return
     if arguments.measure:
         function = getattr(scale_measures, f"measure_{arguments.measure.replace('-', '_')}")
@@ -117,7 +168,7 @@ def main() -> None:
                 if arguments.json:
                     arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
             if not arguments.keep:
-                for kind in ("sparse", "thin"):
+                for kind in ("sparse", "thin", "dcp"):
                     shutil.rmtree(arguments.work / f"{kind}-{model}-{ranks}", ignore_errors=True)
     print(table(rows))
 

@@ -5,8 +5,10 @@ Seconds are of the processor, memory is what the work adds to the imports, and o
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pickle
 import resource
 import shutil
 import statistics
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from scale_steps import (
     SLOTS,
     Shape,
     config_of,
+    dcp_metadata,
     rows_of,
     sparse_step,
     states_of,
@@ -55,11 +59,13 @@ def measured(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start, cpu = time.perf_counter(), time.process_time()
-    found = dict(work())
-    figures = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
-    peak[0] = max(peak[0], _resident())
-    done.set()
-    watcher.join()
+    try:
+        found = dict(work())
+        figures = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+        peak[0] = max(peak[0], _resident())
+    finally:
+        done.set()
+        watcher.join()
     return {**figures, "memory_bytes": peak[0] - before, "opened": opened[0], **found}
 
 
@@ -176,9 +182,14 @@ def measure_save(work: Path, model: str, ranks: int) -> dict[str, Any]:
     shutil.rmtree(root, ignore_errors=True)
     store = Store(root)
 
+    @cache
+    def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The data of all shards that have so many elements, or the memory of this machine would be the limit."""
+        return torch.zeros(count, dtype=dtype)
+
     def shard(shape: Shape, rank: int, dtype: torch.dtype) -> LocalShard:
         start, count = rows_of(shape, rank, ranks)
-        data = torch.zeros(count if shape else 1, dtype=dtype)
+        data = zeros(count if shape else 1, dtype)
         return LocalShard(data, data, start, shape, bool(shape) or rank == 0)
 
     def save(context: SimulatedRank) -> None:
@@ -248,6 +259,26 @@ def measure_convert(work: Path, model: str, ranks: int) -> dict[str, Any]:
         shutil.rmtree(target, ignore_errors=True)
 
 
+def measure_dcp(work: Path, model: str, ranks: int) -> dict[str, Any]:
+    """Read the `.metadata` of a DCP checkpoint, and with `pickle.load`, in turns; the faster of two times each."""
+    import torch  # noqa: F401 - as in a command
+    from torch.distributed.checkpoint import filesystem  # noqa: F401 - what `pickle.load` would import
+
+    ours: Any = importlib.import_module("fsdp_shard.checkpoint.torch_pickle")
+    file = dcp_metadata(work, model, ranks)
+    data = file.read_bytes()
+    readers = {"cpu_seconds": lambda: ours.load(data, str(file)), "pickle_cpu_seconds": lambda: pickle.loads(data)}
+    seconds: dict[str, list[float]] = {name: [] for name in readers}
+    for _ in range(2):
+        for name, read in readers.items():
+            start = time.process_time()
+            pieces = len(read().storage_data)
+            seconds[name].append(time.process_time() - start)
+    best = {name: min(found) for name, found in seconds.items()}
+    ratio = best["cpu_seconds"] / best["pickle_cpu_seconds"]
+    return {"pieces": pieces, "metadata_bytes": len(data), **best, "ratio": ratio}
+
+
 def measure_plan(work: Path, model: str, ranks: int) -> dict[str, Any]:
     """`fsdp-shard plan` for that many ranks, the whole command."""
     place = work / f"plan-{model}-{ranks}"
@@ -265,35 +296,61 @@ def measure_plan(work: Path, model: str, ranks: int) -> dict[str, Any]:
 def measure_init(work: Path, model: str, ranks: int) -> dict[str, Any]:
     """Start real ranks on this machine with the groups of a run, and let them talk as a step and a save do.
 
-    Sockets are those of the rank that has most, seconds those of the slowest one, all on the cores of this machine.
+    Once with one copy of the model, and once with two (`replicated`). Sockets are those of the rank that has most,
+    seconds those of the slowest one, all on the cores of this machine.
     With TORCH_GLOO_LAZY_INIT=0 in the environment, gloo connects all with all.
     """
-    import torch.multiprocessing as processes
-
     from fsdp_shard.distributed import LaunchConfig, variables_for_torch
+
+    os.environ |= variables_for_torch(LaunchConfig(device="cpu"))
+    with_copies = {f"replicated_{name}": value for name, value in _start(work, ranks, 2).items()}
+    return {**_start(work, ranks, 1), **with_copies}
+
+
+def measure_init_alone(work: Path, model: str, ranks: int) -> dict[str, Any]:
+    """Start one rank of many, without the others: gloo connects to nobody before the first collective."""
+    from fsdp_shard.distributed import LaunchConfig, init_distributed, variables_for_torch
+
+    os.environ |= variables_for_torch(LaunchConfig(device="cpu"))
+    os.environ |= {"RANK": str(ranks // 2), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
+    work.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    for replicas, prefix in ((1, ""), (2, "replicated_")):
+        store = work / f"store-{ranks}-{replicas}"
+        store.unlink(missing_ok=True)
+        before, start = _num_sockets(), time.process_time()
+        with init_distributed("cpu", replicas, 300.0, f"file://{store}"):
+            figures[f"{prefix}init_cpu_seconds"] = time.process_time() - start
+            figures[f"{prefix}sockets_after_init"] = _num_sockets() - before
+        store.unlink(missing_ok=True)
+    return figures
+
+
+def _start(work: Path, ranks: int, replicas: int) -> dict[str, Any]:
+    import torch.multiprocessing as processes
 
     place = work / f"init-{ranks}"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    os.environ |= variables_for_torch(LaunchConfig(device="cpu"))
-    processes.start_processes(_init, (ranks, str(place)), ranks, start_method="fork")
+    processes.start_processes(_init, (ranks, replicas, str(place)), ranks, start_method="fork")
     found = [json.loads(file.read_text()) for file in place.glob("*.json")]
     shutil.rmtree(place)
     assert len(found) == ranks
     return {name: max(one[name] for one in found) for name in found[0]}
 
 
-def _init(rank: int, ranks: int, place: str) -> None:
+def _init(rank: int, ranks: int, replicas: int, place: str) -> None:
     import torch
 
     from fsdp_shard.distributed import init_distributed
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-    before, start = _num_sockets(), time.perf_counter()
-    with init_distributed("cpu", 2 if ranks > 1 else 1, 300.0, f"file://{place}/store") as context:
+    before, start, cpu = _num_sockets(), time.perf_counter(), time.process_time()
+    with init_distributed("cpu", replicas, 300.0, f"file://{place}/store") as context:
         of_saves = context.with_new_group(300.0)
-        seconds, after_init = time.perf_counter() - start, _num_sockets()
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+        after_init = _num_sockets()
         for group in (context, of_saves):
             group.all_reduce([1.0])
             group.broadcast_object("run")
@@ -302,6 +359,7 @@ def _init(rank: int, ranks: int, place: str) -> None:
         of_saves.gather_object("report")  # rank 0 hears of each
         figures = {
             "init_seconds": seconds,
+            "init_cpu_seconds": cpu_seconds,
             "sockets_after_init": after_init - before,
             "sockets_after_talk": talked - before,
             "sockets_of_others_after_gather": (_num_sockets() - before) if rank else 0,

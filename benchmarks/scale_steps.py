@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,50 @@ def thin_step(work: Path, model: str, ranks: int) -> Path:
         manifest.files[name] = FileRecord((root / name).stat().st_size, digest=_digest(root / name))
     (root / "manifest.json").write_text(manifest.to_json())
     return root
+
+
+def dcp_metadata(work: Path, model: str, ranks: int) -> Path:
+    """The `.metadata` that torch's planner and writer make of what the ranks of a save send, without the tensors."""
+    import torch
+    from torch.distributed.checkpoint import default_planner, filesystem, metadata, planner, storage
+
+    root = work / f"dcp-{model}-{ranks}"
+    if (root / ".metadata").exists():
+        return root / ".metadata"
+    shutil.rmtree(root, ignore_errors=True)
+    shapes = {f"model.{name}": shape for name, shape in shapes_of(model, work).items()}
+
+    def plan(rank: int) -> Any:
+        items = []
+        for name, shape in shapes.items():
+            start, count = (part // math.prod(shape[1:]) for part in rows_of(shape, rank, ranks))
+            if count:
+                offsets = torch.Size([start, *[0] * (len(shape) - 1)])
+                chunk = metadata.ChunkStorageMetadata(offsets, torch.Size([count, *shape[1:]]))
+                data = planner.TensorWriteData(chunk, metadata.TensorProperties(torch.bfloat16), torch.Size(shape))
+                index = metadata.MetadataIndex(name, offsets)
+                items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+        return planner.SavePlan(items)
+
+    def results(rank: int, items: Any) -> list[Any]:
+        found, position, file = [], 0, f"__{rank}_0.distcp"
+        for item in items:
+            size = 2 * math.prod(item.tensor_data.chunk.sizes) + 1500  # an item is an archive of torch.save
+            found.append(storage.WriteResult(item.index, size, filesystem._StorageInfo(file, position, size)))
+            position += size
+        return found
+
+    plans, described = default_planner.create_default_global_save_plan([_sent(plan(rank)) for rank in range(ranks)])
+    described.planner_data = {name: ("model", name.removeprefix("model.")) for name in shapes}
+    written = [_sent(results(rank, _sent(one).items)) for rank, one in enumerate(plans)]
+    root.mkdir(parents=True)
+    filesystem.FileSystemWriter(root, sync_files=False).finish(described, written)
+    return root / ".metadata"
+
+
+def _sent(value: Any) -> Any:
+    """A value after it was sent to another rank: what objects in it shared with others, they share no more."""
+    return pickle.loads(pickle.dumps(value))
 
 
 def _write_sparse(root: Path, folder: str, specs: list[Any], ranks: int) -> dict[str, int]:

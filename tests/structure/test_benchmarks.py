@@ -112,7 +112,7 @@ def test_architectures_are_counted(tmp_path: Path) -> None:
 def test_many_ranks_are_simulated(tmp_path: Path) -> None:
     work, table = tmp_path / "work", tmp_path / "table.json"
     work.mkdir()
-    shapes = {"embed.weight": [64, 8], "layer.o_proj.weight": [8, 16], "norm.weight": [8]}
+    shapes = {"embed.weight": [64, 8], "layer.o_proj.weight": [8, 16], "norm.weight": [2048]}
     (work / "70B.json").write_text(json.dumps(shapes))  # instead of the shapes of that model
     command = [sys.executable, "benchmarks/scale.py", "--work", str(work), "--ranks", "8", "--json", str(table)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -122,6 +122,8 @@ def test_many_ranks_are_simulated(tmp_path: Path) -> None:
     assert found["open"]["opened"] == 0
     assert found["resume"]["opened"] == 3, "its own files, of weights and optimizer, and that with the step counts"
     assert found["save"]["median_received"] < 10_000
-    command = [sys.executable, "benchmarks/scale.py", "--plot", str(table), str(table), str(tmp_path / "figure.svg")]
-    assert subprocess.run(command, cwd=ROOT, timeout=280).returncode == 0
-    assert (tmp_path / "figure.svg").stat().st_size > 1000
+    for option, *figures in (("--plot", table, table), ("--plot-saves", table)):
+        drawn = tmp_path / f"{option}.svg"
+        command = [sys.executable, "benchmarks/scale.py", option, *map(str, figures), str(drawn)]
+        assert subprocess.run(command, cwd=ROOT, timeout=280).returncode == 0
+        assert drawn.stat().st_size > 1000

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_shard.checkpoint.digests import chunk_digest, record_tensor
+from fsdp_shard.checkpoint.digests import chunk_digests, record_tensor
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
 from fsdp_shard.checkpoint.steps import (
@@ -166,6 +166,6 @@ def _tensor_records(
         for name, part in written.parts.items():
             parts.setdefault(name, []).append(part)
     for name, of_ranks in parts.items():
-        chunks[name] = {0: chunk_digest(b"".join(content for _, content in sorted(of_ranks)))}
-        assert sum(len(content) for _, content in of_ranks) == write_plan.spec_of(name, shards[name]).num_bytes
+        whole = memoryview(b"".join(content for _, content in sorted(of_ranks)))
+        chunks[name] = chunk_digests(whole, 0, write_plan.spec_of(name, shards[name]).num_bytes)
     return {name: record_tensor(write_plan.spec_of(name, shard), chunks[name]) for name, shard in shards.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_shard.checkpoint.torch_pickle import dtensor, tensor
 from fsdp_shard.checkpoint.torch_pickle.metadata_classes import DCP_CLASSES, Constant, OrderedDict, counts, record, text
+from fsdp_shard.checkpoint.torch_pickle.metadata_pieces import SHORTCUTS
 from fsdp_shard.checkpoint.torch_pickle.unpickler import Machine
 from fsdp_shard.errors import CheckpointError
 
@@ -31,7 +32,7 @@ def load(data: bytes, where: str, persistent: Callable[[Any], Any] | None = None
 
 def load_from(data: bytes, start: int, where: str, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int]:
     """The object in the pickle that begins at byte `start`, and the byte after the pickle; otherwise as `load`."""
-    machine = Machine(data, start, _NAMES, persistent)
+    machine = Machine(data, start, _NAMES, persistent, SHORTCUTS)
     try:
         return machine.run(), machine.end
     except CheckpointError as error:

@@ -27,10 +27,21 @@ class CutShort(CheckpointError):
 
 
 class Machine:
-    """Reads one pickle that begins at byte `start` of `data`; afterwards `end` is the byte after it."""
+    """Reads one pickle that begins at byte `start` of `data`; afterwards `end` is the byte after it.
 
-    def __init__(self, data: bytes, start: int, names: Names, persistent: Callable[[Any], Any] | None) -> None:
+    `shortcuts` read many opcodes at once, beginning with one that recalls the class of that name.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        start: int,
+        names: Names,
+        persistent: Callable[[Any], Any] | None,
+        shortcuts: Mapping[str, Shortcut],
+    ) -> None:
         self.data, self.end = data, start
+        self._shortcuts = shortcuts
         self._calls, self._persistent = Calls(names, len(data)), persistent
         self._stack: list[Any] = []
         self._outer: list[list[Any]] = []  # the stacks below each mark
@@ -64,13 +75,19 @@ class Machine:
                 memo[len(memo)] = self._stack[-1]
                 left -= _MEMO_BYTES
             elif opcode == 0x68 and data[at + 1] in memo:  # BINGET
-                self._stack.append(memo[data[at + 1]])
                 self.end = at + 2
+                if type(value := memo[data[at + 1]]) is Global:
+                    left -= self._push_class(value, at)
+                else:
+                    self._stack.append(value)
             elif opcode == 0x6A and (key := int.from_bytes(data[at + 1 : at + 5], "little")) in memo:  # LONG_BINGET
-                self._stack.append(memo[key])
                 self.end = at + 5
+                if type(value := memo[key]) is Global:
+                    left -= self._push_class(value, at)
+                else:
+                    self._stack.append(value)
             elif opcode == 0x71:  # BINPUT
-                memo[data[at + 1]] = self._stack[-1]
+                self._memoize(data[at + 1])
                 self.end = at + 2
             elif opcode == 0x4B:  # BININT1
                 self._stack.append(data[at + 1])
@@ -97,6 +114,15 @@ class Machine:
                 step(self)
                 left -= _BYTES_OF.get(opcode, _OBJECT_BYTES)
         raise Malformed("consists of more tiny objects than any checkpoint of its size")
+
+    def _push_class(self, cls: Global, at: int) -> int:
+        """Push a class that was recalled at byte `at`, or what a shortcut reads from there; the memory that it took."""
+        shortcut, before = self._shortcuts.get(cls.name), len(self._memo)
+        if shortcut is None or (end := shortcut(self.data, at, self._memo, self._stack)) == at:
+            self._stack.append(cls)
+            return 0
+        self.end = end
+        return (_MEMO_BYTES + _OBJECT_BYTES) * (len(self._memo) - before)
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{problem}, at byte {self.end} of the pickle")
@@ -182,6 +208,7 @@ class Machine:
 
     def _memoize(self, key: int) -> None:
         self._memo[key] = self._stack[-1]
+        self._shortcuts = {}  # they rely on a memo that only grows
 
     def _get(self, key: int) -> None:
         if key not in self._memo:
@@ -250,6 +277,9 @@ _COPIES = 16
 _WRONG_ARGUMENTS = (TypeError, ValueError, KeyError, AttributeError, IndexError)
 _CONTAINERS = (tuple, dict, list, str, bytes, bytearray, set, frozenset)
 _TWO_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 writes the names of Python 2
+
+Shortcut = Callable[[bytes, int, dict[int, Any], list[Any]], int]
+"""(data, position, memo, stack) -> the position after what it read, and added to both; the same if it cannot."""
 
 Names = Mapping[tuple[str, str], Any]
 """(module, name) -> the constructor of the stand-in for a class or function, or (not callable) a constant."""
@@ -353,7 +383,9 @@ class Malformed(Exception):
 
 def checked_key(key: Any) -> Any:
     """The key, if hashing it ends soon: a plain value, a small flat tuple of them, or a `hashable` stand-in."""
+    if isinstance(key, StandIn) and key.hashable:
+        return key
     is_flat = type(key) is tuple and len(key) <= _MAX_KEY_ITEMS and all(isinstance(item, _PLAIN_KEYS) for item in key)
-    if not isinstance(key, _PLAIN_KEYS) and not is_flat and not (isinstance(key, StandIn) and key.hashable):
+    if not isinstance(key, _PLAIN_KEYS) and not is_flat:
         raise Malformed(f"has a {type(key).__name__} as a key")
     return key

@@ -99,11 +99,15 @@ def _table(path: Path) -> _MetadataTable:
     num_pieces = sum(len(item.chunks) for item in items.values())
     if num_pieces > 1000 + len(storage):  # of a few that are missing, the first is named when it is read
         raise CheckpointError(f"{where} has {num_pieces} pieces of tensors, but only {len(storage)} in files.")
+    stored = {(index.fqn, index.offset): info for index, info in storage.items()}  # tuples are hashed faster
     tensors = {
         key: _TensorTable(
             str(item.properties.dtype),
             item.size,
-            [(chunk.offsets, chunk.sizes, _item(where, key, chunk.offsets, storage)) for chunk in item.chunks],
+            [
+                (chunk.offsets, chunk.sizes, _item(where, key, stored.get((key, chunk.offsets))))
+                for chunk in item.chunks
+            ],
         )
         for key, item in items.items()
     }
@@ -111,8 +115,7 @@ def _table(path: Path) -> _MetadataTable:
     return _MetadataTable(tensors, dict(planned) if isinstance(planned, Mapping) and planned else None)
 
 
-def _item(where: Path, key: str, offsets: tuple[int, ...], storage: Mapping[Any, StorageInfo]) -> _Item | None:
-    info = storage.get(MetadataIndex(key, offsets))
+def _item(where: Path, key: str, info: StorageInfo | None) -> _Item | None:
     if info is None:
         return None
     if info.transform_descriptors:
