@@ -34,8 +34,12 @@ from .pipeline import (
 )
 from .questions import QuestionRow as QuestionRow, read_questions as read_questions
 from .samples.batch import (
+    CHOSEN_PART as CHOSEN_PART,
     MASKED as MASKED,
     NO_WINDOW as NO_WINDOW,
+    NUM_PARTS as NUM_PARTS,
+    PROMPT_PART as PROMPT_PART,
+    REJECTED_PART as REJECTED_PART,
     Batch as Batch,
     Floats as Floats,
     Ints as Ints,
@@ -44,7 +48,9 @@ from .samples.batch import (
     padded as padded,
 )
 from .samples.mixture import Concatenation as Concatenation
+from .samples.packed_pairs import PackedPairs as PackedPairs
 from .samples.preferences import (
+    ComparedRows as ComparedRows,
     LabeledAnswers as LabeledAnswers,
     PairedRows as PairedRows,
     RewardRows as RewardRows,

@@ -89,9 +89,12 @@ def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
             value = getattr(source, name)
             if task != needs and value != default_of(name):
                 raise ConfigError(f"{source.where}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
-    if data.packing and samples != ROWS:
-        raise ConfigError("data.packing=true is for objectives that do not compare answers; leave it out.")
-    if data.packing and task != CAUSAL:
+    if data.packing and samples == LABELED:
+        raise ConfigError(
+            "data.packing=true packs pairs that share a prompt, and this objective has answers with a label (kto); "
+            "leave it out."
+        )
+    if data.packing and samples == ROWS and task != CAUSAL:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
 
 

@@ -126,7 +126,8 @@ def _objective_line(run: PlannedRun) -> str:
     objective = run.objective
     if objective.name == "sft":
         return ""
-    parts = ["a sample is two sequences"] if objective.samples == "pairs" else []
+    sample = "a sample is one sequence of pairs that share prompts" if run.is_packed else "a sample is two sequences"
+    parts = [sample] if objective.samples == "pairs" else []
     if run.reference_kind is not None:
         parts.append(
             "a frozen reference alongside it" if run.has_sharded_reference else "no second model while it trains"

@@ -7,6 +7,7 @@ import numpy as np
 
 from fsdp_shard.data.config import DataConfig, is_running_text
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, ROWS, SEQ2SEQ
+from fsdp_shard.data.samples.packed_pairs import PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.packing import PackedRows
 from fsdp_shard.data.samples.preferences import cut_answers, preference_samples
 from fsdp_shard.data.samples.protocol import SourceDataset
@@ -73,7 +74,8 @@ class SampleFactory:
             DataError: Answers are not such as the objective compares.
         """
         if self.task.samples != ROWS:
-            return cut_answers(examples, classes, self.task, self.config.window_length, self.config.where)
+            found = cut_answers(examples, classes, self.task, self.config.window_length, self.config.where)
+            return self._fitting(found, examples) if self.config.packing else found
         first, lengths, longest = examples.first, examples.lengths, self.config.window_length
         if self.task.name == SEQ2SEQ:
             usable = (first > 0) & (first < lengths)
@@ -86,11 +88,18 @@ class SampleFactory:
         kept = np.flatnonzero(usable)
         return Cut(kept, int(np.count_nonzero(longer[kept])), len(usable) - len(kept))
 
+    def _fitting(self, cut: Cut, examples: Examples) -> Cut:
+        padding = self.task.padding if self.task.name == CLASSIFICATION else None
+        return fitting_pairs(cut, examples, self.config.window_length, padding)
+
     def samples(self, examples: Examples, cut: Cut, classes: Sequence[str | int]) -> SourceDataset:
         """Make samples of the examples that `cut` kept; `classes` has the names of their labels."""
         task, given = self.task, (examples, cut.kept, self.config.window_length)
         if task.samples != ROWS:
-            return preference_samples(*given, classes, task)
+            found = preference_samples(*given, classes, task)
+            if cut.shared is None:
+                return found
+            return PackedPairs.pack(found, cut.shared, is_scored=task.name == CLASSIFICATION, padding=task.padding)
         if task.name == SEQ2SEQ:
             return Seq2SeqRows(*given, "", self._target_length, task.decoder_start, task.padding)
         if task.name == CLASSIFICATION:
