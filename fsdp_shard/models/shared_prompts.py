@@ -30,7 +30,7 @@ _LOWEST = torch.finfo(torch.bfloat16).min  # what is added to the scores of othe
 _LARGEST_TOKEN = 90  # in the texts of the trial
 _ROUNDING = 1e-3  # relative to the largest value: experts multiply tokens of several texts at once
 # Parts of the names of settings by which layers treat distant tokens differently, and their value in a tiny model.
-_LIMITS, _TINY_LIMIT = ("window", "chunk", "local_attention", "floor_scale", "index_topk", "index_block"), 6
+_LIMITS, _TINY_LIMIT = ("window", "chunk", "local_attention", "floor_scale", "index_topk", "index_block"), 4
 
 _known: WeakKeyDictionary[nn.Module, dict[tuple[int, torch.device], _LayerMasks]] = WeakKeyDictionary()
 

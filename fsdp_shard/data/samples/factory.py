@@ -75,7 +75,9 @@ class SampleFactory:
         """
         if self.task.samples != ROWS:
             found = cut_answers(examples, classes, self.task, self.config.window_length, self.config.where)
-            return self._fitting(found, examples) if self.config.packing else found
+            if not self.config.packing:
+                return found
+            return fitting_pairs(found, examples, self.config.window_length, self._scored_padding)
         first, lengths, longest = examples.first, examples.lengths, self.config.window_length
         if self.task.name == SEQ2SEQ:
             usable = (first > 0) & (first < lengths)
@@ -88,18 +90,17 @@ class SampleFactory:
         kept = np.flatnonzero(usable)
         return Cut(kept, int(np.count_nonzero(longer[kept])), len(usable) - len(kept))
 
-    def _fitting(self, cut: Cut, examples: Examples) -> Cut:
-        padding = self.task.padding if self.task.name == CLASSIFICATION else None
-        return fitting_pairs(cut, examples, self.config.window_length, padding)
+    @property
+    def _scored_padding(self) -> int | None:
+        """The padding token of a reward model; None where the tokens of answers are predicted."""
+        return self.task.padding if self.task.name == CLASSIFICATION else None
 
     def samples(self, examples: Examples, cut: Cut, classes: Sequence[str | int]) -> SourceDataset:
         """Make samples of the examples that `cut` kept; `classes` has the names of their labels."""
         task, given = self.task, (examples, cut.kept, self.config.window_length)
         if task.samples != ROWS:
             found = preference_samples(*given, classes, task)
-            if cut.shared is None:
-                return found
-            return PackedPairs.pack(found, cut.shared, is_scored=task.name == CLASSIFICATION, padding=task.padding)
+            return found if cut.shared is None else PackedPairs.pack(found, cut.shared, self._scored_padding)
         if task.name == SEQ2SEQ:
             return Seq2SeqRows(*given, "", self._target_length, task.decoder_start, task.padding)
         if task.name == CLASSIFICATION:

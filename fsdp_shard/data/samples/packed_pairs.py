@@ -43,23 +43,22 @@ class PackedPairs(ComparedRows):
         extras: Other values of each pair by name, float32 [num_pairs] or [num_pairs, 2].
         shared: Number of tokens of each pair that both answers share [num_pairs].
         starts: Where the pairs of each window begin, and where those of the last one end [num_windows + 1].
-        is_scored: Whether a reward model reads the answers; else their tokens are predicted.
-        padding: The padding token, after which a reward model does not look for the end of a text.
+        padding: The padding token of a reward model, which reads the last other token of a text; None where the tokens
+            of answers are predicted.
     """
 
     shared: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
-    is_scored: bool = False
-    padding: int = 0
+    padding: int | None = None
 
     @classmethod
-    def pack(cls, rows: ComparedRows, shared: Ints, *, is_scored: bool, padding: int) -> Self:
+    def pack(cls, rows: ComparedRows, shared: Ints, padding: int | None) -> Self:
         """Pack the pairs of `rows` by best fit, in which `shared` [num_pairs] tokens are computed once."""
-        lengths = pair_lengths(rows.examples, rows.kept, shared, is_scored=is_scored)
+        lengths = pair_lengths(rows.examples, rows.kept, shared, is_scored=padding is not None)
         order, starts = packed_windows(lengths, rows.sequence_length)
         extras = {name: values[order] for name, values in rows.extras.items()}
         where = (rows.examples, rows.kept[order], rows.sequence_length, "")
-        return cls(*where, extras, shared[order], starts, is_scored, padding)
+        return cls(*where, extras, shared[order], starts, padding)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -67,11 +66,11 @@ class PackedPairs(ComparedRows):
     @property
     def identity(self) -> str:
         pairs = f"{self.examples.name}:{len(self.kept)}/{self.sequence_length}"
-        return f"packed-pairs-{ORDER}{self.part}:{len(self)}:{'scored' if self.is_scored else 'predicted'}:{pairs}"
+        return f"packed-pairs-{ORDER}{self.part}:{len(self)}:{self.padding}:{pairs}"
 
     @property
     def summary(self) -> str:
-        num_tokens = int(pair_lengths(self.examples, self.kept, self.shared, is_scored=self.is_scored).sum())
+        num_tokens = int(pair_lengths(self.examples, self.kept, self.shared, is_scored=self.padding is not None).sum())
         full = num_tokens / (len(self) * self.sequence_length)
         num_apart = num_tokens + int(self.shared.sum())
         windows = f"{format_count(len(self), 'window')} of {self.sequence_length} ({full:.1%} full)"
@@ -97,7 +96,7 @@ class PackedPairs(ComparedRows):
     def _sample(self, index: int | None, epoch: int) -> Sample:
         """Join pairs; without one there is padding only, which attends to itself."""
         length, end = self.sequence_length, 0
-        ids, labels = padded([], length, self.padding), padded([], length, MASKED)
+        ids, labels = padded([], length, self.padding or 0), padded([], length, MASKED)
         positions, segments = padded([], length), padded([], length)
         pairs = range(0) if index is None else self.pairs_of(index)
         for number, pair in enumerate(pairs):
@@ -122,7 +121,7 @@ class PackedPairs(ComparedRows):
         Of a reward model's, the label of the token whose score counts is 0, and the others are masked.
         """
         tokens, predicted = self.examples.tokens_of(example)
-        if not self.is_scored:
+        if self.padding is None:
             return next_labels(tokens, predicted, len(tokens))
         labels = padded([], len(tokens), MASKED)
         labels[read_token(tokens, self.padding)] = 0
