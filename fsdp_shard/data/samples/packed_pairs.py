@@ -168,10 +168,9 @@ def _shared_tokens(examples: Examples, pairs: Ints, padding: int | None) -> Ints
     offset, stop = int(starts.min()), int(examples.ends[pairs].max())
     tokens = np.asarray(examples.tokens[offset:stop])
     if padding is not None:
-        ends = examples.ends[pairs] - offset
-        read = [[read_token(tokens[a:b], padding) for a, b in zip(*each, strict=True)] for each in
-                zip(starts - offset, ends, strict=True)]  # fmt: skip
-        most = np.minimum(most, np.asarray(read, np.int64).min(axis=1) + 1)
+        last = np.maximum.accumulate(np.where(tokens != padding, np.arange(len(tokens)), 0))
+        read = np.maximum(last[examples.ends[pairs] - offset - 1] - (starts - offset), 0)
+        most = np.minimum(most, read.min(axis=1) + 1)
     most = np.maximum(most, 1)
     # The tokens before the answers, one pair after the other.
     begins = np.cumsum(most) - most
