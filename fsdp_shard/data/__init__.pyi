@@ -34,8 +34,12 @@ from .pipeline import (
 )
 from .questions import QuestionRow as QuestionRow, read_questions as read_questions
 from .samples.batch import (
+    CHOSEN_PART as CHOSEN_PART,
     MASKED as MASKED,
     NO_WINDOW as NO_WINDOW,
+    NUM_PARTS as NUM_PARTS,
+    PROMPT_PART as PROMPT_PART,
+    REJECTED_PART as REJECTED_PART,
     Batch as Batch,
     Floats as Floats,
     Ints as Ints,
@@ -44,7 +48,9 @@ from .samples.batch import (
     padded as padded,
 )
 from .samples.mixture import Concatenation as Concatenation
+from .samples.packed_pairs import PackedPairs as PackedPairs
 from .samples.preferences import (
+    ComparedRows as ComparedRows,
     LabeledAnswers as LabeledAnswers,
     PairedRows as PairedRows,
     RewardRows as RewardRows,
@@ -59,7 +65,7 @@ from .samples.protocol import (
 from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.token_values import used_samples as used_samples, with_token_values as with_token_values
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
-from .task import SpecialTokens as SpecialTokens, Task as Task, check_task as check_task
+from .task import SpecialTokens as SpecialTokens, Task as Task, check_packed as check_packed, check_task as check_task
 from .tokenized.encoder import tokenizer_state as tokenizer_state
 from .tokenized.token_cache import cache_key as cache_key
 from .tokenized.token_file import Array as Array, Examples as Examples

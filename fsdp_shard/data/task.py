@@ -89,9 +89,18 @@ def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
             value = getattr(source, name)
             if task != needs and value != default_of(name):
                 raise ConfigError(f"{source.where}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
-    if data.packing and samples != ROWS:
-        raise ConfigError("data.packing=true is for objectives that do not compare answers; leave it out.")
-    if data.packing and task != CAUSAL:
+    if data.packing:
+        check_packed(task, samples)
+
+
+def check_packed(task: str, samples: str) -> None:
+    """Raise ConfigError for samples that `data.packing=true` cannot pack; the arguments are as in `check_task`."""
+    if samples == LABELED:
+        raise ConfigError(
+            "data.packing=true packs pairs that share a prompt, and this objective (kto) compares answers with a "
+            "label; leave it out."
+        )
+    if samples == ROWS and task != CAUSAL:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
 
 

@@ -267,6 +267,8 @@ class EvaluateSettings(SourceSettings):
                 f"{prefix}task={REWARD} compares pairs of answers, and {prefix}data.kind={data.kind} has none; set "
                 f"{prefix}data.kind=preference, and give rows with a chosen and a rejected answer."
             )
+        if self.task == REWARD:
+            refuse_changed(data, ["packing"], f"{prefix}data.", why)
         if self.task in (CLASSIFICATION, REWARD):
             refuse_changed(self.scoring, ["metrics", "max_new_tokens"], f"{prefix}scoring.", why)
             return

@@ -38,6 +38,11 @@ from .quantized_linear import (
     quantized_weights as quantized_weights,
     weights_per_parameter as weights_per_parameter,
 )
+from .shared_prompts import (
+    check_shared_prompts as check_shared_prompts,
+    giving_answer_scores as giving_answer_scores,
+    shared_prompt_masks as shared_prompt_masks,
+)
 from .transformers_private import (
     apply_tensor_plan as apply_tensor_plan,
     dtypes_to_keep as dtypes_to_keep,

@@ -44,9 +44,7 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
         ModelError: One document changes the logits of the other, or no tiny model can be run.
     """
     name, cls = named_class(config)
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    others = layers_without_attention(config)
     instead = "data.packing=false for this model"
     if cls is None:
         reason = "its code is not part of transformers"
@@ -62,6 +60,12 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
     else:
         return
     raise ModelError(f"{name} cannot keep packed documents apart: {reason}. Set {instead}.")
+
+
+def layers_without_attention(config: PretrainedConfig) -> list[str]:
+    """Return the types of layers that mix tokens by other means than attention, as far as a config names them."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
 
 
 def _leak(config: PretrainedConfig, attention: str | None) -> str:

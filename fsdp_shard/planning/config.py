@@ -62,7 +62,9 @@ class PlanDataConfig:
     sequence_length: int | None = setting(
         None, "Length of each sample, in tokens. Default: as in finetune, by the model's context.", minimum=1
     )
-    packing: bool = setting(False, "As in finetune: several documents in a sample, which attention keeps apart.")
+    packing: bool = setting(
+        False, "As in finetune: several documents, or pairs, in a sample, which attention keeps apart."
+    )
 
 
 @dataclass

@@ -22,7 +22,7 @@ class PlannedRun:
         saves_asynchronously: Whether saves may copy the state into host memory.
         is_streamed: Whether samples are not known before.
         on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
-        is_packed: Whether rows hold several documents, which sdpa keeps apart by a mask.
+        is_packed: Whether rows hold several documents, or pairs that share prompts, which sdpa keeps apart by a mask.
     """
 
     model: models.ModelConfig
@@ -55,8 +55,11 @@ class PlannedRun:
 
     @property
     def num_rows(self) -> int:
-        """Number of sequences in a micro-batch that are kept for the backward pass: both answers of each pair."""
-        return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" else 1)
+        """Number of sequences in a micro-batch that are kept for the backward pass: both answers of each pair.
+
+        Packed, a sequence holds several pairs.
+        """
+        return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" and not self.is_packed else 1)
 
     @property
     def has_sharded_reference(self) -> bool:

@@ -59,6 +59,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         >>> plan.figures["peak_bytes"]  # doctest: +SKIP
         8437268480
     """
+    from fsdp_shard.data import check_packed
     from fsdp_shard.models import check_model_task, context_of
     from fsdp_shard.planning.measured.comparison_with_run import compare, comparison_figures, comparison_text
     from fsdp_shard.planning.memory_plan import PlannedRun
@@ -71,6 +72,8 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         context = context_of(model_config, trusted)
     check_model_task(model_config, config.model.task)
     check_task(config.objective, config.model.task)
+    if config.data.packing:
+        check_packed(config.model.task, config.objective.samples)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
     on_gpu, packs = _plans_gpus(config), config.data.packing
     if measured is not None:
@@ -126,7 +129,8 @@ def _objective_line(run: PlannedRun) -> str:
     objective = run.objective
     if objective.name == "sft":
         return ""
-    parts = ["a sample is two sequences"] if objective.samples == "pairs" else []
+    sample = "a sample is one sequence of pairs that share prompts" if run.is_packed else "a sample is two sequences"
+    parts = [sample] if objective.samples == "pairs" else []
     if run.reference_kind is not None:
         parts.append(
             "a frozen reference alongside it" if run.has_sharded_reference else "no second model while it trains"

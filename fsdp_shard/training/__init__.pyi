@@ -33,9 +33,9 @@ from .loss.cross_entropy import (
     cross_entropy as cross_entropy,
     cross_entropy_chunk_bytes as cross_entropy_chunk_bytes,
 )
-from .loss.device_batch import DeviceBatch as DeviceBatch
+from .loss.device_batch import DeviceBatch as DeviceBatch, PackedAnswers as PackedAnswers
 from .loss.distillation import Targets as Targets
-from .loss.forward_loss import forward_log_probs as forward_log_probs
+from .loss.forward_loss import forward_answers as forward_answers, forward_log_probs as forward_log_probs
 from .loss.linear_cross_entropy import (
     giving_loss as giving_loss,
     linear_cross_entropy as linear_cross_entropy,

@@ -18,7 +18,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.loss.device_batch import DeviceBatch
+from fsdp_shard.training.loss.device_batch import DeviceBatch, PackedAnswers
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -198,7 +198,12 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     labels, counted = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
     inputs, extras, values = copied(batch.inputs), copied(batch.extras), copied(batch.token_values)
     sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
-    return DeviceBatch(inputs, copy_to(device, labels), copy_to(device, counted), extras, values, sequence)
+    packed = None
+    if batch.segments is not None:
+        sizes = batch.answer_sizes.flatten().tolist()
+        lengths, segments = torch.tensor(sizes, dtype=torch.float32), torch.from_numpy(batch.segments)
+        packed = PackedAnswers(copy_to(device, segments), tuple(sizes), copy_to(device, lengths))
+    return DeviceBatch(inputs, copy_to(device, labels), copy_to(device, counted), extras, values, sequence, packed)
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

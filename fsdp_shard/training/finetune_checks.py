@@ -105,7 +105,8 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     checkpoint.check_loadable(source.model_index)
     if task == data.CLASSIFICATION:
         check_classifier(model_config, is_reward_model=config.objective.name == "reward")
-    if config.data.packing:
+    packs_pairs = config.data.packing and config.objective.samples == data.PAIRS
+    if config.data.packing and not packs_pairs:
         models.check_packing(model_config, config.model.attention)
     if task == data.MASKED_LM:
         data.SpecialTokens.of(models.load_tokenizer(source.tokenizer, config.model.trust_remote_code))
@@ -119,6 +120,8 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     context = models.context_of(model_config, config.model.trust_remote_code)
     settle_run_length(config.data, resumed, context)
     describe_lengths(config.data, context)
+    if packs_pairs:
+        models.check_shared_prompts(model_config, config.model.attention, config.data.window_length)
     sharding.check_context_parallel(model_config, model, config.model, shard, config.data.window_length)
     if config.train.sample_prompts:
         if task != data.CAUSAL:

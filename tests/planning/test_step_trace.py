@@ -69,6 +69,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "sequence_length": 64,
         "train": TrainConfig(global_batch_size=1),
     },
+    "packed pairs": {"objective": OBJECTIVES["simpo"](), "is_packed": True, "sequence_length": 64},
 }
 
 

@@ -296,7 +296,7 @@ def _data(config: PretrainedConfig, run: PlannedRun, packed: bool) -> Any:
     tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
     windows = Shuffled(WindowDataset(tokens, length, "random"), seed=0)
     if run.objective.samples == "pairs":
-        return _Rows(windows, _in_pairs)
+        return _Rows(windows, _packed_pairs if packed else _in_pairs)
     if getattr(config, "is_encoder_decoder", False):
         return _Rows(windows, _for_encoder_decoder)
     return _Rows(windows, _packed) if packed else windows
@@ -310,6 +310,14 @@ def _in_pairs(batch: Batch) -> Batch:
 def _for_encoder_decoder(batch: Batch) -> Batch:
     tokens = batch.inputs["input_ids"]
     return Batch({"input_ids": tokens, "decoder_input_ids": tokens}, batch.labels)
+
+
+def _packed_pairs(batch: Batch) -> Batch:
+    """A pair in each row, without a prompt."""
+    found = _packed(batch)
+    documents = np.cumsum(found.inputs["position_ids"] == 0, axis=1)
+    return Batch(found.inputs, found.labels, {"reference_log_probs": np.zeros((len(documents), 2), np.float32)},
+                 segments=documents + 1)  # fmt: skip
 
 
 def _packed(batch: Batch) -> Batch:

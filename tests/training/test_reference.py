@@ -46,10 +46,14 @@ def computed(context: DistributedContext, configs: list[FinetuneConfig]) -> list
     ]
 
 
-def test_dispatched_and_sharded_agree(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("packing", [False, True])
+def test_dispatched_and_sharded_agree(
+    packing: bool, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Streamed from the disk on two ranks, the pass has the keys and the values of the one that is sharded."""
     sharded = settings(tiny_model, tmp_path, "sharded")
     streamed = settings(tiny_model, tmp_path, "streamed", reference="dispatched", reference_max_memory={"cpu": "100KB"})
+    sharded.data.packing = streamed.data.packing = packing
     found = on_ranks(2, computed, [sharded, streamed, streamed])[0]
     assert " disk " in next(line for line in capfd.readouterr().err.splitlines() if line.startswith("reference: "))
     assert ["computed" in notes[-1] for notes in found] == [True, True, False]

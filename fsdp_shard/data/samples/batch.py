@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -16,6 +16,9 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Values: TypeAlias = npt.NDArray[Any]
 
 MASKED = -100  # the label that the losses of torch and transformers ignore
+# What a token of packed pairs belongs to, a segment, is a number: 0 is padding, and the prompt, the chosen and the
+# rejected answer of pair k of its row are 3k + 1, 3k + 2 and 3k + 3.
+PROMPT_PART, CHOSEN_PART, REJECTED_PART, NUM_PARTS = 1, 2, 3, 3
 NO_WINDOW = -1  # the index of a sample in which every label is masked
 
 
@@ -30,8 +33,9 @@ class Sample:
         labels: Labels.
         padding: The padding token, in which `input_ids` end where other samples of a batch are longer.
         decoder_start: The token before the labels in the input of a decoder, for models that have one.
-        extras: Other values by name, float32 [] or [2].
+        extras: Other values by name, float32 [] or [2]; of packed pairs [num_pairs] or [num_pairs, 2].
         token_values: Values of each label that is not masked, by name, [num_predictions, ...].
+        segments: Of packed pairs, what each token belongs to, int64 [length] (`CHOSEN_PART`).
     """
 
     inputs: Mapping[str, Ints]
@@ -40,6 +44,7 @@ class Sample:
     decoder_start: int | None = None
     extras: Mapping[str, Floats] = field(default_factory=dict)
     token_values: Mapping[str, Values] = field(default_factory=dict)
+    segments: Ints | None = None
 
     @property
     def rows(self) -> list[Sample]:
@@ -61,15 +66,18 @@ class Batch:
             length] of samples with two rows.
         labels: Labels, int64, with the shape of the model's logits without their last dimension. Those of a next token
             are already shifted.
-        extras: Other values of each sample by name, float32 [num_samples], or [num_samples, 2] with one for each row.
+        extras: Other values of each sample by name, float32 [num_samples], or [num_samples, 2] with one for each row;
+            of packed pairs those of one pair after the other.
         token_values: Values of each label that is not masked, by name, [num_predictions, ...], in the order of the flat
             labels.
+        segments: Of packed pairs, as in `Sample`, int64 [num_samples, length].
     """
 
     inputs: Mapping[str, Ints]
     labels: Ints
     extras: Mapping[str, Floats] = field(default_factory=dict)
     token_values: Mapping[str, Values] = field(default_factory=dict)
+    segments: Ints | None = None
 
     @property
     def input_ids(self) -> Ints:
@@ -80,6 +88,16 @@ class Batch:
     def num_predictions(self) -> int:
         """Number of labels that are not masked."""
         return int(np.count_nonzero(self.labels != MASKED))
+
+    @property
+    def answer_sizes(self) -> Ints:
+        """Number of labels that are not masked of both answers of each pair, [num_pairs, 2]; 0 of one that fills up."""
+        counted = self.labels != MASKED
+        if self.segments is None:
+            return np.asarray(counted.reshape(len(counted), -1).sum(axis=1).reshape(-1, 2), np.int64)
+        rows, _ = np.nonzero(counted)
+        segments = self.segments[counted] + rows * (self.segments.max(initial=0) + 1)
+        return np.asarray(np.unique(segments, return_counts=True)[1].reshape(-1, 2), np.int64)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -92,12 +110,15 @@ def collate(samples: Sequence[Sample]) -> Batch:
         padding = first.padding if name == "input_ids" else 0
         inputs[name] = _stack([row.inputs[name] for row in rows], padding)
     labels = _stack([row.labels for row in rows], MASKED)
-    extras = {name: np.stack([sample.extras[name] for sample in samples]) for name in first.extras}
+    segments = None if first.segments is None else _stack([row.segments for row in rows if row.segments is not None], 0)
+    # A row of packed pairs has values of several.
+    join: Callable[..., Floats] = np.stack if segments is None else np.concatenate
+    extras = {name: join([sample.extras[name] for sample in samples]) for name in first.extras}
     values = {name: np.concatenate([sample.token_values[name] for sample in samples]) for name in first.token_values}
     if first.decoder_start is not None:
         before = np.where(labels == MASKED, first.decoder_start, labels)[:, :-1]
         inputs["decoder_input_ids"] = np.insert(before, 0, first.decoder_start, axis=1)
-    return Batch(inputs, labels, extras, values)
+    return Batch(inputs, labels, extras, values, segments)
 
 
 def _stack(arrays: Sequence[Ints], padding: int) -> Ints:

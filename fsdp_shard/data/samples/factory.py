@@ -7,6 +7,7 @@ import numpy as np
 
 from fsdp_shard.data.config import DataConfig, is_running_text
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, ROWS, SEQ2SEQ
+from fsdp_shard.data.samples.packed_pairs import PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.packing import PackedRows
 from fsdp_shard.data.samples.preferences import cut_answers, preference_samples
 from fsdp_shard.data.samples.protocol import SourceDataset
@@ -73,7 +74,10 @@ class SampleFactory:
             DataError: Answers are not such as the objective compares.
         """
         if self.task.samples != ROWS:
-            return cut_answers(examples, classes, self.task, self.config.window_length, self.config.where)
+            found = cut_answers(examples, classes, self.task, self.config.window_length, self.config.where)
+            if not self.config.packing:
+                return found
+            return fitting_pairs(found, examples, self.config.window_length, self._scored_padding)
         first, lengths, longest = examples.first, examples.lengths, self.config.window_length
         if self.task.name == SEQ2SEQ:
             usable = (first > 0) & (first < lengths)
@@ -86,11 +90,17 @@ class SampleFactory:
         kept = np.flatnonzero(usable)
         return Cut(kept, int(np.count_nonzero(longer[kept])), len(usable) - len(kept))
 
+    @property
+    def _scored_padding(self) -> int | None:
+        """The padding token of a reward model; None where the tokens of answers are predicted."""
+        return self.task.padding if self.task.name == CLASSIFICATION else None
+
     def samples(self, examples: Examples, cut: Cut, classes: Sequence[str | int]) -> SourceDataset:
         """Make samples of the examples that `cut` kept; `classes` has the names of their labels."""
         task, given = self.task, (examples, cut.kept, self.config.window_length)
         if task.samples != ROWS:
-            return preference_samples(*given, classes, task)
+            found = preference_samples(*given, classes, task)
+            return found if cut.shared is None else PackedPairs.pack(found, cut.shared, self._scored_padding)
         if task.name == SEQ2SEQ:
             return Seq2SeqRows(*given, "", self._target_length, task.decoder_start, task.padding)
         if task.name == CLASSIFICATION:

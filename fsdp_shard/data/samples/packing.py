@@ -19,7 +19,7 @@ from fsdp_shard.data.samples.rows import RowDataset, next_tokens
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
 
-_ORDER = 1  # changes if the same index becomes another window
+ORDER = 1  # changes if the same index becomes another window
 
 
 def best_fit(lengths: Ints, capacity: int) -> list[list[int]]:
@@ -54,6 +54,23 @@ def best_fit(lengths: Ints, capacity: int) -> list[list[int]]:
     return windows
 
 
+def packed_windows(lengths: Ints, capacity: int) -> tuple[list[int], Ints]:
+    """Pack items by best fit, and shuffle the windows with a fixed seed.
+
+    So a part of them, such as the held-out windows, is like the rest: best fit starts with the longest items.
+
+    Args:
+        lengths: As in `best_fit`.
+        capacity: As in `best_fit`.
+
+    Returns:
+        The items in the order of the windows, and where each window begins and the last one ends [num_windows + 1].
+    """
+    fitted = best_fit(lengths, capacity)
+    windows = [fitted[number] for number in permutation(len(fitted), ORDER, 0)]
+    return list(chain.from_iterable(windows)), np.cumsum([0, *(len(window) for window in windows)])
+
+
 @dataclass(frozen=True)
 class PackedRows(RowDataset):
     """Several examples per window: window i has the examples `kept[starts[i] : starts[i + 1]]`."""
@@ -62,15 +79,10 @@ class PackedRows(RowDataset):
 
     @classmethod
     def pack(cls, examples: Examples, kept: Ints, sequence_length: int) -> Self:
-        """Pack the examples `kept` by best fit.
-
-        The windows are then shuffled with a fixed seed, so that a part of them, such as the held-out windows, is like
-        the rest: best fit starts with the longest examples.
-        """
-        fitted = best_fit(np.minimum(examples.lengths[kept] - 1, sequence_length), sequence_length)
-        windows = [fitted[number] for number in permutation(len(fitted), _ORDER, 0)]
-        starts = np.cumsum([0, *(len(window) for window in windows)])
-        return cls(examples, kept[list(chain.from_iterable(windows))], sequence_length, "", starts)
+        """Pack the examples `kept` by best fit."""
+        lengths = np.minimum(examples.lengths[kept] - 1, sequence_length)
+        order, starts = packed_windows(lengths, sequence_length)
+        return cls(examples, kept[order], sequence_length, "", starts)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -78,7 +90,7 @@ class PackedRows(RowDataset):
     @property
     def identity(self) -> str:
         rows = f"CausalRows:{self.examples.name}:{len(self.kept)}/{self.sequence_length}"
-        return f"packed-{_ORDER}{self.part}:{len(self)}:{rows}"
+        return f"packed-{ORDER}{self.part}:{len(self)}:{rows}"
 
     @property
     def summary(self) -> str:

@@ -38,6 +38,15 @@ class ComparedRows(RowDataset):
     extras: Mapping[str, Floats] = field(default_factory=dict)
 
     @property
+    def num_pairs(self) -> int:
+        """Number of values that `extras` have: one a sample, unless samples have several pairs."""
+        return len(self.kept)
+
+    def pairs_of(self, index: int) -> range:
+        """Return the places in `extras` of the values of a sample."""
+        return range(index, index + 1)
+
+    @property
     def summary(self) -> str:
         return f"{format_count(len(self), 'pair')} of up to {self.sequence_length} tokens each"
 
@@ -113,7 +122,7 @@ def with_extras(dataset: SourceDataset, name: str, values: npt.NDArray[Any]) -> 
     Args:
         dataset: The samples.
         name: Name of the values in `Sample.extras` and `Batch.extras`.
-        values: A value for each text of each sample [num_samples, 2]; becomes float32.
+        values: A value for each text of each sample, or pair in it, [num_pairs, 2]; becomes float32.
 
     Returns:
         The dataset, with the same identity: the values follow from it and from what computed them.
@@ -121,7 +130,7 @@ def with_extras(dataset: SourceDataset, name: str, values: npt.NDArray[Any]) -> 
     Raises:
         ValueError: The samples have no two texts, or the values another shape.
     """
-    if not isinstance(dataset, ComparedRows) or np.shape(values) != (len(dataset), 2):
+    if not isinstance(dataset, ComparedRows) or np.shape(values) != (dataset.num_pairs, 2):
         raise ValueError(f"values {np.shape(values)} for {len(dataset)} samples of {type(dataset).__name__}")
     return replace(dataset, extras={**dataset.extras, name: np.asarray(values, np.float32)})
 
@@ -189,7 +198,7 @@ def _with_others(own: Ints, row_of: Ints) -> Ints:
 
 def preference_samples(
     examples: Examples, kept: Ints, sequence_length: int, classes: Sequence[str | int], task: Task
-) -> SourceDataset:
+) -> ComparedRows:
     """Make samples of what `cut_answers` kept."""
     if task.samples != PAIRS:
         good = [number for number, name in enumerate(classes) if name in (CHOSEN, DESIRABLE)]

@@ -20,13 +20,15 @@ _WIDTH_UNIT = 8
 @dataclass(frozen=True)
 class Cut:
     """What truncation leaves: `kept` [num_kept] examples, of which `num_truncated` were longer; `num_dropped` others
-    have nothing left to predict. Of pairs, `kept` is [num_kept, 2], and `notes` say what was dropped, and why.
+    have nothing left to predict. Of pairs, `kept` is [num_kept, 2], and `notes` say what was dropped, and why; of pairs
+    to pack, `shared` [num_kept] has the number of tokens that both answers share.
     """
 
     kept: Ints
     num_truncated: int
     num_dropped: int
     notes: tuple[str, ...] = ()
+    shared: Ints | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The loss of one micro-batch of a planned run, computed by the objective itself on fake tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,17 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.planning.step.block_profiles import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
-from fsdp_shard.training import DeviceBatch, ObjectiveConfig, OwnFunctions, Pass, StepSums, Targets, forward_log_probs
+from fsdp_shard.training import (
+    DeviceBatch,
+    ObjectiveConfig,
+    OwnFunctions,
+    PackedAnswers,
+    Pass,
+    StepSums,
+    Targets,
+    forward_answers,
+    forward_log_probs,
+)
 
 _TOKEN_BYTES = 8  # int64
 
@@ -51,11 +61,11 @@ class _Compared:
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
         if self.kind not in ("adapter", "sharded"):
-            return torch.zeros(len(batch.labels))
+            return torch.zeros(len(batch.labels) if batch.packed is None else len(batch.packed.sizes))
         self.recorder.is_reference = self.kind == "sharded"
         try:
             with torch.no_grad():
-                return forward_log_probs(self.model, batch).sum(-1)  # type: ignore[arg-type]  # it has the module
+                return forward_answers(self.model, batch)  # type: ignore[arg-type]  # it has the module
         finally:
             self.recorder.is_reference = False
 
@@ -83,7 +93,7 @@ def micro_batch_loss(
         num_rows: Number of sequences.
         length: Number of tokens that this rank has of each.
         num_parts: Number of ranks that divide each sequence.
-        is_packed: Whether rows hold several documents, and so have positions.
+        is_packed: Whether rows hold several documents, or pairs that share prompts, and so have positions.
     """
 
     def compute(recorder: Recorder) -> torch.Tensor:
@@ -91,6 +101,7 @@ def micro_batch_loss(
         divisors, context = torch.ones(objective.num_terms), SimpleNamespace(device=torch.device("cpu"))
         if is_packed and num_parts == 1:
             batch.inputs["position_ids"] = torch.zeros((num_rows, length), dtype=torch.long)
+            batch = _with_pairs(batch) if objective.samples == "pairs" else batch
         recorder.ignore([*batch.tensors(), divisors])
         reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
         sums = StepSums(OwnFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
@@ -124,14 +135,34 @@ def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -
     return DeviceBatch(inputs, labels, counted, sequence=WholeSequence(ranks, whole))
 
 
+def _with_pairs(batch: DeviceBatch) -> DeviceBatch:
+    """The batch with a pair in each row that share a prompt; the model makes a mask of the same size by itself."""
+    num_rows, length = batch.inputs["input_ids"].shape
+    if batch.labels.ndim == 1:  # a classifier, which reads the last token of each answer
+        sizes = (1,) * (2 * num_rows)
+        labels, counted = torch.zeros((num_rows, length), dtype=torch.long), torch.zeros(len(sizes), dtype=torch.long)
+        batch = replace(batch, labels=labels, counted=counted)
+    else:
+        sizes = (length // 2, length - length // 2) * num_rows
+    return replace(batch, packed=PackedAnswers(None, sizes, torch.ones(len(sizes))))
+
+
 def batch_bytes(
-    model: PreTrainedModel, num_rows: int, length: int, num_parts: int = 1, *, is_packed: bool = False
+    model: PreTrainedModel,
+    num_rows: int,
+    length: int,
+    num_parts: int = 1,
+    *,
+    is_packed: bool = False,
+    has_segments: bool = False,
 ) -> int:
     """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
 
-    With packed documents positions too. Where `num_parts` ranks divide sequences: the positions of the rank's tokens
-    and of all, and a mask of ones.
+    With packed documents positions too, and with packed pairs also the segments. Where `num_parts` ranks divide
+    sequences: the positions of the rank's tokens and of all, and a mask of ones.
     """
     config: Any = model.config
-    num_arrays = 3 + bool(config.is_encoder_decoder) + is_packed + (2 + num_parts if num_parts > 1 else 0)
+    num_arrays = (
+        3 + bool(config.is_encoder_decoder) + is_packed + has_segments + (2 + num_parts if num_parts > 1 else 0)
+    )
     return num_rows * length * _TOKEN_BYTES * num_arrays

@@ -53,7 +53,8 @@ def plan_step(
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
         if run.objective.is_cross_entropy and not has_loss_head:
             tape = _with_chunks_of_gpus(tape, model, run)
-    batch = batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel, is_packed=run.is_packed)
+    sizes, has_segments = (run.num_rows, run.padded_length), run.is_packed and run.objective.samples == "pairs"
+    batch = batch_bytes(model, *sizes, run.shard.context_parallel, is_packed=run.is_packed, has_segments=has_segments)
     terms["batch"] = batch * run.num_micro_batches
     terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + _FIGURES_BYTES
     if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200

@@ -410,7 +410,10 @@ class _Samples(data.Dataset):
         self._decodes = bool(getattr(config, "is_encoder_decoder", False))
 
     def sample(self, position: int) -> data.Sample:
-        length, rows = self.sequence_length, () if self._run.objective.samples == "rows" else (2,)
+        length, compares = self.sequence_length, self._run.objective.samples != "rows"
+        if compares and self._run.is_packed:
+            return self._packed_pair()
+        rows = (2,) if compares else ()
         tokens = np.zeros((*rows, length), np.int64)
         inputs = {"input_ids": tokens} if self._is_causal else {"input_ids": tokens, "attention_mask": tokens + 1}
         if self._run.is_packed:
@@ -419,3 +422,15 @@ class _Samples(data.Dataset):
         labels = np.zeros(rows, np.int64) if is_classified else tokens
         extras = {} if not rows else {name: np.zeros(2, np.float32) for name in ("reference_log_probs", "desirable")}
         return data.Sample(inputs, labels, decoder_start=0 if self._decodes else None, extras=extras)
+
+    def _packed_pair(self) -> data.Sample:
+        """A pair without a prompt, whose answers fill a row."""
+        length, half = self.sequence_length, -(-self.sequence_length // 2)
+        is_second = np.arange(length) >= half
+        inputs = {"input_ids": np.zeros(length, np.int64), "position_ids": np.arange(length) % half}
+        labels = np.zeros(length, np.int64)
+        if self._run.model.task == data.CLASSIFICATION:  # the score of the last token of each counts
+            labels[np.diff(is_second, append=False) == 0] = data.MASKED
+        extras = {"reference_log_probs": np.zeros((1, 2), np.float32)}
+        segments = np.where(is_second, data.REJECTED_PART, data.CHOSEN_PART)
+        return data.Sample(inputs, labels, extras=extras, segments=segments)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_shard.models import running
-from fsdp_shard.sharding import ShardedModel, attending
+from fsdp_shard.data import NUM_PARTS, PROMPT_PART
+from fsdp_shard.models import giving_answer_scores, running, shared_prompt_masks
+from fsdp_shard.sharding import ShardedModel, attending, transformers_model
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, giving_rows
@@ -66,16 +67,38 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
     """
     rows = batch.counted
     with giving_rows(module, batch.labels.numel(), rows, function) as are_given, _forward(module):
-        output = module(**batch.inputs, use_cache=False)
+        output = module(**_inputs(module, batch), use_cache=False)
     flat: torch.Tensor = output.logits.flatten(0, -2)
     return flat if are_given else rows_of_logits(flat, rows, function)
 
 
+def forward_answers(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
+    """Run the forward pass of a causal model and return the log-probability of each answer, float32 [num_answers]."""
+    return batch.answer_sums(forward_log_probs(model, batch))
+
+
 def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
-    """Run the forward pass of a model with one output and return it, float32 [num_rows]."""
-    with _forward(model.module):
-        scores: torch.Tensor = model.module(**batch.inputs, use_cache=False).logits
-    return scores.float().squeeze(-1)
+    """Run the forward pass of a model with one output and return it for each answer, float32 [num_answers]."""
+    module = model.module
+    inside = None if batch.packed is None else transformers_model(module)
+    reading = nullcontext() if inside is None else giving_answer_scores(inside, batch.counted)
+    with reading, _forward(module):
+        scores: torch.Tensor = module(**_inputs(module, batch), use_cache=False).logits
+    return scores.float().squeeze(-1) if inside is None else scores.float()[0]
+
+
+def _inputs(module: nn.Module, batch: DeviceBatch) -> dict[str, Any]:
+    """The arguments of the model, with the masks of answers that share prompts."""
+    segments = None if batch.packed is None else batch.packed.segments
+    if segments is None:
+        return dict(batch.inputs)
+    inside = transformers_model(module)
+    assert inside is not None, "only a model of transformers was checked"
+    positions = batch.inputs["position_ids"]
+    segments = segments.to(positions.device)  # of a dispatched model, that of its embeddings
+    prompts = torch.div(segments - PROMPT_PART, NUM_PARTS, rounding_mode="floor") * NUM_PARTS + PROMPT_PART
+    masks = shared_prompt_masks(inside, segments, prompts, positions)
+    return {**batch.inputs, "attention_mask": masks}
 
 
 @contextmanager

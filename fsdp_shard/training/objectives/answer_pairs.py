@@ -1,6 +1,7 @@
 """What objectives of pairs have in common: log-probabilities of both answers, one loss a pair, and metrics.
 
-Samples are pairs: rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of pair i.
+Samples are pairs: rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of pair i. Packed, a row has
+several pairs, and answers 2i and 2i + 1 of the batch are those of pair i.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from fsdp_shard.data import Batch
-    from fsdp_shard.training.loss.device_batch import DeviceBatch
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,13 @@ class Pairs:
         return self.log_probs / self.lengths.clamp(min=1)
 
 
-def answer_lengths(batch: DeviceBatch) -> torch.Tensor:
-    """Return the number of predicted tokens of each row, float32 [num_rows]."""
-    from fsdp_shard.data import MASKED
-
-    return (batch.labels != MASKED).sum(-1).float()
-
-
 def run_pairs(step: Pass, reference: torch.Tensor | None) -> Pairs:
     """Run the forward pass of both answers of each pair; `reference` is [2 * num_pairs]."""
-    from fsdp_shard.training.loss.forward_loss import forward_log_probs
+    from fsdp_shard.training.loss.forward_loss import forward_answers
 
-    log_probs = forward_log_probs(step.model, step.batch).sum(-1)
+    log_probs = forward_answers(step.model, step.batch)
     reference = log_probs.new_zeros(log_probs.shape) if reference is None else reference
-    return Pairs(log_probs.view(-1, 2), answer_lengths(step.batch).view(-1, 2), reference.view(-1, 2))
+    return Pairs(log_probs.view(-1, 2), step.batch.answer_lengths.view(-1, 2), reference.view(-1, 2))
 
 
 def add_metrics(step: Pass, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
@@ -123,7 +116,4 @@ class PairObjective(PreferenceConfig):
 
 def num_pairs(batch: Batch) -> int:
     """Number of pairs in `batch`, without those that only fill it up."""
-    from fsdp_shard.data import MASKED
-
-    rejected = batch.labels[1::2]
-    return int((rejected != MASKED).reshape(len(rejected), -1).any(axis=1).sum())
+    return int((batch.answer_sizes[:, 1] > 0).sum())

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_shard.training.objectives.answer_pairs import add_metrics, answer_lengths, num_pairs
+from fsdp_shard.training.objectives.answer_pairs import add_metrics, num_pairs
 from fsdp_shard.training.objectives.objective import Pass, Reference, ReferenceConfig
 from fsdp_shard.utils import setting
 
@@ -66,7 +66,7 @@ class KtoConfig(ReferenceConfig):
             for batch in batches:
                 others = rows_of(batch, 1)
                 ratios = forward_log_probs(model, others).sum(-1) - reference.log_probs(others)
-                is_sample = answer_lengths(others) > 0
+                is_sample = others.answer_lengths > 0
                 total += torch.stack([torch.where(is_sample, ratios, 0.0).sum(), is_sample.sum()]).double()
         context.all_reduce_(total)
         return (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
@@ -79,7 +79,7 @@ class KtoConfig(ReferenceConfig):
 
         assert step.reference is not None
         own, kl = rows_of(step.batch, 0), step.shared
-        log_probs, lengths = forward_log_probs(step.model, own).sum(-1), answer_lengths(own)
+        log_probs, lengths = forward_log_probs(step.model, own).sum(-1), own.answer_lengths
         ratios = log_probs - step.reference.log_probs(own)
         is_sample, is_good = lengths > 0, step.batch.extras["desirable"] > 0
         good = self.desirable_weight * (1 - torch.sigmoid(self.beta * (ratios - kl)))

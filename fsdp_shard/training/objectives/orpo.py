@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from fsdp_shard.data import Batch
+    from fsdp_shard.training.loss.device_batch import DeviceBatch
 
 
 _CERTAIN = -1e-7  # the largest mean log-probability whose odds are finite in float32
@@ -37,11 +38,13 @@ class OrpoConfig(PairObjective):
 
     def counts(self, batch: Batch) -> list[float]:
         """Return the number of pairs, and of the tokens in the cross-entropy."""
-        from fsdp_shard.data import MASKED
+        from fsdp_shard.data import MASKED, NUM_PARTS
 
-        is_answer = batch.labels[0::2] != MASKED
         if not self.learn_prompts:
-            return [float(num_pairs(batch)), float(is_answer.sum())]
+            return [float(num_pairs(batch)), float(batch.answer_sizes[:, 0].sum())]
+        if batch.segments is not None:
+            return [float(num_pairs(batch)), float((batch.segments % NUM_PARTS != 0).sum())]
+        is_answer = batch.labels[0::2] != MASKED
         ends = is_answer.shape[1] - is_answer[:, ::-1].argmax(axis=1)  # all tokens before are predicted, too
         return [float(num_pairs(batch)), float(ends[is_answer.any(axis=1)].sum())]
 
@@ -54,16 +57,19 @@ class OrpoConfig(PairObjective):
 
         batch, answers = step.batch, step.batch.labels != MASKED
         if self.learn_prompts:
-            labels = _with_prompts(batch.inputs["input_ids"], batch.labels)
+            labels = _with_prompts(batch)
             batch = replace(batch, labels=labels, counted=torch.nonzero(labels.flatten() != MASKED).flatten())
         log_probs = forward_log_probs(step.model, batch)
-        of_answers = torch.where(answers, log_probs, 0.0).sum(-1).view(-1, 2)
-        pairs = Pairs(of_answers, answers.sum(-1).float().view(-1, 2), torch.zeros_like(of_answers))
+        of_answers = step.batch.answer_sums(torch.where(answers, log_probs, 0.0))
+        lengths = step.batch.answer_lengths
+        pairs = Pairs(of_answers.view(-1, 2), lengths.view(-1, 2), torch.zeros_like(of_answers).view(-1, 2))
         self.add_metrics(step, pairs)
         ratios = torch.where(pairs.is_pair, self.losses(pairs), 0.0)
         add_metrics(step, {"log_odds_ratio": -ratios / self.beta}, pairs.is_pair)
-        step.sums.add_metric("nll", -log_probs[0::2].sum(), (batch.labels[0::2] != MASKED).sum())
-        return torch.stack([ratios.sum(), -log_probs[0::2].sum()]) / step.divisors
+        in_chosen = _in_chosen(batch)
+        total = -torch.where(in_chosen, log_probs, 0.0).sum()
+        step.sums.add_metric("nll", total, (in_chosen & (batch.labels != MASKED)).sum())
+        return torch.stack([ratios.sum(), total]) / step.divisors
 
     def losses(self, pairs: Pairs) -> torch.Tensor:
         import torch
@@ -80,15 +86,30 @@ class OrpoConfig(PairObjective):
         return self.beta * pairs.means
 
 
-def _with_prompts(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Labels in which the tokens of prompts are predicted, too; all are [num_rows, length]."""
+def _in_chosen(batch: DeviceBatch) -> torch.Tensor:
+    """Whether tokens are those of chosen answers or of their prompts, bool [num_rows, length]."""
+    import torch
+
+    from fsdp_shard.data import NUM_PARTS
+
+    if batch.packed is None or batch.packed.segments is None:
+        rows = torch.arange(len(batch.labels), device=batch.labels.device)
+        return (rows % 2 == 0)[:, None].expand(batch.labels.shape)
+    return batch.packed.segments % NUM_PARTS != 0
+
+
+def _with_prompts(batch: DeviceBatch) -> torch.Tensor:
+    """Labels in which the tokens of prompts are predicted, too, int64 [num_rows, length]."""
     import torch
 
     from fsdp_shard.data import MASKED
 
+    labels = batch.labels
+    following = torch.where(labels != MASKED, labels, batch.inputs["input_ids"].roll(-1, 1))
+    if batch.packed is not None:  # a prompt is followed by the chosen answer
+        return torch.where(_in_chosen(batch), following, labels)
     positions = torch.arange(labels.shape[1], device=labels.device)
     last = torch.where(labels != MASKED, positions, -1).amax(1, keepdim=True)
-    following = torch.where(labels != MASKED, labels, input_ids.roll(-1, 1))
     return torch.where(positions <= last, following, MASKED)
 
 

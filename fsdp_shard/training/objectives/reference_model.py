@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import model_digests
-from fsdp_shard.data import NO_WINDOW, Samples, SourceDataset, cache_directory, cache_key, with_extras
+from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, cache_key, with_extras
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel
@@ -27,7 +27,7 @@ from fsdp_shard.training.batch_loader import evaluation_batches, to_device
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.device_batch import DeviceBatch
-from fsdp_shard.training.loss.forward_loss import forward_log_probs
+from fsdp_shard.training.loss.forward_loss import forward_answers
 from fsdp_shard.training.loss.log_probs import LabelLogProbs
 from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, open_dispatched
 from fsdp_shard.training.objectives.distill import DistillConfig
@@ -88,7 +88,7 @@ class ModelReference:
         module.eval()
         try:
             with torch.no_grad(), adapters_disabled(module) if self.has_adapter else nullcontext():
-                return forward_log_probs(self.model, batch).sum(-1)
+                return forward_answers(self.model, batch)
         finally:
             module.train(was_training)
 
@@ -106,9 +106,9 @@ class DispatchedReference:
     context: DistributedContext
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
-        labels = batch.labels
-        function = LabelLogProbs(labels.flatten()[batch.counted])
-        return run_on_all(self.context, lambda: dispatched_rows(self.model, batch, function)).view(labels.shape).sum(-1)
+        function = LabelLogProbs(batch.labels.flatten()[batch.counted])
+        values = run_on_all(self.context, lambda: dispatched_rows(self.model, batch, function))
+        return batch.answer_sums(values.view(batch.labels.shape))
 
 
 def reference_kind(config: FinetuneSettings) -> str | None:
@@ -219,9 +219,10 @@ class _CachedReference:
         self.waiting = start.context.with_new_group(LONG_WAIT_SECONDS)
 
     def values(self, source: SourceDataset, file: Path) -> tuple[torch.Tensor, str]:
-        """Return the values of a source, float32 [num_samples, 2], and a line for people; a collective."""
+        """Return the values of a source, float32 [num_pairs, 2], and a line for people; a collective."""
         what = f"reference log-probabilities of {format_count(len(source), 'sample')}"
-        known = run_on_main(self.waiting, lambda: _read(file, len(source)))
+        assert isinstance(source, ComparedRows), "objectives with a reference have such samples"
+        known = run_on_main(self.waiting, lambda: _read(file, source.num_pairs))
         if known is not None:
             return known, f"{what}: from {file}"
         if self._reference is None:
@@ -255,15 +256,15 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
     return [cache_directory(config.data) / f"reference-{name}.safetensors" for name in names]
 
 
-def _read(file: Path, num_samples: int) -> torch.Tensor | None:
-    """Read the values of a source, float32 [num_samples, 2]; None if they are not there."""
+def _read(file: Path, num_pairs: int) -> torch.Tensor | None:
+    """Read the values of a source, float32 [num_pairs, 2]; None if they are not there."""
     if not file.exists():
         return None
     try:
         values = load_file(file)[EXTRA]
     except Exception as error:  # safetensors has errors of its own
         raise DataError(f"{file} is damaged ({error}). Delete it, so that it is computed again.") from error
-    if values.shape != (num_samples, 2) or values.dtype != torch.float32 or not bool(values.isfinite().all()):
+    if values.shape != (num_pairs, 2) or values.dtype != torch.float32 or not bool(values.isfinite().all()):
         raise DataError(f"{file} is damaged: it has {values.dtype} {list(values.shape)}. Delete it.")
     return values
 
@@ -275,21 +276,22 @@ def _write(file: Path, values: torch.Tensor) -> None:
         raise DataError(f"The data cache {file.parent} cannot be written ({error}); set data.cache_dir.") from error
 
 
-def _compute(reference: Reference, source: SourceDataset, config: FinetuneSettings, start: Start) -> torch.Tensor:
-    """Compute the log-probabilities of both rows of each sample, float32 [num_samples, 2].
+def _compute(reference: Reference, source: ComparedRows, config: FinetuneSettings, start: Start) -> torch.Tensor:
+    """Compute the log-probabilities of both answers of each pair, or rows of each sample, float32 [num_pairs, 2].
 
     A collective.
     """
     context, size = start.context, config.train.micro_batch_size
-    values = torch.zeros(len(source), 2, dtype=torch.float32)
+    values = torch.zeros(source.num_pairs, 2, dtype=torch.float32)
     progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
     if context.is_main:
         progress = report_progress(len(source), "log-probabilities of the reference", "samples")
     with progress as count:
         for indices in evaluation_batches(len(source), size, context.data_rank, context.num_data_ranks):
             found = reference.log_probs(to_device(source.batch(indices), context.device)).view(-1, 2).cpu()
-            is_own = torch.from_numpy(indices != NO_WINDOW)
-            values[indices[is_own.numpy()]] = found[is_own]
+            # Samples that only fill up a batch come last.
+            pairs = [pair for index in indices.tolist() if index != NO_WINDOW for pair in source.pairs_of(index)]
+            values[pairs] = found[: len(pairs)]
             count(len(indices) * context.num_data_ranks)
             raise_if_stopped(start.stop, context, "the log-probabilities of the reference")
     if context.rank % context.num_tensor_ranks:  # its neighbors have the same

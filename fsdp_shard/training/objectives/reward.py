@@ -37,7 +37,7 @@ class RewardConfig(PreferenceConfig):
 
     def num_tokens(self, batch: Batch) -> int:
         """Return the number of tokens that are read."""
-        return int(batch.inputs["attention_mask"].sum())
+        return int((batch.inputs["attention_mask"] if batch.segments is None else batch.segments > 0).sum())
 
     def terms(self, step: Pass) -> torch.Tensor:
         """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""
@@ -48,7 +48,9 @@ class RewardConfig(PreferenceConfig):
         from fsdp_shard.training.loss.forward_loss import forward_scores
 
         chosen, rejected = forward_scores(step.model, step.batch).view(-1, 2).unbind(1)
-        is_pair = step.batch.labels[1::2] != MASKED
+        is_pair = torch.ones_like(rejected, dtype=torch.bool)  # packed, there are no others
+        if step.batch.packed is None:
+            is_pair = step.batch.labels[1::2] != MASKED
         margin = step.batch.extras.get("margin", torch.zeros_like(chosen))
         losses = -F.logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected).square()
         metrics = {

@@ -1,0 +1,180 @@
+"""Several pairs in one window, each as its prompt, the chosen and the rejected answer: a prompt is computed once.
+
+The rejected answer attends to the prompt and to itself, not to the chosen one between them, and its positions go on
+from the prompt: `models.shared_prompt_masks` makes the masks, and `models.check_shared_prompts` refuses models that do
+not support them.
+
+The last token of a prompt predicts the first one of both answers, so that each answer begins with a copy of it: then
+every token has one label. A pair is never truncated: one that is longer than a window is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_shard.data.samples.batch import (
+    CHOSEN_PART,
+    MASKED,
+    NUM_PARTS,
+    PROMPT_PART,
+    REJECTED_PART,
+    Ints,
+    Sample,
+    padded,
+)
+from fsdp_shard.data.samples.packing import ORDER, packed_windows
+from fsdp_shard.data.samples.preferences import ComparedRows
+from fsdp_shard.data.samples.rows import Cut, next_labels
+from fsdp_shard.data.tokenized.token_file import Examples
+from fsdp_shard.utils import format_count
+
+_PAIRS_AT_ONCE = 1024  # whose tokens are in memory together
+
+
+@dataclass(frozen=True)
+class PackedPairs(ComparedRows):
+    """Several pairs per window: window i has the pairs `kept[starts[i] : starts[i + 1]]`.
+
+    Attributes:
+        extras: Other values of each pair by name, float32 [num_pairs] or [num_pairs, 2].
+        shared: Number of tokens of each pair that both answers share [num_pairs].
+        starts: Where the pairs of each window begin, and where those of the last one end [num_windows + 1].
+        padding: The padding token of a reward model, which reads the last other token of a text; None where the tokens
+            of answers are predicted.
+    """
+
+    shared: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+    padding: int | None = None
+
+    @classmethod
+    def pack(cls, rows: ComparedRows, shared: Ints, padding: int | None) -> Self:
+        """Pack the pairs of `rows` by best fit, in which `shared` [num_pairs] tokens are computed once."""
+        lengths = pair_lengths(rows.examples, rows.kept, shared, is_scored=padding is not None)
+        order, starts = packed_windows(lengths, rows.sequence_length)
+        extras = {name: values[order] for name, values in rows.extras.items()}
+        where = (rows.examples, rows.kept[order], rows.sequence_length, "")
+        return cls(*where, extras, shared[order], starts, padding)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def identity(self) -> str:
+        pairs = f"{self.examples.name}:{len(self.kept)}/{self.sequence_length}"
+        return f"packed-pairs-{ORDER}{self.part}:{len(self)}:{self.padding}:{pairs}"
+
+    @property
+    def summary(self) -> str:
+        num_tokens = int(pair_lengths(self.examples, self.kept, self.shared, is_scored=self.padding is not None).sum())
+        full = num_tokens / (len(self) * self.sequence_length)
+        num_apart = num_tokens + int(self.shared.sum())
+        windows = f"{format_count(len(self), 'window')} of {self.sequence_length} ({full:.1%} full)"
+        pairs = format_count(len(self.kept), "pair")
+        return (
+            f"{pairs} packed into {windows}, of {num_tokens:,} tokens with one prompt a pair instead of {num_apart:,}"
+        )
+
+    def slice(self, first: int, last: int) -> Self:
+        begin, end = int(self.starts[first]), int(self.starts[last])
+        return replace(
+            self,
+            kept=self.kept[begin:end],
+            extras={name: values[begin:end] for name, values in self.extras.items()},
+            shared=self.shared[begin:end],
+            starts=self.starts[first : last + 1] - begin,
+            part=f"{self.part}+{first}",
+        )
+
+    def pairs_of(self, index: int) -> range:
+        return range(int(self.starts[index]), int(self.starts[index + 1]))
+
+    def _sample(self, index: int | None, epoch: int) -> Sample:
+        """Join pairs; without one there is padding only, which attends to itself."""
+        length, end = self.sequence_length, 0
+        ids, labels = padded([], length, self.padding or 0), padded([], length, MASKED)
+        positions, segments = padded([], length), padded([], length)
+        pairs = range(0) if index is None else self.pairs_of(index)
+        for number, pair in enumerate(pairs):
+            num_shared = int(self.shared[pair])
+            chosen, rejected = (self._inputs_and_labels(int(example)) for example in self.kept[pair])
+            prompt = tuple(array[:num_shared] for array in chosen)
+            for part, first, (inputs, targets) in (
+                (PROMPT_PART, 0, prompt),
+                (CHOSEN_PART, num_shared, tuple(array[num_shared:] for array in chosen)),
+                (REJECTED_PART, num_shared, tuple(array[num_shared:] for array in rejected)),
+            ):
+                span = slice(end, end := end + len(inputs))
+                ids[span], labels[span], segments[span] = inputs, targets, NUM_PARTS * number + part
+                positions[span] = np.arange(first, first + len(inputs))
+        positions[end:] = np.arange(length - end)
+        extras = {name: values[pairs.start : pairs.stop] for name, values in self.extras.items()}
+        return Sample({"input_ids": ids, "position_ids": positions}, labels, extras=extras, segments=segments)
+
+    def _inputs_and_labels(self, example: int) -> tuple[Ints, Ints]:
+        """Return the inputs [length] of an answer after its prompt, and the labels.
+
+        Of a reward model's, the label of the token whose score counts is 0, and the others are masked.
+        """
+        tokens, predicted = self.examples.tokens_of(example)
+        if self.padding is None:
+            return next_labels(tokens, predicted, len(tokens))
+        labels = padded([], len(tokens), MASKED)
+        labels[read_token(tokens, self.padding)] = 0
+        return tokens.astype(np.int64), labels
+
+
+def read_token(tokens: npt.NDArray[Any], padding: int) -> int:
+    """Return the position of the token of a text whose score counts: the last one that is no padding, as in models."""
+    found = np.flatnonzero(tokens != padding)
+    return int(found[-1]) if len(found) else 0
+
+
+def pair_lengths(examples: Examples, pairs: Ints, shared: Ints, *, is_scored: bool) -> Ints:
+    """Return the tokens that pairs [num_pairs, 2] take in a window, `shared` [num_pairs] of which once."""
+    inputs = examples.lengths[pairs] - (0 if is_scored else 1)  # the last token is predicted only
+    return np.asarray(inputs.sum(axis=1) - shared, np.int64)
+
+
+def fitting_pairs(cut: Cut, examples: Examples, longest: int, padding: int | None) -> Cut:
+    """Find what the answers of each pair share, and leave out pairs that are longer than a window.
+
+    Args:
+        cut: The pairs, in the order of the examples.
+        examples: The examples.
+        longest: Inputs in a window.
+        padding: The padding token of a reward model, None for a model whose answers are predicted.
+    """
+    parts = [cut.kept[first : first + _PAIRS_AT_ONCE] for first in range(0, len(cut.kept), _PAIRS_AT_ONCE)]
+    shared = np.concatenate([np.empty(0, np.int64), *(_shared_tokens(examples, part, padding) for part in parts)])
+    fits = pair_lengths(examples, cut.kept, shared, is_scored=padding is not None) <= longest
+    num_long = int(np.count_nonzero(~fits))
+    note = f"{format_count(num_long, 'pair')} longer than a window of {longest} left out"
+    notes = (*cut.notes, note) if num_long else cut.notes
+    return Cut(cut.kept[fits], 0, cut.num_dropped + num_long, notes, shared[fits])
+
+
+def _shared_tokens(examples: Examples, pairs: Ints, padding: int | None) -> Ints:
+    """Return how many tokens both answers of each pair [num_pairs, 2] begin with, without the last of the prompt.
+
+    Nor has it the token that a reward model reads, where an answer is nothing but padding.
+    """
+    most = examples.first[pairs].min(axis=1)
+    starts = examples.ends[pairs] - examples.lengths[pairs]
+    offset, stop = int(starts.min()), int(examples.ends[pairs].max())
+    tokens = np.asarray(examples.tokens[offset:stop])
+    if padding is not None:
+        last = np.maximum.accumulate(np.where(tokens != padding, np.arange(len(tokens)), 0))
+        read = np.maximum(last[examples.ends[pairs] - offset - 1] - (starts - offset), 0)
+        most = np.minimum(most, read.min(axis=1) + 1)
+    most = np.maximum(most, 1)
+    # The tokens before the answers, one pair after the other.
+    begins = np.cumsum(most) - most
+    within = np.arange(int(most.sum())) - np.repeat(begins, most)
+    one, other = (tokens[np.repeat(starts[:, side] - offset, most) + within] for side in (0, 1))
+    first_difference = np.minimum.reduceat(np.where(one != other, within, np.repeat(most, most)), begins)
+    return np.asarray(np.maximum(first_difference - 1, 0), np.int64)
