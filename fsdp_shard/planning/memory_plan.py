@@ -20,6 +20,7 @@ class PlannedRun:
         sequence_length: In tokens.
         num_ranks: Number of ranks.
         saves_asynchronously: Whether saves may copy the state into host memory.
+        saves_every: Number of steps between saves; 0 saves the last step only.
         is_streamed: Whether samples are not known before.
         on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
         is_packed: Whether rows hold several documents, which sdpa keeps apart by a mask.
@@ -37,6 +38,7 @@ class PlannedRun:
     is_streamed: bool = False
     on_gpu: bool = False
     is_packed: bool = False
+    saves_every: int = 0
 
     @property
     def num_shards(self) -> int:
@@ -57,6 +59,11 @@ class PlannedRun:
     def num_rows(self) -> int:
         """Number of sequences in a micro-batch that are kept for the backward pass: both answers of each pair."""
         return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" else 1)
+
+    @property
+    def num_read_rows(self) -> int:
+        """Number of sequences in a micro-batch: samples that are compared, or have another answer, are two."""
+        return self.train.micro_batch_size * (1 if self.objective.samples == "rows" else 2)
 
     @property
     def has_sharded_reference(self) -> bool:
@@ -93,7 +100,8 @@ class RankMemory:
             their collectives.
         activations_bytes: The most that activations and the loss take; None when they could not be measured.
         host_bytes: Bytes of the state that are in host memory, with CPU offload.
-        staging_bytes: Bytes of the copy in host memory that asynchronous saves write from, not in the peak.
+        staging_bytes: Bytes of the copy in host memory that asynchronous saves write from. In the peak of a rank on a
+            CPU that goes on training after a save.
         reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
         schedule: The moments of a run, without what only some ranks have; shared by ranks.

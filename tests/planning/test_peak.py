@@ -168,7 +168,7 @@ def test_a_planned_run_takes_what_was_planned(name: str) -> None:
     if setting.optim == "adamw8bit" and find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
     config, run = setting.model(), setting.run()
-    plan, measured = plan_memory(config, run), measure_run(config, run, packed=run.is_packed)
+    plan, measured = plan_memory(config, run), measure_run(config, run)
     for rank, found in zip(plan.per_rank, measured, strict=True):
         assert rank.parameters_bytes == found.parameters
         assert rank.gradients_bytes == found.gradients

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize
 
 import torch
@@ -32,6 +32,7 @@ from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, replace_tensors,
 _ATTENTION = "fsdp_shard_plan"
 
 ENTER, LEAVE, LOSS, BEGIN, FINISH, END = "enter", "leave", "loss", "begin backward", "finish backward", "end"
+DONE = "done"  # with a pass without gradients
 
 _LONGEST_PERIOD = 8
 _PERIODS_RUN = 3
@@ -62,6 +63,31 @@ class Event:
     is_reference: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Tapes:
+    """What one micro-batch keeps in memory in each kind of pass.
+
+    Attributes:
+        preparation: What the losses of a step have in common, computed without gradients; empty if they have nothing.
+        training: From the first forward pass to the end of the backward pass.
+        evaluation: The loss of held-out samples, without gradients.
+    """
+
+    preparation: Sequence[Event]
+    training: Sequence[Event]
+    evaluation: Sequence[Event]
+
+
+class MicroBatch(Protocol):
+    """A micro-batch in a fake tensor mode."""
+
+    def prepare(self) -> Any:
+        """Compute, without gradients, what the losses of a step have in common."""
+
+    def loss(self, shared: Any) -> torch.Tensor:
+        """Run the forward pass and return the loss; `shared` is what `prepare` returned."""
+
+
 class Recorder(TorchDispatchMode):
     """Counts the live bytes that operators make, and writes the tape.
 
@@ -86,7 +112,10 @@ class Recorder(TorchDispatchMode):
         self._then = self._gradients_then = 0  # at the last event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.nonzero.default:  # fake tensors have no values: all of them are chosen
+            result = torch.empty((args[0].numel(), args[0].ndim), dtype=torch.long)
+        else:
+            result = func(*args, **(kwargs or {}))
         for storage in storages_of(result):
             self._count(storage)
         self._most = max(self._most, self._now)
@@ -157,28 +186,27 @@ def record_tape(
     model: PreTrainedModel,
     settings: ShardConfig,
     units: Sequence[Unit],
-    compute_loss: Callable[[Recorder], torch.Tensor],
+    make_batch: Callable[[Recorder], MicroBatch],
     uncast: Collection[str] = (),
     *,
     is_packed: bool = False,
-) -> list[Event]:
-    """Run one micro-batch of `model` on fake tensors.
+) -> Tapes:
+    """Run one micro-batch of `model` on fake tensors, in an evaluation and in training.
 
     Args:
         model: The model on meta. It is changed: its parameters become fake ones, in the dtypes that units compute in.
         settings: The blocks, and what of their activations is recomputed.
         units: The units that it would be sharded in.
-        compute_loss: Runs the forward pass and returns the loss; called in a fake tensor mode, with the recorder.
+        make_batch: Makes the micro-batch; called in a fake tensor mode, with the recorder.
         uncast: FQNs of the units whose inputs keep the dtypes that they have.
         is_packed: Whether rows hold several documents, which attention is kept apart by a mask.
 
     Returns:
-        The tape of one micro-batch, from its first forward pass to the end of its backward pass.
+        The tapes of one micro-batch.
 
     Raises:
         RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
     """
-    model.train()
     blocks = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
     runs = _alike(model, blocks, recomputed_fqns(blocks, settings.activation_checkpointing))
     recompute_blocks(model, settings)
@@ -199,15 +227,32 @@ def record_tape(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.accumulated)
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor):
-            loss = compute_loss(recorder)
-            recorder.mark(LOSS, "")
-            loss.backward()
-            del loss
-            recorder.mark(END, "")
-    tape = recorder.events
+            tapes = _run(model, recorder, make_batch(recorder))
     for run in runs:
-        tape = _repeated(tape, run)
-    return tape
+        tapes = Tapes(*(_repeated(tape, run) for tape in (tapes.preparation, tapes.training, tapes.evaluation)))
+    return tapes
+
+
+def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Tapes:
+    """Run a micro-batch in all ways; the evaluation comes first, as nothing has gradients then."""
+    model.eval()
+    with torch.no_grad():
+        loss = batch.loss(batch.prepare())
+        del loss
+    recorder.mark(DONE, "")
+    evaluated = len(recorder.events)
+    model.train()
+    shared = batch.prepare()
+    recorder.mark(DONE, "")
+    prepared = len(recorder.events)
+    loss = batch.loss(shared)
+    recorder.mark(LOSS, "")
+    loss.backward()
+    del loss
+    recorder.mark(END, "")
+    events = recorder.events
+    preparation = events[evaluated:prepared] if prepared > evaluated + 1 else []
+    return Tapes(preparation, events[prepared:], events[:evaluated])
 
 
 def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -1,6 +1,5 @@
-"""The loss of one micro-batch of a planned run, computed by the objective itself on fake tensors."""
+"""One micro-batch of a planned run, whose losses the objective itself computes on fake tensors."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from fsdp_shard.planning.step.block_profiles import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training import DeviceBatch, ObjectiveConfig, OwnFunctions, Pass, StepSums, Targets, forward_log_probs
 
+_CPU = torch.device("cpu")
 _TOKEN_BYTES = 8  # int64
 
 
@@ -64,48 +64,76 @@ class _Compared:
         return Targets(torch.zeros(shape), torch.zeros(shape, dtype=torch.int32))
 
 
-def micro_batch_loss(
-    model: PreTrainedModel,
-    objective: ObjectiveConfig,
-    reference_kind: str | None,
-    num_rows: int,
-    length: int,
-    num_parts: int = 1,
-    *,
-    is_packed: bool = False,
-) -> Callable[[Recorder], torch.Tensor]:
-    """What computes the loss of one micro-batch in a fake tensor mode.
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A micro-batch of a planned run, in a fake tensor mode; it runs what a step and an evaluation do.
 
-    Args:
-        model: The model, which has a loss head where training has one.
-        objective: What it is trained for.
-        reference_kind: As in `PlannedRun.reference_kind`.
+    Attributes:
+        model: The model.
+        batch: The micro-batch.
+        objective: What the model is trained for.
+        reference: The reference or the teacher.
+    """
+
+    model: _Plain
+    batch: DeviceBatch
+    objective: ObjectiveConfig
+    reference: _Compared
+
+    def prepare(self) -> Any:
+        """What the losses of a step have in common."""
+        context = SimpleNamespace(device=_CPU, all_reduce_=lambda tensor: None)
+        return self.objective.prepare(self.model, [self.batch], self.reference, context)  # type: ignore[arg-type]  # as much of them as it uses
+
+    def loss(self, shared: Any) -> torch.Tensor:
+        """Run the forward pass and return the loss."""
+        divisors, context = torch.ones(self.objective.num_terms), SimpleNamespace(device=_CPU)
+        sums = StepSums(OwnFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
+        step = Pass(self.model, self.batch, divisors, sums, self.reference, shared)  # type: ignore[arg-type]  # it has the module
+        return self.objective.terms(step).sum()
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The size of a micro-batch.
+
+    Attributes:
         num_rows: Number of sequences.
         length: Number of tokens that this rank has of each.
         num_parts: Number of ranks that divide each sequence.
         is_packed: Whether rows hold several documents, and so have positions.
     """
 
-    def compute(recorder: Recorder) -> torch.Tensor:
-        batch, plain = _batch(model, num_rows, length, num_parts), _Plain(model)
-        divisors, context = torch.ones(objective.num_terms), SimpleNamespace(device=torch.device("cpu"))
-        if is_packed and num_parts == 1:
-            batch.inputs["position_ids"] = torch.zeros((num_rows, length), dtype=torch.long)
-        recorder.ignore([*batch.tensors(), divisors])
-        reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
-        sums = StepSums(OwnFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
-        step = Pass(plain, batch, divisors, sums, reference)  # type: ignore[arg-type]  # it has the module
-        try:
-            return objective.terms(step).sum()
-        except RuntimeError:
-            if recorder.events:
-                raise
-        # Some choose rows by the values of labels, which fake tensors do not have.
-        compared = reference.log_probs(batch)
-        own = forward_log_probs(plain, batch).sum(-1)  # type: ignore[arg-type]  # it has the module
-        return (own - compared).sum()
+    num_rows: int
+    length: int
+    num_parts: int = 1
+    is_packed: bool = False
 
-    return compute
+
+def planned_batch(
+    model: PreTrainedModel,
+    objective: ObjectiveConfig,
+    reference_kind: str | None,
+    size: BatchSize,
+    recorder: Recorder,
+) -> PlannedBatch:
+    """Make a micro-batch in a fake tensor mode.
+
+    Args:
+        model: The model, which has a loss head where training has one.
+        objective: What it is trained for.
+        reference_kind: As in `PlannedRun.reference_kind`.
+        size: The size of the micro-batch.
+        recorder: Does not count the micro-batch, and is told which model runs.
+    """
+    batch, plain = _batch(model, size.num_rows, size.length, size.num_parts), _Plain(model)
+    if size.is_packed and size.num_parts == 1:
+        batch.inputs["position_ids"] = torch.zeros((size.num_rows, size.length), dtype=torch.long)
+    if objective.samples == "labeled":
+        batch.extras["desirable"] = torch.zeros(size.num_rows // 2)
+    recorder.ignore([*batch.tensors()])
+    reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
+    return PlannedBatch(plain, batch, objective, reference)
 
 
 def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -> DeviceBatch:
@@ -124,14 +152,13 @@ def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -
     return DeviceBatch(inputs, labels, counted, sequence=WholeSequence(ranks, whole))
 
 
-def batch_bytes(
-    model: PreTrainedModel, num_rows: int, length: int, num_parts: int = 1, *, is_packed: bool = False
-) -> int:
+def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
 
-    With packed documents positions too. Where `num_parts` ranks divide sequences: the positions of the rank's tokens
-    and of all, and a mask of ones.
+    With packed documents positions too. Where ranks divide sequences: the positions of the rank's tokens and of all,
+    and a mask of ones.
     """
     config: Any = model.config
-    num_arrays = 3 + bool(config.is_encoder_decoder) + is_packed + (2 + num_parts if num_parts > 1 else 0)
-    return num_rows * length * _TOKEN_BYTES * num_arrays
+    divided = 2 + size.num_parts if size.num_parts > 1 else 0
+    num_arrays = 3 + bool(config.is_encoder_decoder) + size.is_packed + divided
+    return size.num_rows * size.length * _TOKEN_BYTES * num_arrays

@@ -9,10 +9,12 @@ wrapper's own memory is added as torch's code handles it (torch 2.13: `_fsdp_par
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.planning.step.block_profiles import BEGIN, END, ENTER, FINISH, LEAVE, LOSS, Event
+from fsdp_shard.planning.step.block_profiles import BEGIN, END, ENTER, FINISH, LEAVE, LOSS, Event, Tapes
 
 GATHERED, UNREDUCED, BUFFERS, GRADIENTS = "gathered", "unreduced gradients", "reduce buffers", "gradients"
 ACTIVATIONS, LOSS_TERM, TEMPORARIES = "activations", "loss", "optimizer temporaries"
+EVALUATION = "evaluation"
+_SHOWN = 3  # micro-batches; the third is as the fourth
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Moment:
     """What is in memory at one moment of a run.
 
     Attributes:
-        phase: load, forward, loss, backward, reduce, optimizer, save or evaluate.
+        phase: load, forward, loss, backward, reduce, optimizer, evaluation or save.
         where: FQN of the unit or block, "" for the root.
         terms: Bytes by term, such as parameters, gathered, gradients, unreduced gradients, optimizer, activations.
     """
@@ -126,20 +128,38 @@ class Player:
         self.in_backward = False
         self.is_synced = True
         self.finished: set[str] = set()
-        self.phase = "forward"
+        self.phase, self.is_evaluation = "forward", False
         self._offloaded: dict[str, int] = {}
         self._last_block: tuple[str, int] | None = None
 
-    def step(self, tape: Sequence[Event]) -> None:
-        """Play the forward and backward passes of all micro-batches of a step."""
-        for number in range(min(self.rules.num_micro_batches, 3)):  # the third is as the fourth
+    def step(self, tapes: Tapes) -> None:
+        """Play the passes of all micro-batches of a step."""
+        shown = min(self.rules.num_micro_batches, _SHOWN)
+        for _ in range(shown):
+            self._play_all(tapes.preparation)
+        for number in range(shown):
             self.micro_batch = number
-            is_last = number == min(self.rules.num_micro_batches, 3) - 1
-            self.is_synced = self.rules.sync_every_micro_batch or is_last
-            self.in_backward, self.phase = False, "forward"
+            self.is_synced = self.rules.sync_every_micro_batch or number == shown - 1
             self.finished.clear()
-            for event in tape:
-                self._play(event)
+            self._play_all(tapes.training)
+
+    def update(self) -> None:
+        """The optimizer updates the weights, which are saved after that; then gradients are freed."""
+        self.note("", "optimizer")
+        self.note("", "save")
+
+    def evaluate(self, tapes: Tapes) -> None:
+        """Play two batches of an evaluation after a step: what the first one leaves gathered, the second one has."""
+        self.is_evaluation = True
+        self._play_all(tapes.evaluation)
+        self._play_all(tapes.evaluation)
+        self.end_evaluation()
+        self.is_evaluation = False
+
+    def _play_all(self, tape: Sequence[Event]) -> None:
+        self.in_backward, self.phase = False, "forward"
+        for event in tape:
+            self._play(event)
 
     def add(self, term: str, num_bytes: int) -> None:
         """Add bytes to a term."""
@@ -151,7 +171,7 @@ class Player:
         for name, num in (extra or {}).items():
             if num:
                 terms[name] = terms.get(name, 0) + num
-        self.moments.append(Moment(phase or self.phase, where, terms))
+        self.moments.append(Moment(EVALUATION if self.is_evaluation else phase or self.phase, where, terms))
 
     def _play(self, event: Event) -> None:
         self.play_bytes(event)
@@ -228,6 +248,9 @@ class Player:
 
     def end_backward(self) -> None:
         """The backward pass ends."""
+
+    def end_evaluation(self) -> None:
+        """An evaluation ends."""
 
 
 class DdpPlayer(Player):
@@ -374,6 +397,16 @@ class Fsdp2Player(_GatheringPlayer):
             self.gathering.discard(key)
             self.add(GATHERED, -self.by_fqn[key[1]].gathered)
 
+    def update(self) -> None:
+        self.note("", "optimizer")
+        self.terms.pop(GRADIENTS, None)
+        self.note("", "save")
+
+    def end_evaluation(self) -> None:
+        self._free_pending()
+        for key in [key for key in self.gathered if not key[0]]:
+            self.free(key, self.by_fqn[key[1]])
+
     def _keep_unreduced(self, unit: UnitBytes) -> None:
         if not self.rules.casts_gradients:
             return
@@ -501,6 +534,11 @@ class Fsdp1Player(_GatheringPlayer):
                 self.finish(unit)
             self.free((False, unit.fqn), unit)
         self.order.clear()
+
+    def update(self) -> None:
+        super().update()
+        self.note("", EVALUATION)  # a flat parameter keeps its gradient until the next forward pass
+        self.terms.pop(GRADIENTS, None)
 
     def unshard(self, key: _Key, unit: UnitBytes) -> None:
         if key in self.gathered or not unit.gathered:
