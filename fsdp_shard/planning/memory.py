@@ -52,7 +52,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
     shards = facts.of("shards", of_state, lambda: unit_shards(part, run))
     states = facts.of("state", of_state, lambda: shard_states(shards, part, run))
-    schedule, problem = plan_step(config, part, run, facts)
+    played = plan_step(config, part, run, facts)
+    schedule, problem = played.moments, played.problem
     by_phase: dict[str, list[Moment]] = {}
     for moment in schedule:
         by_phase.setdefault(moment.phase, []).append(moment)
@@ -60,7 +61,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in schedule), default=0)
     activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in schedule), default=0)
     staged = staged_bytes(part, states, run) if run.saves_asynchronously else [0] * run.num_ranks
-    known = run, moments, unsharded, None if problem else activations
+    known = run, moments, unsharded, None if problem else activations, played.offloaded_bytes
     per_rank = [
         _rank_memory(rank, states[_shard_of(rank, run)], *known, staging) for rank, staging in enumerate(staged)
     ]
@@ -100,6 +101,7 @@ def _rank_memory(
     moments: tuple[tuple[Moment, ...], tuple[Moment, ...]],
     unsharded: int,
     activations: int | None,
+    offloaded: int,
     staging: int,
 ) -> RankMemory:
     """The memory of one rank; `moments` are those of all phases, and the highest of each."""
@@ -108,6 +110,7 @@ def _rank_memory(
     own = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
     if run.saves_every and not run.on_gpu:  # one memory; a save that nothing follows touches no page of the copy
         own["staging"] = staging
+    host = state.pinned + state.optimizer + state.average if is_offloaded else 0
     return RankMemory(
         rank,
         state.parameters,
@@ -117,6 +120,7 @@ def _rank_memory(
         activations,
         host_bytes=total if is_offloaded else 0,
         staging_bytes=staging,
+        needed_host_bytes=host + staging + offloaded if run.on_gpu else 0,
         reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
         average_bytes=state.average,
         schedule=moments[0],

@@ -179,7 +179,7 @@ class _Search:
             if most is not None and not most.fits(self._memory_bytes):
                 continue  # whatever is done about activations
             plan = self._plan(candidate)
-            if plan is None or not plan.fits(self._memory_bytes):
+            if plan is None or not self._planner.fits(candidate.run, plan, self._memory_bytes):
                 continue
             try:
                 self._planner.check_model(candidate.run)

@@ -50,6 +50,7 @@ class Event:
         change: Bytes of activations that are live now, minus those then.
         gradients: Bytes of gradients that were accumulated since.
         saved: When a block is left: bytes that it saved for its backward pass.
+        pinned: The same in page-locked memory, of which torch allocates powers of two.
         is_reference: Whether the reference of an objective runs, without gradients.
     """
 
@@ -60,6 +61,7 @@ class Event:
     change: int
     gradients: int
     saved: int = 0
+    pinned: int = 0
     is_reference: bool = False
 
 
@@ -144,14 +146,15 @@ class Recorder(TorchDispatchMode):
     def mark(self, kind: str, module: str) -> None:
         """Write an event."""
         alone, alone_then = self._now - self._gradients, self._then - self._gradients_then
-        saved = sum(self._saved.values()) if kind == LEAVE else 0
+        kept = [*self._saved.values()] if kind == LEAVE else []
+        saved = sum(kept), sum(map(pinned_bytes, kept))
         if kind in (ENTER, LEAVE):
             self._saved.clear()
         if kind == ENTER:
             self._entered = self._entered[1], len(self.events)
         rises = max(self._most, self._now) - self._then, max(self._most_alone, alone) - alone_then
         gradients = self._gradients - self._gradients_then
-        self.events.append(Event(kind, module, *rises, alone - alone_then, gradients, saved, self.is_reference))
+        self.events.append(Event(kind, module, *rises, alone - alone_then, gradients, *saved, self.is_reference))
         self._most, self._then, self._gradients_then = self._now, self._now, self._gradients
         self._most_alone = alone
 
@@ -166,6 +169,11 @@ class Recorder(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self._now -= self._live.pop(key, 0)
         self._born.pop(key, None)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Bytes of the page-locked memory that torch allocates for a tensor (`CachingHostAllocatorImpl.h`)."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def storages_of(value: Any) -> Iterator[UntypedStorage]:

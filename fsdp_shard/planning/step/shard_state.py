@@ -11,12 +11,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import sharding
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.step.block_profiles import pinned_bytes
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
 from fsdp_shard.planning.step.unit_holdings import UnitShards
 from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import balanced_partition
-
 
 # A copy for a save has up to seven tensors of each parameter: its weights, their average, and of its optimizer state
 # most in `adamw8bit`. Each begins at a multiple of 64 bytes (`checkpoint/sharded_state/staging.py`).
@@ -25,7 +25,10 @@ _STAGED_APART = 7 * 64
 
 @dataclass(frozen=True)
 class ShardState:
-    """Bytes of the state of one shard, what its optimizer takes for a moment, and the copy that a save may make."""
+    """Bytes of the state of one shard, what its optimizer takes for a moment, and the copy that a save may make.
+
+    `pinned` is what the parameters and gradients of offloaded state take in page-locked memory.
+    """
 
     parameters: int
     gradients: int
@@ -33,6 +36,7 @@ class ShardState:
     average: int
     updates: int
     staged: int
+    pinned: int
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,13 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
                 held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
                 taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates, on_gpu=run.on_gpu)
             average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, own.values()))  # in float32
+            pinned = sum(
+                pinned_bytes(num_bytes({name: shape}))
+                for part_of_state in (local, gradients)
+                for name, shape in part_of_state.items()
+            )
             staged = num_bytes(own) + optimizer + average + buffers + len(own) * _STAGED_APART
-            known[key] = ShardState(num_bytes(local), num_bytes(gradients), optimizer, average, taken, staged)
+            known[key] = ShardState(num_bytes(local), num_bytes(gradients), optimizer, average, taken, staged, pinned)
         states.append(known[key])
     return states
 

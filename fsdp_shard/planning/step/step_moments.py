@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,23 @@ from fsdp_shard.utils import first_line
 _FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
 
 
-def plan_step(
-    config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts
-) -> tuple[tuple[Moment, ...], str | None]:
+@dataclass(frozen=True)
+class PlayedStep:
     """The moments of a run on any rank, without the optimizer's state.
 
-    Returns:
-        The moments, and why activations could not be measured, if so; then there are none of a step.
+    Attributes:
+        moments: The moments.
+        offloaded_bytes: The most bytes of activations that are in host memory.
+        problem: Why activations could not be measured, if so; then there are no moments of a step.
     """
+
+    moments: tuple[Moment, ...]
+    offloaded_bytes: int = 0
+    problem: str | None = None
+
+
+def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> PlayedStep:
+    """Play a step of a run."""
     model = part.model
     in_units, parameters = unit_bytes(model, part.units, run.shard, run.num_shards, part.experts)
     terms = {} if run.shard.cpu_offload else {"parameters": parameters}
@@ -48,7 +57,7 @@ def plan_step(
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
             tapes = facts.of("tape", of_tape, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        return (load,), first_line(error)
+        return PlayedStep((load,), problem=first_line(error))
     if run.on_gpu:
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
         if run.objective.is_cross_entropy and not has_loss_head:
@@ -62,10 +71,21 @@ def plan_step(
         if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
             terms["buckets of the first step"] = terms[GRADIENTS]
     player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
+    if type(run.shard.reshard_after_forward) is int:
+        player.evaluate(tapes)  # as before the first step; some of what it gathers stays
+        player.moments.clear()
     player.step(tapes)
     player.update()
     player.evaluate(tapes)
-    return (load, *player.moments), None
+    return PlayedStep((load, *_resume(model, run, load), *player.moments), player.most_offloaded)
+
+
+def _resume(model: PreTrainedModel, run: PlannedRun, load: Moment) -> list[Moment]:
+    """The optimizer's state is made by a step with gradients of zeros, before it is read."""
+    if not run.resumes:
+        return []
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return [replace(load, phase="resume", terms={**load.terms, GRADIENTS: gradients})]
 
 
 def _batch_size(run: PlannedRun) -> BatchSize:

@@ -22,7 +22,7 @@ class Moment:
     """What is in memory at one moment of a run.
 
     Attributes:
-        phase: load, forward, loss, backward, reduce, optimizer, evaluation or save.
+        phase: load, resume, forward, loss, backward, reduce, optimizer, save or evaluation.
         where: FQN of the unit or block, "" for the root.
         terms: Bytes by term, such as parameters, gathered, gradients, unreduced gradients, optimizer, activations.
     """
@@ -115,12 +115,14 @@ class Player:
         rules: How the step goes.
         terms: Bytes that are in use now, by term; those of the state from the beginning.
         moments: What was in use until now.
+        most_offloaded: The most bytes of activations that were in host memory.
     """
 
     units: Sequence[UnitBytes]
     rules: StepRules
     terms: dict[str, int]
     moments: list[Moment] = field(default_factory=list)
+    most_offloaded: int = 0
 
     def __post_init__(self) -> None:
         self.by_fqn = {unit.fqn: unit for unit in self.units}
@@ -129,8 +131,8 @@ class Player:
         self.is_synced = True
         self.finished: set[str] = set()
         self.phase, self.is_evaluation = "forward", False
-        self._offloaded: dict[str, int] = {}
-        self._last_block: tuple[str, int] | None = None
+        self._offloaded: dict[str, tuple[int, int]] = {}  # bytes on the device, and in host memory
+        self._last_block: tuple[str, tuple[int, int]] | None = None
 
     def step(self, tapes: Tapes) -> None:
         """Play the passes of all micro-batches of a step."""
@@ -144,17 +146,20 @@ class Player:
             self._play_all(tapes.training)
 
     def update(self) -> None:
-        """The optimizer updates the weights, which are saved after that; then gradients are freed."""
+        """The optimizer updates the weights; then gradients are freed."""
         self.note("", "optimizer")
-        self.note("", "save")
 
     def evaluate(self, tapes: Tapes) -> None:
-        """Play two batches of an evaluation after a step: what the first one leaves gathered, the second one has."""
+        """Play two batches of an evaluation after a step, and a save after that.
+
+        What the first batch leaves gathered, the second one has.
+        """
         self.is_evaluation = True
         self._play_all(tapes.evaluation)
         self._play_all(tapes.evaluation)
         self.end_evaluation()
         self.is_evaluation = False
+        self.note("", "save")
 
     def _play_all(self, tape: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"
@@ -223,12 +228,14 @@ class Player:
             if self._last_block is not None:
                 name, saved = self._last_block
                 self._offloaded[name] = saved
-                self.add(ACTIVATIONS, -saved)
-            self._last_block = event.module, event.saved
+                self.add(ACTIVATIONS, -saved[0])
+                on_host = sum(pinned for _, pinned in self._offloaded.values())
+                self.most_offloaded = max(self.most_offloaded, on_host)
+            self._last_block = event.module, (event.saved, event.pinned)
         elif event.kind == BEGIN and (event.module in self._offloaded or self._is_last_block(event.module)):
             order = [*self._offloaded]
             for name in [event.module, *(order[-1:] if event.module not in order else order[-2:-1])]:
-                self.add(ACTIVATIONS, self._offloaded.pop(name, 0))
+                self.add(ACTIVATIONS, self._offloaded.pop(name, (0, 0))[0])
             self._last_block = None
 
     def _is_last_block(self, name: str) -> bool:
@@ -317,6 +324,7 @@ class Fsdp2Player(_GatheringPlayer):
         super().__post_init__()
         self.gathering: set[_Key] = set()  # with an all-gather whose output is not copied out
         self.resharded: set[_Key] = set()  # over N ranks
+        self.stale: set[_Key] = set()  # the same of an evaluation, which stays until it is resharded again
         self.pending: UnitBytes | None = None  # whose output is kept during the next gather
         self.buffer = 0  # input of the last reduction
         self.accumulated: set[str] = set()
@@ -342,6 +350,9 @@ class Fsdp2Player(_GatheringPlayer):
             if type(reshard) is int:
                 self.add(GATHERED, unit.gathered // reshard)
                 self.note(unit.fqn)
+                if key in self.stale:
+                    self.stale.discard(key)
+                    self.add(GATHERED, -(unit.gathered // reshard))
                 self.resharded.add(key)
             self.free(key, unit)
         self.order.append(key)
@@ -398,14 +409,15 @@ class Fsdp2Player(_GatheringPlayer):
             self.add(GATHERED, -self.by_fqn[key[1]].gathered)
 
     def update(self) -> None:
-        self.note("", "optimizer")
+        super().update()
         self.terms.pop(GRADIENTS, None)
-        self.note("", "save")
 
     def end_evaluation(self) -> None:
         self._free_pending()
         for key in [key for key in self.gathered if not key[0]]:
             self.free(key, self.by_fqn[key[1]])
+        self.stale |= {key for key in self.resharded if not key[0]}
+        self.resharded -= self.stale
 
     def _keep_unreduced(self, unit: UnitBytes) -> None:
         if not self.rules.casts_gradients:
@@ -445,12 +457,12 @@ class Fsdp2Player(_GatheringPlayer):
         """Copy parameters out of the buffer."""
         if key not in self.gathering:
             return
-        if keeps_output:
-            self._free_pending()
         self.gathering.discard(key)
         self.gathered.add(key)
         self.add(GATHERED, unit.gathered)
         self.note(unit.fqn, extra={GATHERED: unit.largest_cast if unit.num_shards == 1 else 0})
+        if keeps_output:
+            self._free_pending()  # a variable of torch's `wait_for_unshard` holds it until here
         if key in self.resharded:
             self.resharded.discard(key)
             self.add(GATHERED, -(unit.gathered // int(self.rules.reshard)))
@@ -537,7 +549,8 @@ class Fsdp1Player(_GatheringPlayer):
 
     def update(self) -> None:
         super().update()
-        self.note("", EVALUATION)  # a flat parameter keeps its gradient until the next forward pass
+        for phase in ("save", EVALUATION):
+            self.note("", phase)  # a flat parameter keeps its gradient until the next forward pass
         self.terms.pop(GRADIENTS, None)
 
     def unshard(self, key: _Key, unit: UnitBytes) -> None:
