@@ -216,7 +216,8 @@ def record_tape(
         RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
     """
     blocks = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
-    runs = _alike(model, blocks, recomputed_fqns(blocks, settings.activation_checkpointing))
+    recomputed = recomputed_fqns(blocks, settings.activation_checkpointing)
+    runs = _alike(model, blocks, dict.fromkeys(recomputed, True))
     recompute_blocks(model, settings)
     passed_over = {fqn for run in runs for fqn in run.passed_over}
     for fqn in passed_over:
@@ -239,6 +240,49 @@ def record_tape(
     for run in runs:
         tapes = Tapes(*(_repeated(tape, run) for tape in (tapes.preparation, tapes.training, tapes.evaluation)))
     return tapes
+
+
+def record_forward(
+    model: PreTrainedModel, run: Callable[[Recorder], None], *, has_mask: bool
+) -> tuple[list[Event], Mapping[str, str]]:
+    """Run forward passes of a model that is not sharded, without gradients, on fake tensors.
+
+    Args:
+        model: The model on meta. It is changed: its parameters become fake ones.
+        run: Makes the passes; called in a fake tensor mode.
+        has_mask: Whether attention gets a mask, as where rows have several lengths.
+
+    Returns:
+        The tape, and for each block that was passed over one like it that was not.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
+    """
+    model.eval()
+    blocks = no_split_blocks(model)
+    repeated = [block.fqn for block in blocks if block.repeated]
+    config: Any = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()  # such as full and sliding attention, whose caches differ
+    runs = _alike(model, repeated, dict(zip(repeated, kinds, strict=False)))
+    like = {fqn: run.like(fqn) for run in runs for fqn in run.passed_over}
+    for each in runs:
+        for fqn in each.passed_over:
+            _pass_over(model, fqn, each)
+    with attending_without_values(model, is_packed=has_mask), FakeTensorMode():
+        _make_fake(model, {})
+        recorder = Recorder()
+        recorder.ignore([*model.parameters(), *model.buffers()])
+        for fqn in dict.fromkeys([*(block.fqn for block in blocks if not block.direct), ""]):
+            if fqn not in like:
+                module = model.get_submodule(fqn)
+                module.register_forward_pre_hook(lambda *_, fqn=fqn: recorder.mark(ENTER, fqn))
+                module.register_forward_hook(lambda *_, fqn=fqn: recorder.mark(LEAVE, fqn))
+        with torch.no_grad(), recorder:
+            run(recorder)
+    tape = recorder.events
+    for each in runs:
+        tape = _repeated(tape, each)
+    return tape, like
 
 
 def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Tapes:
@@ -367,18 +411,23 @@ class _Run:
 
     periods: tuple[tuple[str, ...], ...]
 
+    def like(self, fqn: str) -> str:
+        """The last block that was run in the place of `fqn` in its period."""
+        position = next(period.index(fqn) for period in self.periods if fqn in period)
+        return self.periods[_PERIODS_RUN - 1][position]
+
     @property
     def passed_over(self) -> frozenset[str]:
         return frozenset(fqn for period in self.periods[_PERIODS_RUN:] for fqn in period)
 
 
-def _alike(model: nn.Module, blocks: Sequence[str], recomputed: Collection[str]) -> list[_Run]:
-    """The runs of `blocks` that repeat more than three times with some period."""
+def _alike(model: nn.Module, blocks: Sequence[str], marks: Mapping[str, object]) -> list[_Run]:
+    """The runs of `blocks` that repeat more than three times with some period; different `marks` are not alike."""
 
     def kind(fqn: str) -> object:
         module = model.get_submodule(fqn)
         params = [(name, tuple(param.shape), param.requires_grad) for name, param in module.named_parameters()]
-        return type(module), params, fqn in recomputed, fqn.rpartition(".")[0]
+        return type(module), params, marks.get(fqn), fqn.rpartition(".")[0]
 
     kinds, runs, first = [kind(fqn) for fqn in blocks], list[_Run](), 0
     while first < len(kinds):
@@ -405,8 +454,7 @@ def _repeats(kinds: Sequence[object], first: int, period: int) -> int:
 
 def _pass_over(model: nn.Module, fqn: str, run: _Run) -> None:
     """Have a block return what it is given, in the form in which the block like it in the run returns it."""
-    position = next(period.index(fqn) for period in run.periods if fqn in period)
-    like, outputs = model.get_submodule(run.periods[_PERIODS_RUN - 1][position]), list[Any]()
+    like, outputs = model.get_submodule(run.like(fqn)), list[Any]()
     like.register_forward_hook(lambda module, args, output: outputs.append(_without_first(output)))
 
     def passing(*args: Any, **kwargs: Any) -> Any:
