@@ -204,7 +204,9 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
         model_config(config), on_gpu=on_gpu, check_together=check_together, max_plans=_MAX_PLANS, host=lambda run: host
     )
     given, starts = chosen_settings(config), _resumed_step(config) is None
-    found = advise(planner, _planned_run(config), free_bytes, given, fixed=("launch.ranks",), trains_other=starts)
+    found = advise(
+        planner, _planned_run(config), free_bytes, given, fixed=("launch.ranks", *config.given), trains_other=starts
+    )
     return f"{' '.join(' '.join(advice_lines(found)).split())} `fsdp-shard plan` shows what needs the memory."
 
 

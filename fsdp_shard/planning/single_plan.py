@@ -40,7 +40,8 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     if plan.fits(memory_bytes) is False or (lacks_host and memory_bytes is not None and plan.peak_bytes is not None):
         assert memory_bytes is not None, "else it is not known"
         nodes, starts = config.launch.min_nodes, model.step is None
-        found = advise(planner, run, memory_bytes, chosen_settings(config), num_nodes=nodes, trains_other=starts)
+        chosen = chosen_settings(config)
+        found = advise(planner, run, memory_bytes, chosen, num_nodes=nodes, fixed=config.given, trains_other=starts)
         lines += advice_lines(found)
         shown = "the plan shows settings that fit" if found else "no settings were found that fit"
         misfit = (

@@ -36,6 +36,7 @@ DONE = "done"  # with a pass without gradients
 
 _LONGEST_PERIOD = 8
 _PERIODS_RUN = 3
+_MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by token in Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,15 @@ class Recorder(TorchDispatchMode):
     Attributes:
         events: The tape.
         is_reference: Whether what runs is the reference of an objective.
+        most_chosen: The most rows that are chosen by their values, which fake tensors do not have; None for all.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.events: list[Event] = []
         self.is_reference = False
+        self.most_chosen: int | None = None
+        self._num_operators = 0
         self._live: dict[int, int] = {}  # bytes by the address of the storage
         self._born: dict[int, int] = {}  # number of events before a storage was made
         self._entered = 0, 0  # numbers of events before the last two modules were entered
@@ -114,8 +118,13 @@ class Recorder(TorchDispatchMode):
         self._then = self._gradients_then = 0  # at the last event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.nonzero.default:  # fake tensors have no values: all of them are chosen
-            result = torch.empty((args[0].numel(), args[0].ndim), dtype=torch.long)
+        self._num_operators += 1
+        if self._num_operators > _MAX_OPERATORS:
+            raise RuntimeError(f"a micro-batch of this size is more than {_MAX_OPERATORS:,} operators on three blocks")
+        if func is torch.ops.aten.nonzero.default:
+            number = args[0].numel()
+            number = number if self.most_chosen is None else min(number, self.most_chosen)
+            result = torch.empty((number, args[0].ndim), dtype=torch.long)
         else:
             result = func(*args, **(kwargs or {}))
         for storage in storages_of(result):

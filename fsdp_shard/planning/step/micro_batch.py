@@ -1,6 +1,6 @@
 """One micro-batch of a planned run, whose losses the objective itself computes on fake tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +10,20 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.planning.step.block_profiles import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
-from fsdp_shard.training import DeviceBatch, ObjectiveConfig, OwnFunctions, Pass, StepSums, Targets, forward_log_probs
+from fsdp_shard.training import (
+    LOSS_CHUNK_BYTES,
+    DeviceBatch,
+    ObjectiveConfig,
+    OwnFunctions,
+    Pass,
+    StepSums,
+    Targets,
+    forward_log_probs,
+)
 
 _CPU = torch.device("cpu")
 _TOKEN_BYTES = 8  # int64
+_MAX_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,8 @@ def planned_batch(
         recorder: Does not count the micro-batch, and is told which model runs.
     """
     batch, plain = _batch(model, size.num_rows, size.length, size.num_parts), _Plain(model)
+    recorder.most_chosen = most_chosen(model)
+    batch = replace(batch, counted=batch.counted[: recorder.most_chosen])
     if size.is_packed and size.num_parts == 1:
         batch.inputs["position_ids"] = torch.zeros((size.num_rows, size.length), dtype=torch.long)
     if objective.samples == "labeled":
@@ -152,13 +164,20 @@ def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -
     return DeviceBatch(inputs, labels, counted, sequence=WholeSequence(ranks, whole))
 
 
+def most_chosen(model: PreTrainedModel) -> int:
+    """Number of predictions that are planned one by one: enough chunks of a loss, which all take the same memory."""
+    config: Any = model.config.get_text_config()
+    return _MAX_CHUNKS * max(1, LOSS_CHUNK_BYTES // (4 * int(getattr(config, "vocab_size", 1))))
+
+
 def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
 
     With packed documents positions too. Where ranks divide sequences: the positions of the rank's tokens and of all,
-    and a mask of ones.
+    and a mask of ones. Of predictions that are not planned one by one, their labels and log-probabilities too.
     """
     config: Any = model.config
     divided = 2 + size.num_parts if size.num_parts > 1 else 0
     num_arrays = 3 + bool(config.is_encoder_decoder) + size.is_packed + divided
-    return size.num_rows * size.length * _TOKEN_BYTES * num_arrays
+    tokens = size.num_rows * size.length
+    return tokens * _TOKEN_BYTES * num_arrays + 2 * _TOKEN_BYTES * max(0, tokens - most_chosen(model))
