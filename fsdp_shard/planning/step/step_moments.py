@@ -155,6 +155,8 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         copies_reduced=not run.on_gpu,
         offloads_activations=shard.activation_offload,
         has_host_gradients=shard.cpu_offload,
+        # DTensor finds the place of a rank's rows by the numbers of all of them.
+        save_bytes=8 * max((param.shape[0] for param in model.parameters() if param.ndim), default=0) // run.num_shards,
     )
 
 

@@ -13,7 +13,7 @@ from fsdp_shard.planning.step.block_profiles import BEGIN, END, ENTER, FINISH, L
 
 GATHERED, UNREDUCED, BUFFERS, GRADIENTS = "gathered", "unreduced gradients", "reduce buffers", "gradients"
 ACTIVATIONS, LOSS_TERM, TEMPORARIES = "activations", "loss", "optimizer temporaries"
-EVALUATION = "evaluation"
+EVALUATION, BUFFERS_OF_SAVE = "evaluation", "save buffers"
 _SHOWN = 3  # micro-batches; the third is as the fourth
 
 
@@ -87,6 +87,7 @@ class StepRules:
         copies_reduced: Whether the collective makes a copy of what it reduces (gloo).
         offloads_activations: Whether what blocks save is in CPU memory until it is used.
         has_host_gradients: Whether reduced gradients are in CPU memory.
+        save_bytes: What a save takes for a moment.
     """
 
     reshard: bool | int = True
@@ -101,6 +102,7 @@ class StepRules:
     copies_reduced: bool = False
     offloads_activations: bool = False
     has_host_gradients: bool = False
+    save_bytes: int = 0
 
 
 _Key = tuple[bool, str]  # whether it is of the reference, and the FQN
@@ -159,7 +161,7 @@ class Player:
         self._play_all(tapes.evaluation)
         self.end_evaluation()
         self.is_evaluation = False
-        self.note("", "save")
+        self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
 
     def _play_all(self, tape: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"
