@@ -24,7 +24,16 @@ from fsdp_shard.config import FinetuneConfig, refuse_nested
 from fsdp_shard.data import Samples, Task, Tokenized, open_samples, tokenize_all
 from fsdp_shard.distributed import gpu_number, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
-from fsdp_shard.planning import MemoryPlan, PlannedRun, Planner, advice_lines, advise, chosen_settings, plan_memory
+from fsdp_shard.planning import (
+    HostMemory,
+    MemoryPlan,
+    PlannedRun,
+    Planner,
+    advice_lines,
+    advise,
+    chosen_settings,
+    plan_memory,
+)
 from fsdp_shard.utils import check as check_sections, check_writable, format_count, format_size, write_atomically
 
 _MAX_PLANS = 12  # of each kind, as a dry run takes seconds
@@ -145,10 +154,13 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
 
 def _planned_run(config: FinetuneConfig) -> PlannedRun:
     length, num_ranks = _settle_length(config), min(world_sizes(config.launch))
-    saving = config.checkpoint.asynchronous
+    saving, resumes = config.checkpoint, _resumed_step(config) is not None
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     on_gpu, packs = uses_gpus(config.launch), config.data.packing
-    return PlannedRun(*sections, saving, config.objective, config.data.streaming, on_gpu=on_gpu, is_packed=packs)
+    return PlannedRun(
+        *sections, saving.asynchronous, config.objective, config.data.streaming, on_gpu=on_gpu, is_packed=packs,
+        saves_every=saving.every, resumes=resumes,
+    )  # fmt: skip
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
@@ -172,11 +184,11 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
         yield ok(text)
     else:
         yield problem(f"{text}. {_what_would_fit(config, free, on_gpu=on_gpu)}")
-    in_host_memory = max(rank.staging_bytes + rank.host_bytes for rank in plan.per_rank) * num_ranks
-    if on_gpu and in_host_memory > free_host:
+    host = HostMemory(free_host, num_ranks)
+    if not host.fits(plan):
         yield problem(
-            f"the ranks need up to {format_size(in_host_memory)} of host memory, {format_size(free_host)} free; "
-            f"checkpoint.asynchronous=false and shard.cpu_offload=false need none."
+            f"the ranks need up to {format_size(host.needed_by(plan))} of host memory, {format_size(free_host)} free; "
+            f"checkpoint.asynchronous=false, shard.cpu_offload=false and shard.activation_offload=false need none."
         )
 
 
@@ -187,9 +199,14 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
         sections = {name: getattr(run, name) for name in ("model", "shard", "train", "optim", "adapter", "objective")}
         check_sections(replace(config, **sections))
 
-    planner = Planner(model_config(config), on_gpu=on_gpu, check_together=check_together, max_plans=_MAX_PLANS)
+    host = HostMemory(inference.free_cpu_bytes(), config.launch.ranks)
+    planner = Planner(
+        model_config(config), on_gpu=on_gpu, check_together=check_together, max_plans=_MAX_PLANS, host=lambda run: host
+    )
     given, starts = chosen_settings(config), _resumed_step(config) is None
-    found = advise(planner, _planned_run(config), free_bytes, given, fixed=("launch.ranks",), trains_other=starts)
+    found = advise(
+        planner, _planned_run(config), free_bytes, given, fixed=("launch.ranks", *config.given), trains_other=starts
+    )
     return f"{' '.join(' '.join(advice_lines(found)).split())} `fsdp-shard plan` shows what needs the memory."
 
 

@@ -12,6 +12,7 @@ from .dispatch import (
     OnPlan as OnPlan,
     dispatch_model as dispatch_model,
     load_dispatched as load_dispatched,
+    model_from_config as model_from_config,
     plan_from_config as plan_from_config,
 )
 from .generation.batching import complete as complete

@@ -237,9 +237,14 @@ def plan_dispatch(
 
 def plan_from_config(config: PretrainedConfig, settings: DispatchConfig, kv_cache: KVCacheBudget | None) -> DevicePlan:
     """Plan the devices of a model from its config, without weights; with dtype `keep`, that of the config counts."""
+    return plan_dispatch(model_from_config(config, settings), settings, kv_cache)[1]
+
+
+def model_from_config(config: PretrainedConfig, settings: DispatchConfig) -> PreTrainedModel:
+    """Build the model that is dispatched, on meta, from its config; with dtype `keep`, that of the config counts."""
     named = str(config.dtype or torch.float32) if settings.dtype == "keep" else settings.dtype
     dtype: torch.dtype = getattr(torch, named.removeprefix("torch."))
-    return plan_dispatch(_build(config, dtype, settings.trust_remote_code), settings, kv_cache)[1]
+    return _build(config, dtype, settings.trust_remote_code)
 
 
 def tied_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from .config import (
 )
 from .devices import AutoDeviceConfig as AutoDeviceConfig, DeviceConfig as DeviceConfig
 from .memory import plan_memory as plan_memory
-from .memory_plan import MemoryPlan as MemoryPlan, PlannedRun as PlannedRun
+from .memory_plan import HostMemory as HostMemory, MemoryPlan as MemoryPlan, PlannedRun as PlannedRun
 from .planned_run import check_plan as check_plan, plan_run as plan_run
 from .run_plan import RunPlan as RunPlan, chosen_settings as chosen_settings
 from .search.advice import Fitting as Fitting, advise as advise

@@ -72,6 +72,11 @@ class PlanSavingConfig:
     """The settings of checkpoints that a plan depends on."""
 
     asynchronous: bool = setting(True, "As in finetune: saves may copy the state into host memory.")
+    every: int = setting(
+        0,
+        "As in finetune: steps between checkpoints. On CPUs, the copies of asynchronous saves are then in the peak.",
+        minimum=0,
+    )
 
 
 @dataclass

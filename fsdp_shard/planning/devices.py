@@ -46,6 +46,10 @@ class DeviceConfig:
     host_bandwidth: str | None = setting(
         None, "Bytes per second in each direction between a device and host memory, such as 64GB."
     )
+    host_memory: str | None = setting(
+        None,
+        "Host memory of a machine, such as 2TB, to check whether what is offloaded and what saves copy fits.",
+    )
     num_per_machine: int | None = setting(
         None, "Number of devices of a machine; fewer if launch.nodes says so.", minimum=1
     )
@@ -56,6 +60,7 @@ class DeviceConfig:
     memory_bytes_per_second = Parsed("memory_bandwidth", _size_or_none)
     link_bytes_per_second = Parsed("link_bandwidth", _size_or_none)
     network_bytes_per_second = Parsed("network_bandwidth", _size_or_none)
+    host_memory_bytes = Parsed("host_memory", _size_or_none)
     host_bytes_per_second = Parsed("host_bandwidth", _size_or_none)
     disk_write_bytes_per_second = Parsed("disk_write_bandwidth", _size_or_none)
     disk_read_bytes_per_second = Parsed("disk_read_bandwidth", _size_or_none)
@@ -63,7 +68,8 @@ class DeviceConfig:
     @property
     def is_gpu(self) -> bool:
         """Whether figures are given, and not those of a CPU, whose memory is host memory."""
-        is_given = any(getattr(self, item.name) is not None for item in fields(self))
+        names = {item.name for item in fields(self)} - {"host_memory"}
+        is_given = any(getattr(self, name) is not None for name in names)
         return is_given and (self.host_bandwidth is None or self.host_bandwidth != self.memory_bandwidth)
 
 
@@ -83,6 +89,7 @@ class Hardware:
         link_bandwidth: Bytes per second and direction to other devices of its machine.
         network_bandwidth: Bytes per second and direction to other machines, for each device.
         host_bandwidth: Bytes per second and direction to host memory.
+        host_memory_bytes: Host memory of a machine.
         num_per_machine: Number of devices of a machine.
         disk_write_bandwidth: Bytes per second that a machine writes to disk.
         disk_read_bandwidth: Bytes per second that a machine reads from disk.
@@ -95,6 +102,7 @@ class Hardware:
     link_bandwidth: int | None = None
     network_bandwidth: int | None = None
     host_bandwidth: int | None = None
+    host_memory_bytes: int | None = None
     num_per_machine: int | None = None
     disk_write_bandwidth: int | None = None
     disk_read_bandwidth: int | None = None
@@ -132,6 +140,7 @@ def hardware_of(config: DeviceConfig, *, ranks_per_node: int | None = None) -> H
         link_bandwidth=config.link_bytes_per_second,
         network_bandwidth=config.network_bytes_per_second,
         host_bandwidth=config.host_bytes_per_second,
+        host_memory_bytes=config.host_memory_bytes,
         num_per_machine=per_machine,
         disk_write_bandwidth=config.disk_write_bytes_per_second,
         disk_read_bandwidth=config.disk_read_bytes_per_second,
@@ -147,7 +156,8 @@ def check_device(config: DeviceConfig, hardware: Hardware, missing: list[str]) -
         hardware: What they come to.
         missing: The settings without which there is no time.
     """
-    given = [item.name for item in fields(config) if item.name != "memory" and getattr(config, item.name) is not None]
+    alone = ("memory", "host_memory")
+    given = [item.name for item in fields(config) if item.name not in alone and getattr(config, item.name) is not None]
     if given and missing and not hardware.name:
         value = getattr(config, given[0])
         value = f"{value:g}" if isinstance(value, float) else value

@@ -15,7 +15,14 @@ from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_an
 from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun, RankMemory
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.device_overhead import device_overhead
-from fsdp_shard.planning.step.shard_state import RankPart, ShardState, part_of_rank, shard_states, unit_shards
+from fsdp_shard.planning.step.shard_state import (
+    RankPart,
+    ShardState,
+    part_of_rank,
+    shard_states,
+    staged_bytes,
+    unit_shards,
+)
 from fsdp_shard.planning.step.step_moments import plan_step
 from fsdp_shard.planning.step.step_schedule import ACTIVATIONS, BUFFERS, GATHERED, LOSS_TERM, UNREDUCED, Moment, highest
 
@@ -45,16 +52,18 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
     shards = facts.of("shards", of_state, lambda: unit_shards(part, run))
     states = facts.of("state", of_state, lambda: shard_states(shards, part, run))
-    schedule, problem = plan_step(config, part, run, facts)
+    played = plan_step(config, part, run, facts)
+    schedule, problem = played.moments, played.problem
     by_phase: dict[str, list[Moment]] = {}
     for moment in schedule:
         by_phase.setdefault(moment.phase, []).append(moment)
     moments = schedule, tuple(map(highest, by_phase.values()))
     unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in schedule), default=0)
     activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in schedule), default=0)
+    staged = staged_bytes(part, states, run) if run.saves_asynchronously else [0] * run.num_ranks
+    known = run, moments, unsharded, None if problem else activations, played.offloaded_bytes
     per_rank = [
-        _rank_memory(rank, states[_shard_of(rank, run)], run, moments, unsharded, None if problem else activations)
-        for rank in range(run.num_ranks)
+        _rank_memory(rank, states[_shard_of(rank, run)], *known, staging) for rank, staging in enumerate(staged)
     ]
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
@@ -92,11 +101,16 @@ def _rank_memory(
     moments: tuple[tuple[Moment, ...], tuple[Moment, ...]],
     unsharded: int,
     activations: int | None,
+    offloaded: int,
+    staging: int,
 ) -> RankMemory:
     """The memory of one rank; `moments` are those of all phases, and the highest of each."""
     is_offloaded = run.shard.cpu_offload
     total = state.parameters + state.gradients + state.optimizer + state.average
     own = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
+    if run.saves_every and not run.on_gpu:  # one memory; a save that nothing follows touches no page of the copy
+        own["staging"] = staging
+    host = state.pinned + state.optimizer + state.average if is_offloaded else 0
     return RankMemory(
         rank,
         state.parameters,
@@ -105,8 +119,8 @@ def _rank_memory(
         unsharded,
         activations,
         host_bytes=total if is_offloaded else 0,
-        # Only what is trained is saved.
-        staging_bytes=state.gradients + state.optimizer + state.average if run.saves_asynchronously else 0,
+        staging_bytes=staging,
+        needed_host_bytes=host + staging + offloaded if run.on_gpu else 0,
         reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
         average_bytes=state.average,
         schedule=moments[0],

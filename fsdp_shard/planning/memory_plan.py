@@ -20,6 +20,8 @@ class PlannedRun:
         sequence_length: In tokens.
         num_ranks: Number of ranks.
         saves_asynchronously: Whether saves may copy the state into host memory.
+        saves_every: Number of steps between saves; 0 saves the last step only.
+        resumes: Whether it continues from a step, whose optimizer state it reads.
         is_streamed: Whether samples are not known before.
         on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
         is_packed: Whether rows hold several documents, or pairs that share prompts, which sdpa keeps apart by a mask.
@@ -37,6 +39,8 @@ class PlannedRun:
     is_streamed: bool = False
     on_gpu: bool = False
     is_packed: bool = False
+    saves_every: int = 0
+    resumes: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -60,6 +64,12 @@ class PlannedRun:
         Packed, a sequence holds several pairs.
         """
         return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" and not self.is_packed else 1)
+
+    @property
+    def num_read_rows(self) -> int:
+        """Number of sequences in a micro-batch: samples that are compared, or have another answer, are two."""
+        is_one = self.objective.samples == "rows" or self.is_packed
+        return self.train.micro_batch_size * (1 if is_one else 2)
 
     @property
     def has_sharded_reference(self) -> bool:
@@ -96,7 +106,10 @@ class RankMemory:
             their collectives.
         activations_bytes: The most that activations and the loss take; None when they could not be measured.
         host_bytes: Bytes of the state that are in host memory, with CPU offload.
-        staging_bytes: Bytes of the copy in host memory that asynchronous saves write from, not in the peak.
+        staging_bytes: Bytes of the copy in host memory that asynchronous saves write from. In the peak of a rank on a
+            CPU that goes on training after a save.
+        needed_host_bytes: Of a rank with a GPU, the most bytes of host memory for the state, for activations and for
+            that copy, page-locked memory as torch allocates it; Python and libraries are not counted.
         reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
         schedule: The moments of a run, without what only some ranks have; shared by ranks.
@@ -114,6 +127,7 @@ class RankMemory:
     activations_bytes: int | None
     host_bytes: int
     staging_bytes: int = 0
+    needed_host_bytes: int = 0
     reference_bytes: int = 0
     average_bytes: int = 0
     schedule: tuple[Moment, ...] = ()
@@ -148,6 +162,28 @@ class RankMemory:
             return moment
         updates = {TEMPORARIES: self.updates_bytes} if moment.phase == "optimizer" and self.updates_bytes else {}
         return replace(moment, terms={**self.own, **moment.terms, **updates})
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The host memory of a machine.
+
+    Attributes:
+        num_bytes: Its bytes.
+        num_ranks: Number of ranks that share it.
+    """
+
+    num_bytes: int
+    num_ranks: int
+
+    def needed_by(self, plan: "MemoryPlan") -> int:
+        """Bytes that the ranks of the fullest machine need."""
+        sizes = [rank.needed_host_bytes for rank in plan.per_rank]
+        return max(sum(sizes[first : first + self.num_ranks]) for first in range(0, len(sizes), self.num_ranks))
+
+    def fits(self, plan: "MemoryPlan") -> bool:
+        """Whether the ranks of each machine have enough."""
+        return self.needed_by(plan) <= self.num_bytes
 
 
 @dataclass(frozen=True)

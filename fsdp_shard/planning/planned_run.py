@@ -79,7 +79,11 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     if measured is not None:
         num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    run = PlannedRun(*sections, config.checkpoint.asynchronous, config.objective, on_gpu=on_gpu, is_packed=packs)
+    saving, resumes = config.checkpoint, model.step is not None
+    run = PlannedRun(
+        *sections, saving.asynchronous, config.objective, on_gpu=on_gpu, is_packed=packs, saves_every=saving.every,
+        resumes=resumes,
+    )  # fmt: skip
     plan = plan_search if config.search else plan_one
     with only_errors_of("transformers"):
         found = plan(config, model, model_config, run)
@@ -131,6 +135,7 @@ def _objective_line(run: PlannedRun) -> str:
         return ""
     sample = "a sample is one sequence of pairs that share prompts" if run.is_packed else "a sample is two sequences"
     parts = [sample] if objective.samples == "pairs" else []
+    parts += ["a sample is two sequences, one of them without gradients"] if objective.samples == "labeled" else []
     if run.reference_kind is not None:
         parts.append(
             "a frozen reference alongside it" if run.has_sharded_reference else "no second model while it trains"

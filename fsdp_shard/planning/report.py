@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from fsdp_shard.models import Block
-from fsdp_shard.planning.memory_plan import MemoryPlan, RankMemory
+from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, RankMemory
 from fsdp_shard.utils import format_count, format_number, format_size, format_table, printable
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
@@ -19,8 +19,11 @@ _UNEVEN_RATIO = 1.005
 _OPTIONAL = ("average", "reference")  # shown where a run has them
 
 
-def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
-    """The figures of a plan in result.json; `memory_bytes` is the memory of a device, if known."""
+def figures(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None) -> dict[str, Any]:
+    """The figures of a plan in result.json; `memory_bytes` is the memory of a device, and `host` that of a machine."""
+    fits = plan.fits(memory_bytes)
+    if host is not None and not host.fits(plan):
+        fits = False
     return {
         "num_params": plan.num_params,
         "num_trained_params": plan.num_trained,
@@ -30,14 +33,15 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "overhead_bytes": dict(plan.overhead),
         "device_memory_bytes": memory_bytes,
-        "fits": plan.fits(memory_bytes),
+        "host_memory_bytes": None if host is None else host.num_bytes,
+        "fits": fits,
         "balance": plan.balance,
     }
 
 
 _FIGURES = (
     "rank", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "unsharded_bytes", "activations_bytes",
-    "host_bytes", "staging_bytes", "reference_bytes", "average_bytes", "peak_bytes",
+    "host_bytes", "staging_bytes", "needed_host_bytes", "reference_bytes", "average_bytes", "peak_bytes",
 )  # fmt: skip
 
 
@@ -47,17 +51,12 @@ def _rank_figures(rank: RankMemory) -> dict[str, Any]:
     return {name: getattr(rank, name) for name in _FIGURES} | {"peak": peak}
 
 
-def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
-    """The plan as text: the model, its blocks, the ranks, and whether they fit in `memory_bytes`."""
+def plan_report(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None = None) -> str:
+    """The plan as text: the model, its blocks, the ranks, and whether they fit in `memory_bytes` and in `host`."""
     sizes = ", ".join(f"{format_size(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
     head = f"{plan.model_class}: {format_number(plan.num_params)} parameters, {sizes}"
     if plan.num_trained < plan.num_params:
         head += f"; {format_number(plan.num_trained)} are trained, the others are frozen"
-    staging = max(rank.staging_bytes for rank in plan.per_rank)
-    staged = (
-        f"Asynchronous saves copy up to {format_size(staging)} per rank into host memory, not included in the peak; "
-        f"checkpoint.asynchronous=false avoids the copy."
-    )
     return "\n".join(
         [
             head,
@@ -67,17 +66,45 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             *([*plan.tree, ""] if plan.tree else ()),
             *format_table(rank_rows(plan.per_rank)),
             "",
-            *([staged] if staging else ()),
-            *summary_lines(plan, memory_bytes),
+            *summary_lines(plan, memory_bytes, host),
         ]
     )
 
 
-def summary_lines(plan: MemoryPlan, memory_bytes: int | None) -> list[str]:
-    """The peak, what a GPU has besides, which shards are uneven, and whether it fits in `memory_bytes`."""
+def summary_lines(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None = None) -> list[str]:
+    """The peak, what is in host memory, which shards are uneven, and whether it fits in `memory_bytes` and `host`."""
     besides = _overhead_lines(plan.overhead) if plan.overhead or plan.peak_bytes is None else [_NOT_COUNTED]
-    lines = [*_peak_lines(plan.per_rank), *besides, *_uneven_lines(plan)]
-    return [*lines, _verdict(plan, memory_bytes)]
+    lines = [*_host_lines(plan), *_peak_lines(plan.per_rank), *besides, *_uneven_lines(plan)]
+    lines.append(_verdict(plan, memory_bytes))
+    if host is not None and not host.fits(plan):
+        lines.append(f"Does NOT fit in the host memory of a machine: {host_misfit(plan, host)}.")
+    return lines
+
+
+def host_misfit(plan: MemoryPlan, host: HostMemory) -> str:
+    """How much more host memory the ranks of a machine need than it has."""
+    needed = host.needed_by(plan)
+    ranks = format_count(min(host.num_ranks, len(plan.per_rank)), "rank")
+    return f"{ranks} need {format_size(needed)}, of {format_size(host.num_bytes)} (device.host_memory)"
+
+
+def _host_lines(plan: MemoryPlan) -> list[str]:
+    """What ranks have in host memory besides their processes."""
+    staging = max(rank.staging_bytes for rank in plan.per_rank)
+    most = max(rank.needed_host_bytes for rank in plan.per_rank)
+    lines = []
+    if staging:
+        where = "" if any("staging" in rank.own for rank in plan.per_rank) else ", not included in the peak"
+        lines.append(
+            f"Asynchronous saves copy up to {format_size(staging)} per rank into host memory{where}; "
+            f"checkpoint.asynchronous=false avoids the copy."
+        )
+    if most > staging:
+        lines.append(
+            f"With what is offloaded, a rank needs up to {format_size(most)} of host memory, in page-locked blocks of "
+            f"powers of two."
+        )
+    return lines
 
 
 def _uneven_lines(plan: MemoryPlan) -> list[str]:

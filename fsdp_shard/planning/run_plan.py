@@ -19,7 +19,7 @@ from fsdp_shard.utils import say, walk
 
 if TYPE_CHECKING:
     from fsdp_shard.inference import DispatchConfig
-    from fsdp_shard.planning.memory_plan import MemoryPlan
+    from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
     from fsdp_shard.planning.search.pareto_front import Front
 
 
@@ -89,6 +89,7 @@ class RunPlan:
         front: What a search found.
         memory: The memory of each rank.
         memory_bytes: The memory of a device, if known.
+        host: The host memory of a machine, if known.
     """
 
     model: PlannedModel
@@ -98,6 +99,7 @@ class RunPlan:
     front: Front | None = None
     memory: MemoryPlan | None = None
     memory_bytes: int | None = None
+    host: HostMemory | None = None
 
     def draw(self, directory: str | Path) -> None:
         """Leave plan.html, and timeline.png if matplotlib is installed, in `directory`; of a search, search.png."""
@@ -108,7 +110,7 @@ class RunPlan:
         if self.memory is not None:
             from fsdp_shard.planning.pictures.plan_page import PAGE, write_pictures
 
-            problem = write_pictures(self.memory, self.memory_bytes, Path(directory), str(self.model.source))
+            problem = write_pictures(self.memory, self.memory_bytes, Path(directory), str(self.model.source), self.host)
             say(f"\nPictures: {Path(directory) / PAGE}. {problem or ''}".rstrip())
 
     def require_fit(self) -> None:

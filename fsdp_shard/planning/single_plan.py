@@ -21,42 +21,49 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     """The plan of a run as it is, and where it does not fit, settings that would."""
     from fsdp_shard.planning.costs.step_report import step_figures, step_report
     from fsdp_shard.planning.costs.step_time import missing_figures
-    from fsdp_shard.planning.report import figures, plan_report
+    from fsdp_shard.planning.report import figures, host_misfit, plan_report
     from fsdp_shard.planning.search.advice import advise
     from fsdp_shard.planning.search.advice_report import advice_figures, advice_lines
 
     hardware = planned_hardware(config, run.num_ranks)
     planner, memory_bytes = planner_for(config, model_config, run, hardware), hardware.memory_bytes
-    plan, cost = planner.plan(run), planner.cost(run)
+    plan, cost, host = planner.plan(run), planner.cost(run), planner.host_of(run)
     check_device(config.device, hardware, missing_figures(cost, hardware))
-    lines, found, misfit = [plan_report(plan, memory_bytes)], None, None
+    lines, found, misfit = [plan_report(plan, memory_bytes, host)], None, None
     try:
         planner.check(run)
     except InputError as error:
         lines.append(f"finetune would refuse these settings: {error}")
     if memory_bytes is not None and plan.peak_bytes is None:
         misfit = "Whether the run fits in device.memory is not known, as its activations could not be measured."
-    if plan.fits(memory_bytes) is False:
+    lacks_host = host is not None and not host.fits(plan)
+    if plan.fits(memory_bytes) is False or (lacks_host and memory_bytes is not None and plan.peak_bytes is not None):
         assert memory_bytes is not None, "else it is not known"
         nodes, starts = config.launch.min_nodes, model.step is None
-        found = advise(planner, run, memory_bytes, chosen_settings(config), num_nodes=nodes, trains_other=starts)
+        chosen = chosen_settings(config)
+        found = advise(planner, run, memory_bytes, chosen, num_nodes=nodes, fixed=config.given, trains_other=starts)
         lines += advice_lines(found)
+        shown = "the plan shows settings that fit" if found else "no settings were found that fit"
         misfit = (
             f"The run needs {format_size(plan.needed_bytes)} on a rank, more than the {format_size(memory_bytes)} of "
-            f"device.memory; {'the plan shows settings that fit' if found else 'no settings were found that fit'}."
+            f"device.memory; {shown}."
         )
+        if plan.fits(memory_bytes) and host is not None:
+            misfit = f"The run does not fit in host memory: {host_misfit(plan, host)}; {shown}."
+    elif lacks_host and host is not None:
+        misfit = f"The run does not fit in host memory: {host_misfit(plan, host)}."
     dispatch_text, dispatched = _plan_dispatch(config, model, run.sequence_length)
     trace_text, traced = _trace(model_config, run, plan) if config.trace else ("", {})
     lines += ["", step_report(cost, hardware)]
     all_figures = {
-        **figures(plan, memory_bytes),
+        **figures(plan, memory_bytes, host),
         "advice": advice_figures(found or ()),
         "step": step_figures(cost, hardware),
         **traced,
         **dispatched,
     }
     text = "\n".join(lines) + trace_text + dispatch_text
-    return RunPlan(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes)
+    return RunPlan(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes, host=host)
 
 
 def _trace(config: PretrainedConfig, run: PlannedRun, plan: MemoryPlan) -> tuple[str, dict[str, Any]]:
@@ -72,11 +79,19 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     """Text and figures of the device map of `generate`, if one is asked for."""
     if config.dispatch.device_map is None:
         return "", {}
-    from fsdp_shard.inference import KVCacheBudget, plan_from_config
+    from fsdp_shard.inference import KVCacheBudget, model_from_config, plan_from_config
     from fsdp_shard.models import load_config
+    from fsdp_shard.planning.generation_plan import GenerationPlan, plan_generation
 
     budget = KVCacheBudget(config.train.micro_batch_size, length)
     model_config = load_config(model.source.directory, config.model.trust_remote_code)
-    devices = plan_from_config(model_config, config.dispatch, budget)
-    text = f"\n\n{devices.table()}\n{devices.describe()} of {budget}"
-    return text, {"device_map": devices.devices, "dispatch": asdict(devices)}
+    settings = config.dispatch
+    devices = plan_from_config(model_config, settings, budget)
+    if settings.quantize == "none":
+        stored = str(model_config.dtype or "float32").removeprefix("torch.")
+        casts = settings.dtype not in ("keep", stored)
+        found = plan_generation(model_from_config(model_config, settings), devices, budget, casts=casts)
+    else:
+        found = GenerationPlan(problem=f"quantized layers are not run, dispatch.quantize={settings.quantize}")
+    text = f"\n\n{devices.table()}\n{devices.describe()} of {budget}\n\n{found.describe(budget)}"
+    return text, {"device_map": devices.devices, "dispatch": asdict(devices) | {"generation": found.figures()}}

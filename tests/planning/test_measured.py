@@ -70,13 +70,13 @@ def test_a_run_is_planned_and_compared(model: Path, tmp_path: Path, settings: tu
 
 def test_a_path_alone_names_the_run_and_leaves_no_file(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert _train(model, run, "model.kernels=none", "train.eval_every=1", "data.eval_fraction=0.2").status == 0
+    assert _train(model, run, "model.kernels=none", "train.neftune_alpha=5").status == 0
     before = _digests(tmp_path)
     by_path = run_arguments(["plan", str(run)])
     assert by_path.status == 0, by_path.err
     assert run_arguments(["plan", f"run={run}"]).out == by_path.out
     assert _digests(tmp_path) == before
-    assert "The plan does not know of: train.eval_every=1 (evaluations are not planned)." in by_path.out
+    assert "The plan does not know of: train.neftune_alpha=5.0 (the noise is not planned)." in by_path.out
     result = json.loads((run / "result.json").read_text())
     assert len(result["memory_before_bytes_by_rank"]) == 2
     peaks = zip(result["memory_before_bytes_by_rank"], result["peak_memory_bytes_by_rank"], strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning.memory import plan_memory
-from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
+from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, PlannedRun
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import optimizer as planned_optimizer
 from fsdp_shard.planning.step.block_profiles import END, LEAVE, Event, record_tape
-from fsdp_shard.planning.step.micro_batch import micro_batch_loss
+from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, plan_units, recompute_blocks
 from fsdp_shard.training import (
@@ -148,8 +149,8 @@ def tape_of(layers: int, rows: int, length: int, dtype: torch.dtype, **settings:
     """The tape of a micro-batch of the tiny model."""
     model = build_on_meta(llama_config(layers=layers), dtype)
     shard = Fsdp2Config(param_dtype=str(dtype).removeprefix("torch."), **settings)
-    compute = micro_batch_loss(model, ObjectiveConfig(), None, rows, length)
-    return record_tape(model, shard, plan_units(model, shard), compute)
+    make = partial(planned_batch, model, ObjectiveConfig(), None, BatchSize(rows, length))
+    return list(record_tape(model, shard, plan_units(model, shard), make).training)
 
 
 def kept_by_forward(tape: list[Event]) -> int:
@@ -205,7 +206,8 @@ def test_settings_change_what_they_should() -> None:
     base = plan(num_ranks=2).per_rank[0]
     assert base.peak is not None
     assert base.peak_bytes == base.peak.total_bytes == max(moment.total_bytes for moment in base.moments)
-    assert {moment.phase for moment in base.moments} == {"load", "forward", "loss", "backward", "reduce", "optimizer"}
+    phases = ["load", "forward", "loss", "backward", "reduce", "optimizer", "evaluation", "save"]
+    assert list(dict.fromkeys(moment.phase for moment in base.moments)) == phases
 
     deep = [plan(llama_config(layers=6), shard=Fsdp2Config(reshard_after_forward=r)).per_rank[0] for r in (True, False)]
     layer = 2 * (36 * 36 * 2 + 12 * 36 * 2 + 3 * 85 * 36 + 72)
@@ -219,7 +221,10 @@ def test_settings_change_what_they_should() -> None:
     assert offloaded.host_bytes == base.state_bytes
     assert (offloaded.peak_bytes or 0) < (plan(num_ranks=2, on_gpu=True).per_rank[0].peak_bytes or 0)
 
-    assert base.staging_bytes == base.parameters_bytes + base.optimizer_bytes
+    assert 0 <= base.staging_bytes - base.parameters_bytes - base.optimizer_bytes < 64 * 1024
+    saved = [plan(num_ranks=2, saves_every=1, on_gpu=on_gpu).per_rank[0] for on_gpu in (False, True)]
+    assert [rank.own.get("staging", 0) for rank in saved] == [base.staging_bytes, 0]  # a GPU has memory of its own
+    assert saved[1].needed_host_bytes == base.staging_bytes
     assert plan(num_ranks=2, saves_asynchronously=False).per_rank[0].staging_bytes == 0
 
     half = plan(num_ranks=2, model=ModelConfig(path="x", dtype="bfloat16")).per_rank[0]
@@ -365,3 +370,18 @@ def test_of_a_quantized_base_the_bytes_are_counted(wrapper: str) -> None:
     assert found.blocks[1].num_bytes < plain.blocks[1].num_bytes / 2
     sums = [sum(rank.optimizer_bytes for rank in each.per_rank) for each in (found, plain)]
     assert sums[0] == pytest.approx(sums[1], abs=256)
+
+
+def test_host_memory_is_that_of_a_machine() -> None:
+    shard = Fsdp2Config(cpu_offload=True, activation_offload=True)
+    found = plan(llama_config(layers=6), num_ranks=4, shard=shard, on_gpu=True)
+    each = found.per_rank[0]
+    without = plan(llama_config(layers=6), num_ranks=4, shard=Fsdp2Config(cpu_offload=True), on_gpu=True).per_rank[0]
+    assert each.needed_host_bytes > without.needed_host_bytes >= each.host_bytes + each.staging_bytes
+    half = HostMemory(0, 2).needed_by(found)
+    sizes = [rank.needed_host_bytes for rank in found.per_rank]
+    assert (half, HostMemory(0, 4).needed_by(found)) == (max(sum(sizes[:2]), sum(sizes[2:])), sum(sizes))
+    assert HostMemory(half, 2).fits(found)
+    assert not HostMemory(half, 3).fits(found)
+    text = plan_report(found, found.needed_bytes, HostMemory(half - 1, 2))
+    assert "Does NOT fit in the host memory of a machine: 2 ranks need" in text.splitlines()[-1]

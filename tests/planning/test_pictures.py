@@ -112,8 +112,8 @@ def test_phases_have_their_names_in_order() -> None:
     found = plan(num_ranks=2)
     phases = [band.phase for band in lay_out(found.fullest.moments, None).bands]
     assert phases[:4] == ["load", "forward", "loss", "backward"]
-    assert phases[-1] == "optimizer"
-    assert len(phases) == 2 + phases.count("forward") * 3
+    assert phases[-3:] == ["optimizer", "evaluation", "save"]
+    assert len(phases) == 4 + phases.count("forward") * 3
 
 
 def test_the_memory_of_a_device_is_a_line_unless_it_is_far_above() -> None:

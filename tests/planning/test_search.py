@@ -20,7 +20,8 @@ from transformers import (
 
 from fsdp_shard.config import PlanConfig, compose_jobs
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning import Fitting, MemoryPlan, PlannedRun, Planner, advise, chosen_settings
+from fsdp_shard.planning import Fitting, HostMemory, MemoryPlan, PlannedRun, Planner, advise, chosen_settings
+from fsdp_shard.planning.search.pareto_front import search_front
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import OBJECTIVES, AdamWConfig, TrainConfig
 from fsdp_shard.utils import parse_size
@@ -344,3 +345,46 @@ def test_a_search_of_several_machines_has_their_network(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert {point["overrides"][0] for point in ended.result["front"]} <= {"launch.ranks=1", "launch.ranks=2"}
     assert all(point["seconds"] > 0 for point in ended.result["front"])
+
+
+@pytest.mark.slow
+def test_a_search_leaves_what_was_typed_and_lists_equal_rows_once() -> None:
+    planner = Planner(llama_config(layers=6))
+    run = run_of(composed(["data.sequence_length=64"]))
+    peak = planner.plan(run).peak_bytes or 0
+    for factor in (2.0, 0.5):
+        typed = {"shard.cpu_offload", "model.chunked_loss"}
+        front = search_front(planner, run, int(peak * factor), [1, 2], (typed, typed), 1)
+        figures = [point.figures for point in front.points]
+        assert len(figures) == len(set(figures))
+        for point in front.points:
+            assert not typed & {override.partition("=")[0] for override in point.fits.candidate.overrides}
+    found = advise(planner, run, peak // 3, {"shard.cpu_offload"}, fixed={"shard.cpu_offload"})
+    assert not [fits for fits in found if "shard.cpu_offload=true" in fits.candidate.overrides]
+
+
+def test_host_memory_that_is_short_is_no_advice() -> None:
+    run = replace(run_of(composed(["launch.ranks=2", "data.sequence_length=64"])), on_gpu=True)
+    run = replace(run, saves_asynchronously=False)
+    planner = Planner(llama_config(), host=lambda run: HostMemory(1000, run.num_ranks))
+    offloaded = replace(run, shard=Fsdp2Config(cpu_offload=True))
+    assert planner.fits(run, planner.plan(run), 10**12) is True
+    assert planner.fits(offloaded, planner.plan(offloaded), 10**12) is False
+    limit = (planner.plan(offloaded).needed_bytes + planner.plan(run).needed_bytes) // 2
+    planner.max_plans = 12
+    kept = {"launch.ranks", "train.micro_batch_size", "model.chunked_loss", "shard.tensor_parallel"}
+    kept |= {"shard.activation_offload", "shard.activation_checkpointing"}
+    short = advise(planner, run, limit, fixed=kept, trains_other=False)
+    planner.host = None
+    free = advise(planner, run, limit, fixed=kept, trains_other=False)
+    assert [[fits.candidate.overrides for fits in found] for found in (short, free)] == [
+        [],
+        [("shard.cpu_offload=true",)],
+    ]
+
+
+def test_a_micro_batch_of_a_hundred_million_tokens_is_planned() -> None:
+    run = run_of(composed(["data.sequence_length=100000000"]))
+    config = llama_config()
+    config.vocab_size = 128_000
+    assert (Planner(config).plan(run).peak_bytes or 0) > 10**10

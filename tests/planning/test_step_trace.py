@@ -104,7 +104,7 @@ def test_a_trace_has_the_bytes_of_real_ranks(name: str) -> None:
     config, run = tiny(**settings.pop("layout", {})), planned(**settings)
     ranks = (0, run.num_ranks - 1)
     traces = [trace_step(config, run, rank) for rank in ranks]
-    measured = measure_run(config, run, packed=run.is_packed)
+    measured = measure_run(config, run)
     reals = [measured[rank] for rank in ranks]
     plan = plan_memory(config, run)
     for real, trace in zip(reals, traces, strict=True):

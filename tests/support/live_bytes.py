@@ -13,6 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,19 +25,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
+from fsdp_shard.checkpoint import CheckpointConfig
 from fsdp_shard.data import Batch, Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.models import build_on_meta, rebuild_buffers
+from fsdp_shard.models import build_on_meta, rebuild_buffers, tied_names
 from fsdp_shard.planning import PlannedRun
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training import (
     LoraConfig,
     ModelReference,
+    PrecomputedReference,
     TrainerState,
     TrainingRun,
     WeightAverage,
     build_optimizer,
+    evaluate_loss,
     inject_lora,
+    new_saver,
     quantize_base,
     train,
     use_loss_head,
@@ -154,7 +161,7 @@ class RankBytes:
         gradients: Of the storages of the gradients, at the beginning of the optimizer's step.
         optimizer: Of the state of the optimizer, after the last step.
         peak: The most bytes of tensors that were live at one time, after the model was built.
-        by_phase: The same in each phase: forward, loss, backward, clip, optimizer, end.
+        by_phase: The same in each phase: forward, loss, backward, optimizer, end, evaluation, save.
         by_maker: What was live at the peak, by what made it, the largest first.
     """
 
@@ -167,28 +174,48 @@ class RankBytes:
 
 
 def measure_run(
-    config: PretrainedConfig, run: PlannedRun, *, steps: int = 2, packed: bool = False, explains: bool = False
+    config: PretrainedConfig, run: PlannedRun, *, evaluates: bool = False, explains: bool = False
 ) -> list[RankBytes]:
-    """Train a planned run for some steps on real ranks with random weights and tokens; what each rank had in memory."""
+    """Train a planned run for two steps on real ranks with random weights and tokens; what each rank had in memory.
+
+    After each step it is saved, if the settings say so, after an evaluation with `evaluates`.
+    """
     shard = run.shard
     mesh = {
         name: getattr(shard, name) for name in ("replicas", "tensor_parallel", "expert_parallel", "context_parallel")
     }
-    return on_ranks(run.num_ranks, _measure, config, run, steps, packed, explains, **mesh)
+    with TemporaryDirectory() as directory:
+        return on_ranks(run.num_ranks, _measure, config, run, evaluates, explains, directory, **mesh)
 
 
 def _measure(
-    context: DistributedContext, config: PretrainedConfig, run: PlannedRun, steps: int, packed: bool, explains: bool
+    context: DistributedContext,
+    config: PretrainedConfig,
+    run: PlannedRun,
+    evaluates: bool,
+    explains: bool,
+    directory: str,
 ) -> RankBytes:
     with LiveBytes(explains=explains) as live:
-        model = build_sharded(config, run, context)
-        training = training_run(config, run, model, context, steps, packed)
+        model, adapter = build_sharded(config, run, context)
+        training = training_run(config, run, model, context)
+        loaded: Any = SimpleNamespace(model=model, aliases=tied_names(model.module), adapter=adapter)
+        saving = CheckpointConfig(every=run.saves_every, asynchronous=run.saves_asynchronously)
+        where = (directory, saving, context, loaded, training.optimizer, {}, _Silent())
         gradients: list[int] = []
-        with _phases(live, training, gradients):
+        with _phases(live, training, gradients), new_saver(*where) as saver:
+            saver.average = training.average
             live.reset()
             live.phase = "start"
             for _ in train(training):
                 live.phase = "end"
+                if evaluates:
+                    live.phase = "evaluation"
+                    _evaluate(training, run)
+                if run.saves_every:
+                    live.phase = "save"
+                    saver.save(training.state)
+                live.phase = "start"
     params = [
         shard.data for name, shard in model.local_shards().items() if isinstance(shard.tensor, torch.nn.Parameter)
     ]
@@ -223,18 +250,54 @@ def plain_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
 
 
-def build_sharded(config: PretrainedConfig, run: PlannedRun, context: DistributedContext) -> ShardedModel:
-    """The model of a run with random weights, sharded as `load_sharded` does."""
-    model = build_on_meta(config, run.model.dtype).train()
+class _Silent:
+    """A log of saves that shows nothing."""
+
+    def note(self, lines: str) -> None:
+        pass
+
+    def warn(self, lines: str) -> None:
+        raise AssertionError(lines)
+
+    def saved(self, checkpoint: Path) -> None:
+        pass
+
+
+def _evaluate(training: TrainingRun, run: PlannedRun) -> None:
+    """Evaluate two batches of each rank."""
+    size = run.train.micro_batch_size
+    held_out: Any = _HeldOut(training.dataset, 2 * size * run.num_data_ranks)
+    evaluate_loss(
+        training.model, held_out, size, training.context, objective=training.objective, reference=training.reference
+    )
+
+
+class _HeldOut:
+    """The first samples of a dataset of a run."""
+
+    def __init__(self, inner: Any, number: int) -> None:
+        self._inner, self._number = inner, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def batch(self, indices: Any) -> Batch:
+        found: Batch = self._inner.batch(indices)
+        return found
+
+
+def build_sharded(config: PretrainedConfig, run: PlannedRun, context: DistributedContext) -> tuple[ShardedModel, Any]:
+    """The model of a run with random weights, sharded as `load_sharded` does, and its adapter, if any."""
+    model, adapter = build_on_meta(config, run.model.dtype).train(), None
     if isinstance(run.adapter, LoraConfig):
-        inject_lora(model, run.adapter, run.model.path, {}, run.model.task)
+        adapter, _ = inject_lora(model, run.adapter, run.model.path, {}, run.model.task)
         quantize_base(model, run.adapter.quantize, run.shard, {})
     if run.shard.tensor_parallel == 1:
         use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
     rebuild_buffers(model, context.device)
     found = run.shard.shard(model, context)
     _fill(found, context.rank)  # were all shards the same, a router would choose the same experts always
-    return found
+    return found, adapter
 
 
 @torch.no_grad()
@@ -254,13 +317,11 @@ def training_run(
     run: PlannedRun,
     model: ShardedModel,
     context: DistributedContext,
-    steps: int,
-    packed: bool,
 ) -> TrainingRun:
     """The run at its beginning."""
 
-    optimizer, data = build_optimizer(run.optim, model, context), _data(config, run, packed)
-    settings = replace(run.train, steps=steps, schedule="constant", log_every=1 << 30)
+    optimizer, data = build_optimizer(run.optim, model, context), _data(config, run)
+    settings = replace(run.train, steps=2, schedule="constant", log_every=1 << 30)
     settings.global_batch_size = run.num_micro_batches * run.train.micro_batch_size * run.num_data_ranks
     training = TrainingRun(
         model, optimizer, data, settings, context, TrainerState(0, data.identity), objective=run.objective,
@@ -269,11 +330,13 @@ def training_run(
     if run.train.ema_decay is not None:
         training.average = WeightAverage(run.train.ema_decay, model.local_shards())
     if run.reference_kind == "sharded":
-        frozen = build_sharded(config, run, context)
+        frozen, _ = build_sharded(config, run, context)
         frozen.module.requires_grad_(False)
         training.reference = ModelReference(frozen, has_adapter=not run.adapter.trains_all)
     elif run.reference_kind == "adapter":
         training.reference = ModelReference(model, has_adapter=True)
+    elif run.reference_kind == "precomputed":
+        training.reference = PrecomputedReference()
     return training
 
 
@@ -291,20 +354,30 @@ class _Rows:
         return found
 
 
-def _data(config: PretrainedConfig, run: PlannedRun, packed: bool) -> Any:
+def _data(config: PretrainedConfig, run: PlannedRun) -> Any:
     length, vocabulary = run.sequence_length, config.get_text_config().vocab_size
     tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
     windows = Shuffled(WindowDataset(tokens, length, "random"), seed=0)
     if run.objective.samples == "pairs":
-        return _Rows(windows, _packed_pairs if packed else _in_pairs)
+        return _Rows(windows, _packed_pairs if run.is_packed else _in_pairs)
+    if run.objective.samples == "labeled":
+        return _Rows(windows, _labeled)
     if getattr(config, "is_encoder_decoder", False):
         return _Rows(windows, _for_encoder_decoder)
-    return _Rows(windows, _packed) if packed else windows
+    return _Rows(windows, _packed) if run.is_packed else windows
 
 
 def _in_pairs(batch: Batch) -> Batch:
     """Each row twice: a chosen and a rejected answer."""
     return Batch({name: value.repeat(2, 0) for name, value in batch.inputs.items()}, batch.labels.repeat(2, 0))
+
+
+def _labeled(batch: Batch) -> Batch:
+    """The same with whether each answer is good, and what a precomputed reference says."""
+    rows = len(batch.labels)
+    extras = {"desirable": np.arange(rows) % 2.0, "reference_log_probs": np.zeros((rows, 2))}
+    found = _in_pairs(batch)
+    return Batch(found.inputs, found.labels, {name: value.astype(np.float32) for name, value in extras.items()})
 
 
 def _for_encoder_decoder(batch: Batch) -> Batch:
@@ -334,7 +407,8 @@ def _phases(live: LiveBytes, run: TrainingRun, gradients: list[int]) -> Iterator
 
     def enters(name: str) -> Any:
         def set_phase(*args: Any, **kwargs: Any) -> None:
-            live.phase = name
+            if live.phase != "evaluation":
+                live.phase = name
 
         return set_phase
 

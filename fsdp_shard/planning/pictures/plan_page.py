@@ -14,7 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from fsdp_shard.planning.memory_plan import MemoryPlan
+from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.pictures import timeline as timeline_layout, treemap as treemap_layout
 from fsdp_shard.planning.pictures.timeline import Timeline, color_of, draw_png, lay_out
 from fsdp_shard.planning.pictures.treemap import treemap
@@ -28,7 +28,9 @@ _TEMPLATE, _STYLE = "plan_page.html.jinja", "plan_page.css"
 _UNIT_TERMS = ("parameters", "gradients", "optimizer", "average")
 
 
-def write_pictures(plan: MemoryPlan, memory_bytes: int | None, directory: Path, name: str) -> str | None:
+def write_pictures(
+    plan: MemoryPlan, memory_bytes: int | None, directory: Path, name: str, host: HostMemory | None = None
+) -> str | None:
     """Write plan.html, and timeline.png where matplotlib is installed and there is a peak.
 
     Args:
@@ -36,13 +38,14 @@ def write_pictures(plan: MemoryPlan, memory_bytes: int | None, directory: Path, 
         memory_bytes: The memory of a device, if known.
         directory: Where to write, which exists.
         name: What is planned, such as the path of a model.
+        host: The host memory of a machine, if known.
 
     Returns:
         Why there is no timeline.png, in a sentence; None if there is one.
     """
     fullest = plan.fullest
     timeline = None if fullest.peak is None else lay_out(fullest.moments, memory_bytes)
-    write_atomically(directory / PAGE, plan_page(plan, timeline, memory_bytes, name).encode())
+    write_atomically(directory / PAGE, plan_page(plan, timeline, memory_bytes, name, host).encode())
     if timeline is None:
         return f"There is no {PICTURE}: {plan.problem}."
     if find_spec("matplotlib") is None:
@@ -51,7 +54,9 @@ def write_pictures(plan: MemoryPlan, memory_bytes: int | None, directory: Path, 
     return None
 
 
-def plan_page(plan: MemoryPlan, timeline: Timeline | None, memory_bytes: int | None, name: str) -> str:
+def plan_page(
+    plan: MemoryPlan, timeline: Timeline | None, memory_bytes: int | None, name: str, host: HostMemory | None = None
+) -> str:
     """The page as HTML."""
     environment = Environment(
         loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -61,7 +66,7 @@ def plan_page(plan: MemoryPlan, timeline: Timeline | None, memory_bytes: int | N
     units = plan.units_of(plan.fullest.rank)
     return environment.get_template(_TEMPLATE).render(
         title=printable(f"{plan.model_class}, {name}"),
-        lines=summary_lines(plan, memory_bytes),
+        lines=summary_lines(plan, memory_bytes, host),
         ranks=rank_rows(plan.per_rank),
         rank=plan.fullest.rank,
         timeline=timeline,

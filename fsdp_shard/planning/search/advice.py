@@ -70,7 +70,7 @@ def advise(
         memory_bytes: Memory of a device.
         given: Names of the settings that the user chose. They stay, unless nothing fits with them.
         num_nodes: Number of machines.
-        fixed: Names of settings that stay in any case.
+        fixed: Names of settings that stay in any case, as what was typed.
         trains_other: Whether what is trained may change, as it may not in a run that is resumed.
 
     Returns:
@@ -87,7 +87,9 @@ def advise(
     return [*same, *next(filter(None, others), [])]
 
 
-def fitting(planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str], limit: int) -> list[Fitting]:
+def fitting(
+    planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str], fixed: Collection[str], limit: int
+) -> list[Fitting]:
     """All candidates of the best kind that has any, of the first `limit` that are planned; the number of ranks stays.
 
     Args:
@@ -95,16 +97,17 @@ def fitting(planner: Planner, run: PlannedRun, memory_bytes: int, given: Collect
         run: The run, whether it fits or not.
         memory_bytes: Memory of a device.
         given: Names of the settings that the user chose.
+        fixed: Names of settings that stay in any case, as what was typed.
         limit: Number of plans.
     """
     savers = memory_savers(run, given)
     search = _Search(planner, run, memory_bytes, given)
     for trains_other in (False, True):
-        for fixed in ({*given, "launch.ranks"}, {"launch.ranks"}):
-            allowed = [saver.allowed(fixed, may_change_training=trains_other) for saver in savers]
+        for stays in ({*given, *fixed, "launch.ranks"}, {*fixed, "launch.ranks"}):
+            allowed = [saver.allowed(stays, may_change_training=trains_other) for saver in savers]
 
-            def is_wanted(candidate: Candidate, fixed: set[str] = fixed, trains_other: bool = trains_other) -> bool:
-                return bool(candidate.trains) == trains_other and not set(candidate.replaced) & fixed
+            def is_wanted(candidate: Candidate, stays: set[str] = stays, trains_other: bool = trains_other) -> bool:
+                return bool(candidate.trains) == trains_other and not set(candidate.replaced) & stays
 
             if found := [fits for _, fits in search.walk(allowed, limit, is_wanted)]:
                 return found
@@ -139,8 +142,12 @@ class _Search:
             changes = set(candidate.overrides)
             return not any(changes >= set(fits.candidate.overrides) for fits in but)
 
+        figures = {(fits.peak_bytes, fits.seconds) for fits in but}
         for choice, fits in self.walk(allowed, self._planner.max_plans, is_wanted, enough):
             enough.append(choice)
+            if (key := (fits.peak_bytes, fits.seconds)) in figures and fits.seconds is not None:
+                continue  # it costs more, and does nothing
+            figures.add(key)
             found.append(fits)
             if len(found) == NUM_ADVISED:
                 break
@@ -179,7 +186,7 @@ class _Search:
             if most is not None and not most.fits(self._memory_bytes):
                 continue  # whatever is done about activations
             plan = self._plan(candidate)
-            if plan is None or not plan.fits(self._memory_bytes):
+            if plan is None or not self._planner.fits(candidate.run, plan, self._memory_bytes):
                 continue
             try:
                 self._planner.check_model(candidate.run)

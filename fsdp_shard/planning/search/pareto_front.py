@@ -32,11 +32,12 @@ class Point:
 
     def is_better(self, other: "Point") -> bool:
         """Whether this is at most `other` in ranks, memory and time, and less in one of them."""
-        own, theirs = self._figures, other._figures
+        own, theirs = self.figures, other.figures
         return own != theirs and all(one <= two for one, two in zip(own, theirs, strict=True))
 
     @property
-    def _figures(self) -> tuple[float, ...]:
+    def figures(self) -> tuple[float, ...]:
+        """Ranks, memory and time."""
         return self.num_ranks, self.fits.peak_bytes, self.time
 
 
@@ -71,7 +72,12 @@ class Front:
 
 
 def search_front(
-    planner: Planner, run: PlannedRun, memory_bytes: int, rank_counts: Sequence[int], given: Collection[str], nodes: int
+    planner: Planner,
+    run: PlannedRun,
+    memory_bytes: int,
+    rank_counts: Sequence[int],
+    chosen: tuple[Collection[str], Collection[str]],
+    nodes: int,
 ) -> Front:
     """Plan `run` with several numbers of ranks, and with changed settings for each.
 
@@ -80,17 +86,21 @@ def search_front(
         run: The run.
         memory_bytes: Memory of a device.
         rank_counts: Numbers of ranks of all machines.
-        given: Names of the settings that the user chose.
+        chosen: Names of the settings that the user chose, and those of them that stay in any case.
         nodes: Number of machines.
     """
     found: list[Fitting] = []
     for num_ranks in rank_counts:
-        for fits in fitting(planner, replace(run, num_ranks=num_ranks), memory_bytes, given, _PLANS_EACH):
+        for fits in fitting(planner, replace(run, num_ranks=num_ranks), memory_bytes, *chosen, _PLANS_EACH):
             overrides = (f"launch.ranks={num_ranks // nodes}", *fits.candidate.overrides)
             found.append(replace(fits, candidate=replace(fits.candidate, overrides=overrides)))
     if any(fits.seconds is not None for fits in found):  # seconds and relative times do not compare
         found = [fits for fits in found if fits.seconds is not None]
-    points = sorted((Point(fits, _time(fits)) for fits in found), key=lambda point: (point.num_ranks, point.time))
+    points = sorted(
+        (Point(fits, _time(fits)) for fits in found),
+        key=lambda point: (point.num_ranks, point.time, len(point.fits.candidate.overrides)),
+    )
+    points = list({point.figures: point for point in reversed(points)}.values())[::-1]  # of equal ones the simplest
     kept = [point for point in points if not any(other.is_better(point) for other in points)]
     unit = kept[0].time if kept else 1.0
     relative = tuple(replace(point, time=point.time / unit) for point in kept)

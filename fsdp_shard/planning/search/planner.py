@@ -11,7 +11,7 @@ from fsdp_shard.planning.costs.model_facts import model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
 from fsdp_shard.planning.memory import built_model, plan_memory
-from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
+from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, PlannedRun
 from fsdp_shard.training import check_batch, check_parallelism, check_trained
 from fsdp_shard.utils import check
 
@@ -24,6 +24,7 @@ class Planner:
         config: The transformers config of the model.
         on_gpu: Whether the ranks have GPUs.
         check_together: Raises ConfigError for sections that contradict each other, beyond what is checked here.
+        host: The host memory of the machines of a run; None where it is not known.
         seconds: The time of a step, from a run and its plan, None if unknown; None where no times are known.
         num_plans: Number of runs that were planned.
         max_plans: Number of plans of each kind of advice.
@@ -32,6 +33,7 @@ class Planner:
     config: PretrainedConfig
     on_gpu: bool = True
     check_together: Callable[[PlannedRun], None] | None = None
+    host: Callable[[PlannedRun], HostMemory | None] | None = None
     seconds: Callable[[PlannedRun, MemoryPlan], float | None] | None = None
     facts: Facts = field(default_factory=Facts)
     num_plans: int = 0
@@ -41,6 +43,15 @@ class Planner:
         """Plan the memory of a run; raises as `plan_memory` does."""
         self.num_plans += 1
         return plan_memory(self.config, run, self.facts)
+
+    def host_of(self, run: PlannedRun) -> HostMemory | None:
+        """The host memory of the machines of a run, if known."""
+        return None if self.host is None else self.host(run)
+
+    def fits(self, run: PlannedRun, plan: MemoryPlan, memory_bytes: int) -> bool | None:
+        """Whether the plan of a run fits in the memory of devices and machines; None where it has no peak."""
+        host = self.host_of(run)
+        return plan.fits(memory_bytes) if host is None or host.fits(plan) else False
 
     def cost(self, run: PlannedRun) -> StepCost:
         """What a step of a run computes and sends."""

@@ -10,7 +10,7 @@ from fsdp_shard.planning.run_plan import PlannedSettings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
+    from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, PlannedRun
     from fsdp_shard.planning.search.planner import Planner
 
 
@@ -25,9 +25,17 @@ def planner_for(
 ) -> Planner:
     """What plans `run` and others of its model; it knows the time of a step where the hardware is known."""
     from fsdp_shard.planning.costs.step_time import step_time
+    from fsdp_shard.planning.memory_plan import HostMemory
     from fsdp_shard.planning.search.planner import Planner
 
-    planner = Planner(model_config, on_gpu=config.launch.device != "cpu")
+    def host(candidate: PlannedRun) -> HostMemory | None:
+        known = planned_hardware(config, candidate.num_ranks)
+        if known.host_memory_bytes is None:
+            return None
+        per_machine = candidate.num_ranks // config.launch.min_nodes
+        return HostMemory(known.host_memory_bytes, min(per_machine, known.num_per_machine or per_machine))
+
+    planner = Planner(model_config, on_gpu=config.launch.device != "cpu", host=host)
 
     def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float | None:
         found = step_time(planner.cost(candidate), planned_hardware(config, candidate.num_ranks))

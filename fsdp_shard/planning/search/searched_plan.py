@@ -28,8 +28,8 @@ def plan_search(
             "such as device=h100."
         )
     planner = planner_for(config, model_config, run, hardware)
-    given = chosen_settings(config)
-    front = search_front(planner, run, hardware.memory_bytes, launch.rank_counts, given, launch.min_nodes)
+    chosen = chosen_settings(config), config.given
+    front = search_front(planner, run, hardware.memory_bytes, launch.rank_counts, chosen, launch.min_nodes)
     misfit = None
     if front.cheapest is None:
         misfit = (

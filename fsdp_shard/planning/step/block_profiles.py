@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize
 
 import torch
@@ -32,9 +32,11 @@ from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, replace_tensors,
 _ATTENTION = "fsdp_shard_plan"
 
 ENTER, LEAVE, LOSS, BEGIN, FINISH, END = "enter", "leave", "loss", "begin backward", "finish backward", "end"
+DONE = "done"  # with a pass without gradients
 
 _LONGEST_PERIOD = 8
 _PERIODS_RUN = 3
+_MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by token in Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Event:
         change: Bytes of activations that are live now, minus those then.
         gradients: Bytes of gradients that were accumulated since.
         saved: When a block is left: bytes that it saved for its backward pass.
+        pinned: The same in page-locked memory, of which torch allocates powers of two.
         is_reference: Whether the reference of an objective runs, without gradients.
     """
 
@@ -59,7 +62,33 @@ class Event:
     change: int
     gradients: int
     saved: int = 0
+    pinned: int = 0
     is_reference: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tapes:
+    """What one micro-batch keeps in memory in each kind of pass.
+
+    Attributes:
+        preparation: What the losses of a step have in common, computed without gradients; empty if they have nothing.
+        training: From the first forward pass to the end of the backward pass.
+        evaluation: The loss of held-out samples, without gradients.
+    """
+
+    preparation: Sequence[Event]
+    training: Sequence[Event]
+    evaluation: Sequence[Event]
+
+
+class MicroBatch(Protocol):
+    """A micro-batch in a fake tensor mode."""
+
+    def prepare(self) -> Any:
+        """Compute, without gradients, what the losses of a step have in common."""
+
+    def loss(self, shared: Any) -> torch.Tensor:
+        """Run the forward pass and return the loss; `shared` is what `prepare` returned."""
 
 
 class Recorder(TorchDispatchMode):
@@ -68,12 +97,15 @@ class Recorder(TorchDispatchMode):
     Attributes:
         events: The tape.
         is_reference: Whether what runs is the reference of an objective.
+        most_chosen: The most rows that are chosen by their values, which fake tensors do not have; None for all.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.events: list[Event] = []
         self.is_reference = False
+        self.most_chosen: int | None = None
+        self._num_operators = 0
         self._live: dict[int, int] = {}  # bytes by the address of the storage
         self._born: dict[int, int] = {}  # number of events before a storage was made
         self._entered = 0, 0  # numbers of events before the last two modules were entered
@@ -86,7 +118,15 @@ class Recorder(TorchDispatchMode):
         self._then = self._gradients_then = 0  # at the last event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        self._num_operators += 1
+        if self._num_operators > _MAX_OPERATORS:
+            raise RuntimeError(f"a micro-batch of this size is more than {_MAX_OPERATORS:,} operators on three blocks")
+        if func is torch.ops.aten.nonzero.default:
+            number = args[0].numel()
+            number = number if self.most_chosen is None else min(number, self.most_chosen)
+            result = torch.empty((number, args[0].ndim), dtype=torch.long)
+        else:
+            result = func(*args, **(kwargs or {}))
         for storage in storages_of(result):
             self._count(storage)
         self._most = max(self._most, self._now)
@@ -115,14 +155,15 @@ class Recorder(TorchDispatchMode):
     def mark(self, kind: str, module: str) -> None:
         """Write an event."""
         alone, alone_then = self._now - self._gradients, self._then - self._gradients_then
-        saved = sum(self._saved.values()) if kind == LEAVE else 0
+        kept = [*self._saved.values()] if kind == LEAVE else []
+        saved = sum(kept), sum(map(pinned_bytes, kept))
         if kind in (ENTER, LEAVE):
             self._saved.clear()
         if kind == ENTER:
             self._entered = self._entered[1], len(self.events)
         rises = max(self._most, self._now) - self._then, max(self._most_alone, alone) - alone_then
         gradients = self._gradients - self._gradients_then
-        self.events.append(Event(kind, module, *rises, alone - alone_then, gradients, saved, self.is_reference))
+        self.events.append(Event(kind, module, *rises, alone - alone_then, gradients, *saved, self.is_reference))
         self._most, self._then, self._gradients_then = self._now, self._now, self._gradients
         self._most_alone = alone
 
@@ -137,6 +178,11 @@ class Recorder(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self._now -= self._live.pop(key, 0)
         self._born.pop(key, None)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Bytes of the page-locked memory that torch allocates for a tensor (`CachingHostAllocatorImpl.h`)."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def storages_of(value: Any) -> Iterator[UntypedStorage]:
@@ -157,30 +203,30 @@ def record_tape(
     model: PreTrainedModel,
     settings: ShardConfig,
     units: Sequence[Unit],
-    compute_loss: Callable[[Recorder], torch.Tensor],
+    make_batch: Callable[[Recorder], MicroBatch],
     uncast: Collection[str] = (),
     *,
     is_packed: bool = False,
-) -> list[Event]:
-    """Run one micro-batch of `model` on fake tensors.
+) -> Tapes:
+    """Run one micro-batch of `model` on fake tensors, in an evaluation and in training.
 
     Args:
         model: The model on meta. It is changed: its parameters become fake ones, in the dtypes that units compute in.
         settings: The blocks, and what of their activations is recomputed.
         units: The units that it would be sharded in.
-        compute_loss: Runs the forward pass and returns the loss; called in a fake tensor mode, with the recorder.
+        make_batch: Makes the micro-batch; called in a fake tensor mode, with the recorder.
         uncast: FQNs of the units whose inputs keep the dtypes that they have.
         is_packed: Whether rows hold several documents, which attention is kept apart by a mask.
 
     Returns:
-        The tape of one micro-batch, from its first forward pass to the end of its backward pass.
+        The tapes of one micro-batch.
 
     Raises:
         RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
     """
-    model.train()
     blocks = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
-    runs = _alike(model, blocks, recomputed_fqns(blocks, settings.activation_checkpointing))
+    recomputed = recomputed_fqns(blocks, settings.activation_checkpointing)
+    runs = _alike(model, blocks, dict.fromkeys(recomputed, True))
     recompute_blocks(model, settings)
     passed_over = {fqn for run in runs for fqn in run.passed_over}
     for fqn in passed_over:
@@ -199,15 +245,75 @@ def record_tape(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.accumulated)
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor):
-            loss = compute_loss(recorder)
-            recorder.mark(LOSS, "")
-            loss.backward()
-            del loss
-            recorder.mark(END, "")
-    tape = recorder.events
+            tapes = _run(model, recorder, make_batch(recorder))
     for run in runs:
-        tape = _repeated(tape, run)
-    return tape
+        tapes = Tapes(*(_repeated(tape, run) for tape in (tapes.preparation, tapes.training, tapes.evaluation)))
+    return tapes
+
+
+def record_forward(
+    model: PreTrainedModel, run: Callable[[Recorder], None], *, has_mask: bool
+) -> tuple[list[Event], Mapping[str, str]]:
+    """Run forward passes of a model that is not sharded, without gradients, on fake tensors.
+
+    Args:
+        model: The model on meta. It is changed: its parameters become fake ones.
+        run: Makes the passes; called in a fake tensor mode.
+        has_mask: Whether attention gets a mask, as where rows have several lengths.
+
+    Returns:
+        The tape, and for each block that was passed over one like it that was not.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
+    """
+    model.eval()
+    blocks = no_split_blocks(model)
+    repeated = [block.fqn for block in blocks if block.repeated]
+    config: Any = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()  # such as full and sliding attention, whose caches differ
+    runs = _alike(model, repeated, dict(zip(repeated, kinds, strict=False)))
+    like = {fqn: run.like(fqn) for run in runs for fqn in run.passed_over}
+    for each in runs:
+        for fqn in each.passed_over:
+            _pass_over(model, fqn, each)
+    with attending_without_values(model, is_packed=has_mask), FakeTensorMode():
+        _make_fake(model, {})
+        recorder = Recorder()
+        recorder.ignore([*model.parameters(), *model.buffers()])
+        for fqn in dict.fromkeys([*(block.fqn for block in blocks if not block.direct), ""]):
+            if fqn not in like:
+                module = model.get_submodule(fqn)
+                module.register_forward_pre_hook(lambda *_, fqn=fqn: recorder.mark(ENTER, fqn))
+                module.register_forward_hook(lambda *_, fqn=fqn: recorder.mark(LEAVE, fqn))
+        with torch.no_grad(), recorder:
+            run(recorder)
+    tape = recorder.events
+    for each in runs:
+        tape = _repeated(tape, each)
+    return tape, like
+
+
+def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Tapes:
+    """Run a micro-batch in all ways; the evaluation comes first, as nothing has gradients then."""
+    model.eval()
+    with torch.no_grad():
+        loss = batch.loss(batch.prepare())
+        del loss
+    recorder.mark(DONE, "")
+    evaluated = len(recorder.events)
+    model.train()
+    shared = batch.prepare()
+    recorder.mark(DONE, "")
+    prepared = len(recorder.events)
+    loss = batch.loss(shared)
+    recorder.mark(LOSS, "")
+    loss.backward()
+    del loss
+    recorder.mark(END, "")
+    events = recorder.events
+    preparation = events[evaluated:prepared] if prepared > evaluated + 1 else []
+    return Tapes(preparation, events[prepared:], events[:evaluated])
 
 
 def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -314,18 +420,23 @@ class _Run:
 
     periods: tuple[tuple[str, ...], ...]
 
+    def like(self, fqn: str) -> str:
+        """The last block that was run in the place of `fqn` in its period."""
+        position = next(period.index(fqn) for period in self.periods if fqn in period)
+        return self.periods[_PERIODS_RUN - 1][position]
+
     @property
     def passed_over(self) -> frozenset[str]:
         return frozenset(fqn for period in self.periods[_PERIODS_RUN:] for fqn in period)
 
 
-def _alike(model: nn.Module, blocks: Sequence[str], recomputed: Collection[str]) -> list[_Run]:
-    """The runs of `blocks` that repeat more than three times with some period."""
+def _alike(model: nn.Module, blocks: Sequence[str], marks: Mapping[str, object]) -> list[_Run]:
+    """The runs of `blocks` that repeat more than three times with some period; different `marks` are not alike."""
 
     def kind(fqn: str) -> object:
         module = model.get_submodule(fqn)
         params = [(name, tuple(param.shape), param.requires_grad) for name, param in module.named_parameters()]
-        return type(module), params, fqn in recomputed, fqn.rpartition(".")[0]
+        return type(module), params, marks.get(fqn), fqn.rpartition(".")[0]
 
     kinds, runs, first = [kind(fqn) for fqn in blocks], list[_Run](), 0
     while first < len(kinds):
@@ -352,8 +463,7 @@ def _repeats(kinds: Sequence[object], first: int, period: int) -> int:
 
 def _pass_over(model: nn.Module, fqn: str, run: _Run) -> None:
     """Have a block return what it is given, in the form in which the block like it in the run returns it."""
-    position = next(period.index(fqn) for period in run.periods if fqn in period)
-    like, outputs = model.get_submodule(run.periods[_PERIODS_RUN - 1][position]), list[Any]()
+    like, outputs = model.get_submodule(run.like(fqn)), list[Any]()
     like.register_forward_hook(lambda module, args, output: outputs.append(_without_first(output)))
 
     def passing(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,5 @@
-"""The loss of one micro-batch of a planned run, computed by the objective itself on fake tensors."""
+"""One micro-batch of a planned run, whose losses the objective itself computes on fake tensors."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from fsdp_shard.planning.step.block_profiles import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training import (
+    LOSS_CHUNK_BYTES,
     DeviceBatch,
     ObjectiveConfig,
     OwnFunctions,
@@ -20,10 +20,11 @@ from fsdp_shard.training import (
     StepSums,
     Targets,
     forward_answers,
-    forward_log_probs,
 )
 
+_CPU = torch.device("cpu")
 _TOKEN_BYTES = 8  # int64
+_MAX_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -74,49 +75,82 @@ class _Compared:
         return Targets(torch.zeros(shape), torch.zeros(shape, dtype=torch.int32))
 
 
-def micro_batch_loss(
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A micro-batch of a planned run, in a fake tensor mode; it runs what a step and an evaluation do.
+
+    Attributes:
+        model: The model.
+        batch: The micro-batch.
+        objective: What the model is trained for.
+        reference: The reference or the teacher.
+    """
+
+    model: _Plain
+    batch: DeviceBatch
+    objective: ObjectiveConfig
+    reference: _Compared
+
+    def prepare(self) -> Any:
+        """What the losses of a step have in common."""
+        context = SimpleNamespace(device=_CPU, all_reduce_=lambda tensor: None)
+        return self.objective.prepare(self.model, [self.batch], self.reference, context)  # type: ignore[arg-type]  # as much of them as it uses
+
+    def loss(self, shared: Any) -> torch.Tensor:
+        """Run the forward pass and return the loss."""
+        divisors, context = torch.ones(self.objective.num_terms), SimpleNamespace(device=_CPU)
+        sums = StepSums(OwnFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
+        step = Pass(self.model, self.batch, divisors, sums, self.reference, shared)  # type: ignore[arg-type]  # it has the module
+        return self.objective.terms(step).sum()
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The size of a micro-batch.
+
+    Attributes:
+        num_rows: Number of sequences.
+        length: Number of tokens that this rank has of each.
+        num_parts: Number of ranks that divide each sequence.
+        is_packed: Whether rows hold several documents, and so have positions.
+        shares_prompts: Whether these are pairs that share prompts, and so have segments.
+    """
+
+    num_rows: int
+    length: int
+    num_parts: int = 1
+    is_packed: bool = False
+    shares_prompts: bool = False
+
+
+def planned_batch(
     model: PreTrainedModel,
     objective: ObjectiveConfig,
     reference_kind: str | None,
-    num_rows: int,
-    length: int,
-    num_parts: int = 1,
-    *,
-    is_packed: bool = False,
-) -> Callable[[Recorder], torch.Tensor]:
-    """What computes the loss of one micro-batch in a fake tensor mode.
+    size: BatchSize,
+    recorder: Recorder,
+) -> PlannedBatch:
+    """Make a micro-batch in a fake tensor mode.
 
     Args:
         model: The model, which has a loss head where training has one.
         objective: What it is trained for.
         reference_kind: As in `PlannedRun.reference_kind`.
-        num_rows: Number of sequences.
-        length: Number of tokens that this rank has of each.
-        num_parts: Number of ranks that divide each sequence.
-        is_packed: Whether rows hold several documents, or pairs that share prompts, and so have positions.
+        size: The size of the micro-batch.
+        recorder: Does not count the micro-batch, and is told which model runs.
     """
-
-    def compute(recorder: Recorder) -> torch.Tensor:
-        batch, plain = _batch(model, num_rows, length, num_parts), _Plain(model)
-        divisors, context = torch.ones(objective.num_terms), SimpleNamespace(device=torch.device("cpu"))
-        if is_packed and num_parts == 1:
-            batch.inputs["position_ids"] = torch.zeros((num_rows, length), dtype=torch.long)
-            batch = _with_pairs(batch) if objective.samples == "pairs" else batch
-        recorder.ignore([*batch.tensors(), divisors])
-        reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
-        sums = StepSums(OwnFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
-        step = Pass(plain, batch, divisors, sums, reference)  # type: ignore[arg-type]  # it has the module
-        try:
-            return objective.terms(step).sum()
-        except RuntimeError:
-            if recorder.events:
-                raise
-        # Some choose rows by the values of labels, which fake tensors do not have.
-        compared = reference.log_probs(batch)
-        own = forward_log_probs(plain, batch).sum(-1)  # type: ignore[arg-type]  # it has the module
-        return (own - compared).sum()
-
-    return compute
+    batch, plain = _batch(model, size.num_rows, size.length, size.num_parts), _Plain(model)
+    recorder.most_chosen = most_chosen(model)
+    batch = replace(batch, counted=batch.counted[: recorder.most_chosen])
+    if size.is_packed and size.num_parts == 1:
+        batch.inputs["position_ids"] = torch.zeros((size.num_rows, size.length), dtype=torch.long)
+    if size.shares_prompts:
+        batch = _with_pairs(batch)
+    if objective.samples == "labeled":
+        batch.extras["desirable"] = torch.zeros(size.num_rows // 2)
+    recorder.ignore([*batch.tensors()])
+    reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
+    return PlannedBatch(plain, batch, objective, reference)
 
 
 def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -> DeviceBatch:
@@ -138,31 +172,30 @@ def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -
 def _with_pairs(batch: DeviceBatch) -> DeviceBatch:
     """The batch with a pair in each row that share a prompt; the model makes a mask of the same size by itself."""
     num_rows, length = batch.inputs["input_ids"].shape
+    num_answers = 2 * num_rows
     if batch.labels.ndim == 1:  # a classifier, which reads the last token of each answer
-        sizes = (1,) * (2 * num_rows)
-        labels, counted = torch.zeros((num_rows, length), dtype=torch.long), torch.zeros(len(sizes), dtype=torch.long)
+        labels, counted = torch.zeros((num_rows, length), dtype=torch.long), torch.zeros(num_answers, dtype=torch.long)
         batch = replace(batch, labels=labels, counted=counted)
-    else:
-        sizes = (length // 2, length - length // 2) * num_rows
-    return replace(batch, packed=PackedAnswers(None, sizes, torch.ones(len(sizes))))
+    size, rest = divmod(len(batch.counted), num_answers)
+    sizes = (*(size for _ in range(num_answers - 1)), size + rest)
+    return replace(batch, packed=PackedAnswers(None, sizes, torch.ones(num_answers)))
 
 
-def batch_bytes(
-    model: PreTrainedModel,
-    num_rows: int,
-    length: int,
-    num_parts: int = 1,
-    *,
-    is_packed: bool = False,
-    has_segments: bool = False,
-) -> int:
+def most_chosen(model: PreTrainedModel) -> int:
+    """Number of predictions that are planned one by one: enough chunks of a loss, which all take the same memory."""
+    config: Any = model.config.get_text_config()
+    return _MAX_CHUNKS * max(1, LOSS_CHUNK_BYTES // (4 * int(getattr(config, "vocab_size", 1))))
+
+
+def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
 
-    With packed documents positions too, and with packed pairs also the segments. Where `num_parts` ranks divide
-    sequences: the positions of the rank's tokens and of all, and a mask of ones.
+    With packed documents positions too, and with packed pairs also the segments. Where ranks divide sequences: the
+    positions of the rank's tokens and of all, and a mask of ones. Of predictions that are not planned one by one, their
+    labels and log-probabilities too.
     """
     config: Any = model.config
-    num_arrays = (
-        3 + bool(config.is_encoder_decoder) + is_packed + has_segments + (2 + num_parts if num_parts > 1 else 0)
-    )
-    return num_rows * length * _TOKEN_BYTES * num_arrays
+    divided = 2 + size.num_parts if size.num_parts > 1 else 0
+    num_arrays = 3 + bool(config.is_encoder_decoder) + size.is_packed + size.shares_prompts + divided
+    tokens = size.num_rows * size.length
+    return tokens * _TOKEN_BYTES * num_arrays + 2 * _TOKEN_BYTES * max(0, tokens - most_chosen(model))

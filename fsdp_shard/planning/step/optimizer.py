@@ -136,15 +136,17 @@ def exchange_bytes(
         shapes: The unsharded shape of every parameter.
         dtypes: The dtype of every parameter.
         updates: What the update of each parameter takes, by name.
-        on_gpu: Whether the ranks have GPUs. Then there is one copy more, as measured on an H200 (docs/benchmarks.md).
+        on_gpu: Whether the ranks have GPUs. Then an update has one copy more, as measured on an H200
+            (docs/benchmarks.md).
     """
-    most, copies = 0, 3 if on_gpu else 2
+    most, values = 0, 3 if on_gpu else 2
     for names in zip_longest(*owned):
         own = names[rank]
         sent = sum(held.get(name, 0) for name in names if name is not None)
         whole = 0 if own is None else prod(shapes[own]) * dtypes[own].itemsize
         update = 0 if own is None else updates[own]
-        most = max(most, copies * whole + max(sent, update))
+        # The gradient is still there while the new values are sent: as they are for all copies, flat, and received.
+        most = max(most, values * whole + update, 3 * whole + sent)
     return most
 
 

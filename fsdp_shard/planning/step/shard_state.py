@@ -11,22 +11,32 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import sharding
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.step.block_profiles import pinned_bytes
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
 from fsdp_shard.planning.step.unit_holdings import UnitShards
 from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import balanced_partition
 
+# A copy for a save has up to seven tensors of each parameter: its weights, their average, and of its optimizer state
+# most in `adamw8bit`. Each begins at a multiple of 64 bytes (`checkpoint/sharded_state/staging.py`).
+_STAGED_APART = 7 * 64
+
 
 @dataclass(frozen=True)
 class ShardState:
-    """Bytes of the state of one shard, and what its optimizer takes for a moment."""
+    """Bytes of the state of one shard, what its optimizer takes for a moment, and the copy that a save may make.
+
+    `pinned` is what the parameters and gradients of offloaded state take in page-locked memory.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     average: int
     updates: int
+    staged: int
+    pinned: int
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
     contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
     known: dict[tuple[object, ...], ShardState] = {}
     states = []
+    buffers = 2 * sum(buffer.numel() * buffer.element_size() for buffer in part.model.buffers())  # of weights, average
     foreach = run.on_gpu and run.shard.wrapper != "fsdp2"  # DTensors are updated one by one
     for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
@@ -130,9 +141,35 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
                 held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
                 taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates, on_gpu=run.on_gpu)
             average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, own.values()))  # in float32
-            known[key] = ShardState(num_bytes(local), num_bytes(gradients), optimizer, average, taken)
+            pinned = sum(
+                pinned_bytes(num_bytes({name: shape}))
+                for part_of_state in (local, gradients)
+                for name, shape in part_of_state.items()
+            )
+            staged = num_bytes(own) + optimizer + average + buffers + len(own) * _STAGED_APART
+            known[key] = ShardState(num_bytes(local), num_bytes(gradients), optimizer, average, taken, staged, pinned)
         states.append(known[key])
     return states
+
+
+def staged_bytes(part: RankPart, states: Sequence[ShardState], run: PlannedRun) -> list[int]:
+    """Bytes of the copy that an asynchronous save may make on each rank: of what this rank writes.
+
+    Of what replicas have in common the first one writes all, but under DDP they divide the tensors.
+    """
+    if run.shard.is_sharded:
+        num_first = run.num_shards * run.shard.tensor_parallel
+        by_rank = [states[rank // run.shard.tensor_parallel].staged for rank in range(num_first)]
+        return by_rank + [0] * (run.num_ranks - num_first)
+    sizes, counts = [0] * run.num_ranks, [0] * run.num_ranks
+    seen = set[int]()
+    for number, (_, param) in enumerate(part.model.named_parameters(remove_duplicate=False)):
+        if param.requires_grad and id(param) not in seen:
+            sizes[number % run.num_ranks] += param.numel() * param.element_size()
+            counts[number % run.num_ranks] += 1
+        seen.add(id(param))
+    total, whole = max(1, sum(sizes)), states[0].staged
+    return [-(-whole * size // total) + count * _STAGED_APART for size, count in zip(sizes, counts, strict=True)]
 
 
 def _whole_updates(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ from fsdp_shard import sharding
 from fsdp_shard.planning.facts import Facts, of_one_rank
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
-from fsdp_shard.planning.step.block_profiles import LOSS, Event, record_tape
+from fsdp_shard.planning.step.block_profiles import DONE, LOSS, Event, Tapes, record_tape
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
-from fsdp_shard.planning.step.micro_batch import batch_bytes, micro_batch_loss
+from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.step_schedule import GRADIENTS, PLAYERS, Moment, StepRules
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
@@ -26,36 +26,43 @@ from fsdp_shard.utils import first_line
 _FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
 
 
-def plan_step(
-    config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts
-) -> tuple[tuple[Moment, ...], str | None]:
+@dataclass(frozen=True)
+class PlayedStep:
     """The moments of a run on any rank, without the optimizer's state.
 
-    Returns:
-        The moments, and why activations could not be measured, if so; then there are none of a step.
+    Attributes:
+        moments: The moments.
+        offloaded_bytes: The most bytes of activations that are in host memory.
+        problem: Why activations could not be measured, if so; then there are no moments of a step.
     """
+
+    moments: tuple[Moment, ...]
+    offloaded_bytes: int = 0
+    problem: str | None = None
+
+
+def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> PlayedStep:
+    """Play a step of a run."""
     model = part.model
     in_units, parameters = unit_bytes(model, part.units, run.shard, run.num_shards, part.experts)
     terms = {} if run.shard.cpu_offload else {"parameters": parameters}
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
     load = Moment("load", "", dict(terms))
-    of_batch = (run.objective, run.reference_kind, run.num_rows, run.padded_length, run.is_packed)
+    of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.is_packed)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
     of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu)
     record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part))
     try:
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
-            tape = facts.of("tape", of_tape, record)
+            tapes = facts.of("tape", of_tape, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        return (load,), first_line(error)
+        return PlayedStep((load,), problem=first_line(error))
     if run.on_gpu:
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
         if run.objective.is_cross_entropy and not has_loss_head:
-            tape = _with_chunks_of_gpus(tape, model, run)
-    sizes, has_segments = (run.num_rows, run.padded_length), run.is_packed and run.objective.samples == "pairs"
-    batch = batch_bytes(model, *sizes, run.shard.context_parallel, is_packed=run.is_packed, has_segments=has_segments)
-    terms["batch"] = batch * run.num_micro_batches
+            tapes = _with_chunks_of_gpus(tapes, model, run)
+    terms["batch"] = 2 * batch_bytes(model, _batch_size(run)) * run.num_micro_batches  # those of the next step too
     terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + _FIGURES_BYTES
     if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
         terms["attention scores"] = _score_bytes(config, run)
@@ -64,9 +71,27 @@ def plan_step(
         if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
             terms["buckets of the first step"] = terms[GRADIENTS]
     player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
-    player.step(tape)
-    player.note("", "optimizer")
-    return (load, *player.moments), None
+    if type(run.shard.reshard_after_forward) is int:
+        player.evaluate(tapes)  # as before the first step; some of what it gathers stays
+        player.moments.clear()
+    player.step(tapes)
+    player.update()
+    player.evaluate(tapes)
+    return PlayedStep((load, *_resume(model, run, load), *player.moments), player.most_offloaded)
+
+
+def _resume(model: PreTrainedModel, run: PlannedRun, load: Moment) -> list[Moment]:
+    """The optimizer's state is made by a step with gradients of zeros, before it is read."""
+    if not run.resumes:
+        return []
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return [replace(load, phase="resume", terms={**load.terms, GRADIENTS: gradients})]
+
+
+def _batch_size(run: PlannedRun) -> BatchSize:
+    shares_prompts = run.is_packed and run.objective.samples == "pairs"
+    sizes = run.num_read_rows, run.padded_length, run.shard.context_parallel
+    return BatchSize(*sizes, run.is_packed, shares_prompts)
 
 
 def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
@@ -91,17 +116,26 @@ def _math_attention() -> AbstractContextManager[None]:
     return found
 
 
-def _with_chunks_of_gpus(tape: Sequence[Event], model: PreTrainedModel, run: PlannedRun) -> list[Event]:
-    """The tape, which was made on a CPU, with the larger chunks in which a GPU upcasts logits.
+def _with_chunks_of_gpus(tapes: Tapes, model: PreTrainedModel, run: PlannedRun) -> Tapes:
+    """The tapes, which were made on a CPU, with the larger chunks in which a GPU upcasts logits.
 
-    A chunk is there four times: upcast, its log-softmax, and the gradients of both.
+    In training a chunk is there four times: upcast, its log-softmax, and the gradients of both; else twice.
     """
     text: Any = model.config.get_text_config()
     logits = 4 * run.num_rows * run.padded_length * int(getattr(text, "vocab_size", 1))
     cpu, gpu = (min(logits, cross_entropy_chunk_bytes(device, logits)) for device in ("cpu", "cuda"))
-    extra = 4 * (gpu - cpu)
+    more = gpu - cpu
+    return replace(
+        tapes, training=_raised(tapes.training, LOSS, 4 * more), evaluation=_raised(tapes.evaluation, DONE, 2 * more)
+    )
+
+
+def _raised(tape: Sequence[Event], kind: str, num_bytes: int) -> list[Event]:
+    """The tape with more bytes for a moment before the events of a kind."""
     return [
-        replace(event, rise=event.rise + extra, rise_alone=event.rise_alone + extra) if event.kind == LOSS else event
+        replace(event, rise=event.rise + num_bytes, rise_alone=event.rise_alone + num_bytes)
+        if event.kind == kind
+        else event
         for event in tape
     ]
 
@@ -123,10 +157,12 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         copies_reduced=not run.on_gpu,
         offloads_activations=shard.activation_offload,
         has_host_gradients=shard.cpu_offload,
+        # DTensor finds the place of a rank's rows by the numbers of all of them.
+        save_bytes=8 * max((param.shape[0] for param in model.parameters() if param.ndim), default=0) // run.num_shards,
     )
 
 
-def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Callable[[], list[Event]], bool]:
+def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Callable[[], Tapes], bool]:
     """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
     model = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
     if run.shard.flattens_units:
@@ -142,7 +178,6 @@ def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Ca
     num_parts = run.shard.context_parallel
     if num_parts > 1:
         sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
-    sizes = run.num_rows, run.padded_length, num_parts
-    compute = micro_batch_loss(model, run.objective, run.reference_kind, *sizes, is_packed=run.is_packed)
-    record = partial(record_tape, model, run.shard, part.units, compute, uncast=part.experts, is_packed=run.is_packed)
+    make = partial(planned_batch, model, run.objective, run.reference_kind, _batch_size(run))
+    record = partial(record_tape, model, run.shard, part.units, make, uncast=part.experts, is_packed=run.is_packed)
     return record, has_loss_head

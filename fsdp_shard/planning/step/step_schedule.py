@@ -9,10 +9,12 @@ wrapper's own memory is added as torch's code handles it (torch 2.13: `_fsdp_par
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.planning.step.block_profiles import BEGIN, END, ENTER, FINISH, LEAVE, LOSS, Event
+from fsdp_shard.planning.step.block_profiles import BEGIN, END, ENTER, FINISH, LEAVE, LOSS, Event, Tapes
 
 GATHERED, UNREDUCED, BUFFERS, GRADIENTS = "gathered", "unreduced gradients", "reduce buffers", "gradients"
 ACTIVATIONS, LOSS_TERM, TEMPORARIES = "activations", "loss", "optimizer temporaries"
+EVALUATION, BUFFERS_OF_SAVE = "evaluation", "save buffers"
+_SHOWN = 3  # micro-batches; the third is as the fourth
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Moment:
     """What is in memory at one moment of a run.
 
     Attributes:
-        phase: load, forward, loss, backward, reduce, optimizer, save or evaluate.
+        phase: load, resume, forward, loss, backward, reduce, optimizer, save or evaluation.
         where: FQN of the unit or block, "" for the root.
         terms: Bytes by term, such as parameters, gathered, gradients, unreduced gradients, optimizer, activations.
     """
@@ -85,6 +87,7 @@ class StepRules:
         copies_reduced: Whether the collective makes a copy of what it reduces (gloo).
         offloads_activations: Whether what blocks save is in CPU memory until it is used.
         has_host_gradients: Whether reduced gradients are in CPU memory.
+        save_bytes: What a save takes for a moment.
     """
 
     reshard: bool | int = True
@@ -99,6 +102,7 @@ class StepRules:
     copies_reduced: bool = False
     offloads_activations: bool = False
     has_host_gradients: bool = False
+    save_bytes: int = 0
 
 
 _Key = tuple[bool, str]  # whether it is of the reference, and the FQN
@@ -113,12 +117,14 @@ class Player:
         rules: How the step goes.
         terms: Bytes that are in use now, by term; those of the state from the beginning.
         moments: What was in use until now.
+        most_offloaded: The most bytes of activations that were in host memory.
     """
 
     units: Sequence[UnitBytes]
     rules: StepRules
     terms: dict[str, int]
     moments: list[Moment] = field(default_factory=list)
+    most_offloaded: int = 0
 
     def __post_init__(self) -> None:
         self.by_fqn = {unit.fqn: unit for unit in self.units}
@@ -126,20 +132,41 @@ class Player:
         self.in_backward = False
         self.is_synced = True
         self.finished: set[str] = set()
-        self.phase = "forward"
-        self._offloaded: dict[str, int] = {}
-        self._last_block: tuple[str, int] | None = None
+        self.phase, self.is_evaluation = "forward", False
+        self._offloaded: dict[str, tuple[int, int]] = {}  # bytes on the device, and in host memory
+        self._last_block: tuple[str, tuple[int, int]] | None = None
 
-    def step(self, tape: Sequence[Event]) -> None:
-        """Play the forward and backward passes of all micro-batches of a step."""
-        for number in range(min(self.rules.num_micro_batches, 3)):  # the third is as the fourth
+    def step(self, tapes: Tapes) -> None:
+        """Play the passes of all micro-batches of a step."""
+        shown = min(self.rules.num_micro_batches, _SHOWN)
+        for _ in range(shown):
+            self._play_all(tapes.preparation)
+        for number in range(shown):
             self.micro_batch = number
-            is_last = number == min(self.rules.num_micro_batches, 3) - 1
-            self.is_synced = self.rules.sync_every_micro_batch or is_last
-            self.in_backward, self.phase = False, "forward"
+            self.is_synced = self.rules.sync_every_micro_batch or number == shown - 1
             self.finished.clear()
-            for event in tape:
-                self._play(event)
+            self._play_all(tapes.training)
+
+    def update(self) -> None:
+        """The optimizer updates the weights; then gradients are freed."""
+        self.note("", "optimizer")
+
+    def evaluate(self, tapes: Tapes) -> None:
+        """Play two batches of an evaluation after a step, and a save after that.
+
+        What the first batch leaves gathered, the second one has.
+        """
+        self.is_evaluation = True
+        self._play_all(tapes.evaluation)
+        self._play_all(tapes.evaluation)
+        self.end_evaluation()
+        self.is_evaluation = False
+        self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
+
+    def _play_all(self, tape: Sequence[Event]) -> None:
+        self.in_backward, self.phase = False, "forward"
+        for event in tape:
+            self._play(event)
 
     def add(self, term: str, num_bytes: int) -> None:
         """Add bytes to a term."""
@@ -151,7 +178,7 @@ class Player:
         for name, num in (extra or {}).items():
             if num:
                 terms[name] = terms.get(name, 0) + num
-        self.moments.append(Moment(phase or self.phase, where, terms))
+        self.moments.append(Moment(EVALUATION if self.is_evaluation else phase or self.phase, where, terms))
 
     def _play(self, event: Event) -> None:
         self.play_bytes(event)
@@ -203,12 +230,14 @@ class Player:
             if self._last_block is not None:
                 name, saved = self._last_block
                 self._offloaded[name] = saved
-                self.add(ACTIVATIONS, -saved)
-            self._last_block = event.module, event.saved
+                self.add(ACTIVATIONS, -saved[0])
+                on_host = sum(pinned for _, pinned in self._offloaded.values())
+                self.most_offloaded = max(self.most_offloaded, on_host)
+            self._last_block = event.module, (event.saved, event.pinned)
         elif event.kind == BEGIN and (event.module in self._offloaded or self._is_last_block(event.module)):
             order = [*self._offloaded]
             for name in [event.module, *(order[-1:] if event.module not in order else order[-2:-1])]:
-                self.add(ACTIVATIONS, self._offloaded.pop(name, 0))
+                self.add(ACTIVATIONS, self._offloaded.pop(name, (0, 0))[0])
             self._last_block = None
 
     def _is_last_block(self, name: str) -> bool:
@@ -228,6 +257,9 @@ class Player:
 
     def end_backward(self) -> None:
         """The backward pass ends."""
+
+    def end_evaluation(self) -> None:
+        """An evaluation ends."""
 
 
 class DdpPlayer(Player):
@@ -294,6 +326,7 @@ class Fsdp2Player(_GatheringPlayer):
         super().__post_init__()
         self.gathering: set[_Key] = set()  # with an all-gather whose output is not copied out
         self.resharded: set[_Key] = set()  # over N ranks
+        self.stale: set[_Key] = set()  # the same of an evaluation, which stays until it is resharded again
         self.pending: UnitBytes | None = None  # whose output is kept during the next gather
         self.buffer = 0  # input of the last reduction
         self.accumulated: set[str] = set()
@@ -319,6 +352,9 @@ class Fsdp2Player(_GatheringPlayer):
             if type(reshard) is int:
                 self.add(GATHERED, unit.gathered // reshard)
                 self.note(unit.fqn)
+                if key in self.stale:
+                    self.stale.discard(key)
+                    self.add(GATHERED, -(unit.gathered // reshard))
                 self.resharded.add(key)
             self.free(key, unit)
         self.order.append(key)
@@ -374,6 +410,17 @@ class Fsdp2Player(_GatheringPlayer):
             self.gathering.discard(key)
             self.add(GATHERED, -self.by_fqn[key[1]].gathered)
 
+    def update(self) -> None:
+        super().update()
+        self.terms.pop(GRADIENTS, None)
+
+    def end_evaluation(self) -> None:
+        self._free_pending()
+        for key in [key for key in self.gathered if not key[0]]:
+            self.free(key, self.by_fqn[key[1]])
+        self.stale |= {key for key in self.resharded if not key[0]}
+        self.resharded -= self.stale
+
     def _keep_unreduced(self, unit: UnitBytes) -> None:
         if not self.rules.casts_gradients:
             return
@@ -412,12 +459,12 @@ class Fsdp2Player(_GatheringPlayer):
         """Copy parameters out of the buffer."""
         if key not in self.gathering:
             return
-        if keeps_output:
-            self._free_pending()
         self.gathering.discard(key)
         self.gathered.add(key)
         self.add(GATHERED, unit.gathered)
         self.note(unit.fqn, extra={GATHERED: unit.largest_cast if unit.num_shards == 1 else 0})
+        if keeps_output:
+            self._free_pending()  # a variable of torch's `wait_for_unshard` holds it until here
         if key in self.resharded:
             self.resharded.discard(key)
             self.add(GATHERED, -(unit.gathered // int(self.rules.reshard)))
@@ -501,6 +548,12 @@ class Fsdp1Player(_GatheringPlayer):
                 self.finish(unit)
             self.free((False, unit.fqn), unit)
         self.order.clear()
+
+    def update(self) -> None:
+        super().update()
+        for phase in ("save", EVALUATION):
+            self.note("", phase)  # a flat parameter keeps its gradient until the next forward pass
+        self.terms.pop(GRADIENTS, None)
 
     def unshard(self, key: _Key, unit: UnitBytes) -> None:
         if key in self.gathered or not unit.gathered:

@@ -1,0 +1,252 @@
+"""The memory of `generate` on each device, from configs alone: weights by the device map, KV cache and activations.
+
+One prefill pass and one pass of decoding at full length run on fake tensors, as in training (`step/block_profiles.py`).
+What a pass keeps beside the cache is counted on the device whose block runs. Samples are drawn by top-p, which takes
+more than the most likely token does. A rank computes a batch at a time, of one length and with a mask of its padding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TopPLogitsWarper
+
+from fsdp_shard.inference import DevicePlan, KVCacheBudget, device_name
+from fsdp_shard.models import no_split_blocks
+from fsdp_shard.planning.step.block_profiles import (
+    DONE,
+    LEAVE,
+    Event,
+    Recorder,
+    pinned_bytes,
+    record_forward,
+    storages_of,
+)
+from fsdp_shard.planning.step.step_schedule import ACTIVATIONS, Moment, highest
+from fsdp_shard.utils import first_line, format_size, format_table, storage_key
+
+WEIGHTS, IN_FLIGHT, READ, CACHE = "weights", "blocks in flight", "read buffers", "KV cache"
+_PHASES = ("prefill", "logits", "decode")
+_TERMS = (WEIGHTS, IN_FLIGHT, READ, CACHE, ACTIVATIONS)
+_READ_BYTES = 4 * (4 << 20)  # of four threads, for what is cast or goes to a GPU (`offload/tensor_reader.py`)
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """What is on each device at the highest moment of each phase.
+
+    Attributes:
+        peaks: Device -> its highest moment of each phase, in order.
+        problem: Why activations could not be measured, if so; then there are no moments.
+    """
+
+    peaks: Mapping[str, Sequence[Moment]] = field(default_factory=dict)
+    problem: str | None = None
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """The most bytes on each device."""
+        return {device: highest(moments).total_bytes for device, moments in self.peaks.items()}
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of result.json."""
+        peaks = {device: [asdict(moment) for moment in moments] for device, moments in self.peaks.items()}
+        return {"peak_bytes": self.peak_bytes, "peaks": peaks, "problem": self.problem}
+
+    def describe(self, budget: KVCacheBudget) -> str:
+        """The plan for people, of the texts in `budget`."""
+        if self.problem is not None:
+            return f"What generation takes besides could not be measured ({self.problem})."
+        shown = [term for term in _TERMS if any(term in m.terms for found in self.peaks.values() for m in found)]
+        rows = [["device", "phase", "all", *shown, "at"]]
+        for device, moments in self.peaks.items():
+            for moment in moments:
+                sizes = [moment.total_bytes, *(moment.terms.get(term, 0) for term in shown)]
+                rows.append([device, moment.phase, *map(format_size, sizes), moment.where or "(root)"])
+        peaks = ", ".join(f"{format_size(size)} on {device}" for device, size in self.peak_bytes.items())
+        return "\n".join([*format_table(rows), "", f"Generation of {budget} takes up to {peaks}."])
+
+
+@dataclass
+class _Passes:
+    """A prefill pass and a pass of decoding, on fake tensors.
+
+    Attributes:
+        model: The model.
+        budget: The texts: all are taken to be prompts of full length, of an encoder-decoder answers too.
+        cached: Bytes of the cache by its layer, after the prefill pass.
+    """
+
+    model: PreTrainedModel
+    budget: KVCacheBudget
+    cached: list[int] = field(default_factory=list)
+
+    def __call__(self, recorder: Recorder) -> None:
+        rows, length = self.budget.batch_size, self.budget.num_tokens
+        ids = torch.ones((rows, length), dtype=torch.long)
+        mask = torch.ones_like(ids)
+        has_decoder = bool(self.model.config.is_encoder_decoder)
+        names = inspect.signature(self.model.forward).parameters
+        given: dict[str, Any] = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in names else {})
+        given |= {"attention_mask": mask} if "attention_mask" in names else {}
+        if has_decoder:
+            output = self.model(input_ids=ids, decoder_input_ids=ids[:, :1], **given)
+            given |= {"encoder_outputs": (output.encoder_last_hidden_state,)}
+        else:
+            output = self.model(input_ids=ids, **given, **_positions(names, mask))
+        recorder.mark(DONE, "prefill")
+        name = next((name for name in ("past_key_values", "cache_params") if output.get(name) is not None), None)
+        cache = None if name is None else output.get(name)
+        if has_decoder:  # an answer of full length, which is not made at once
+            output = self.model(decoder_input_ids=ids[:, 1:], past_key_values=cache, **given)
+            recorder.mark(DONE, "answer")
+        self.cached = [sum(_sizes(vars(layer)).values()) for layer in _layers(cache)]
+        self._choose(ids, output)
+        recorder.mark(DONE, "logits")
+        del output
+        given |= {} if name is None else {name: cache}
+        longer = torch.cat([mask, mask[:, :1]], dim=1)
+        given |= {"attention_mask": longer} if "attention_mask" in given and not has_decoder else {}
+        key = "decoder_input_ids" if has_decoder else "input_ids"
+        output = self.model(**{key: ids[:, :1]}, **given, **({} if has_decoder else _positions(names, longer, 1)))
+        self._choose(ids, output)
+        recorder.mark(DONE, "decode")
+
+    def _choose(self, ids: torch.Tensor, output: Any) -> None:
+        scores = output.logits[:, -1].to(copy=True, dtype=torch.float32)
+        chosen = TopPLogitsWarper(0.9)(ids, scores)
+        torch.multinomial(chosen.softmax(-1), 1)
+
+
+def _positions(names: Mapping[str, object], mask: torch.Tensor, number: int | None = None) -> dict[str, torch.Tensor]:
+    """The positions of the last `number` tokens as `generate` gives them, where a model takes any."""
+    if "position_ids" not in names:
+        return {}
+    positions = mask.cumsum(-1) - 1
+    return {"position_ids": positions if number is None else positions[:, -number:]}
+
+
+def _layers(cache: Any) -> list[Any]:
+    """The layers of a cache; of an encoder-decoder both of each, one after the other."""
+    if hasattr(cache, "self_attention_cache"):
+        pairs = zip(_layers(cache.self_attention_cache), _layers(cache.cross_attention_cache), strict=False)
+        return [_Both([*vars(one).values(), *vars(two).values()]) for one, two in pairs]
+    return list(getattr(cache, "layers", ()))
+
+
+@dataclass(frozen=True)
+class _Both:
+    values: list[Any]
+
+
+def _sizes(value: Any) -> dict[int, int]:
+    return {storage_key(each): each.nbytes() for each in storages_of(value)}
+
+
+def plan_generation(
+    model: PreTrainedModel, devices: DevicePlan, budget: KVCacheBudget, *, casts: bool = False
+) -> GenerationPlan:
+    """Plan the memory of generating the texts in `budget`.
+
+    Args:
+        model: The model on meta, which is changed.
+        devices: Where its blocks are.
+        budget: Number and length of the texts.
+        casts: Whether weights are loaded in another dtype than they are stored in.
+
+    Returns:
+        The plan.
+    """
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    blocks = no_split_blocks(model)
+    repeated = [block.fqn for block in blocks if block.repeated]
+    if model.config.is_encoder_decoder:
+        repeated = [fqn for fqn in repeated if "decoder" in fqn.split(".")]
+    passes = _Passes(model, budget)
+    try:
+        tape, like = record_forward(model, passes, has_mask=budget.batch_size > 1)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+        return GenerationPlan(problem=first_line(error))
+    cached = dict(zip(repeated, passes.cached, strict=False))
+    cached |= {fqn: cached.get(other, 0) for fqn, other in like.items() if fqn in repeated}
+    played = _Played(devices, buffers, cached, _READ_BYTES if casts or devices.main != "cpu" else 0)
+    played.play(tape)
+    return GenerationPlan(played.peaks())
+
+
+class _Played:
+    """Plays a tape: what is on each device at each moment."""
+
+    def __init__(self, devices: DevicePlan, buffers: int, cached: Mapping[str, int], read: int) -> None:
+        self._devices, self._cached = devices, cached
+        self._main = device_name(devices.main)
+        self._moments: dict[str, dict[str, list[Moment]]] = {}
+        self._state: dict[str, dict[str, int]] = {}
+        for device, num_bytes in devices.resident_bytes.items():
+            if device != "disk":
+                self._state[device_name(device)] = {WEIGHTS: num_bytes}
+        main = self._state.setdefault(self._main, {})
+        main[WEIGHTS] = main.get(WEIGHTS, 0) + buffers
+        main[IN_FLIGHT] = devices.buffer_bytes
+        if self._main != "cpu" and "disk" in devices.devices.values():  # through page-locked memory
+            number = 1 + devices.prefetch
+            self._state.setdefault("cpu", {})[IN_FLIGHT] = number * pinned_bytes(devices.buffer_bytes // number)
+        if read:
+            self._state.setdefault("cpu", {})[READ] = read
+        for device in self._state:
+            self._note(device, "load", "", 0)
+
+    def play(self, tape: Sequence[Event]) -> None:
+        """Play a prefill pass and a pass of decoding."""
+        phases = iter(_PHASES)
+        live, phase, before = 0, next(phases), list[tuple[str, str, int]]()
+        for event in tape:
+            before.append((event.module if event.kind == LEAVE else "", event.kind, live + event.rise))
+            live += event.change
+            if event.kind != DONE:
+                continue
+            if event.module != "answer":
+                self._play_phase(phase, before)
+                phase = next(phases, phase)
+            before.clear()
+
+    def _play_phase(self, phase: str, intervals: Sequence[tuple[str, str, int]]) -> None:
+        held: dict[str, int] = {}  # of the cache, by device
+        done: set[str] = set()
+        for fqn, size in self._cached.items() if phase != "prefill" else ():
+            self._cache(held, fqn, size)
+        for where, kind, live in intervals:
+            device = self._device_of(where)
+            activations = max(0, live - sum(held.values()))
+            self._state.setdefault(device, {})
+            self._note(device, phase, where, activations, held)
+            if kind == LEAVE and phase == "prefill" and where in self._cached and where not in done:
+                done.add(where)
+                self._cache(held, where, self._cached[where])
+
+    def _cache(self, held: dict[str, int], fqn: str, size: int) -> None:
+        device = self._device_of(fqn)
+        held[device] = held.get(device, 0) + size
+
+    def _device_of(self, fqn: str) -> str:
+        """Where a block computes; what is outside of blocks does so on the main device."""
+        if fqn not in self._devices.devices or self._devices.is_streamed(fqn):
+            return self._main
+        return device_name(self._devices.devices[fqn])
+
+    def _note(
+        self, device: str, phase: str, where: str, activations: int, held: Mapping[str, int] | None = None
+    ) -> None:
+        terms = {**self._state[device], CACHE: (held or {}).get(device, 0), ACTIVATIONS: activations}
+        moment = Moment(phase, where, {term: num for term, num in terms.items() if num})
+        self._moments.setdefault(device, {}).setdefault(phase, []).append(moment)
+
+    def peaks(self) -> dict[str, list[Moment]]:
+        """The highest moment of each phase, by device."""
+        return {
+            device: [highest(moments) for moments in by_phase.values()] for device, by_phase in self._moments.items()
+        }

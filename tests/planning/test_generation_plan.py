@@ -1,0 +1,91 @@
+"""The planned memory of dispatched generation against what tensors take while it runs, 0 to +5 %."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    T5Config,
+)
+
+from fsdp_shard.inference import DispatchConfig, KVCacheBudget, load_dispatched, model_from_config, plan_from_config
+from fsdp_shard.planning.generation_plan import plan_generation
+from tests.support.live_bytes import LiveBytes
+from tests.support.runs import run_recipe
+
+_HEADS: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32,
+    "vocab_size": 512, "max_position_embeddings": 512,
+}  # fmt: skip
+_MODELS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(num_hidden_layers=6, **_HEADS),
+    "gpt2": GPT2Config(n_embd=128, n_layer=5, n_head=4, vocab_size=600, n_positions=512),
+    "gemma3": Gemma3TextConfig(num_hidden_layers=14, sliding_window=32, **_HEADS),
+    "t5": T5Config(d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=512, decoder_start_token_id=0),
+}
+
+
+def saved(name: str, directory: Path) -> PretrainedConfig:
+    """Save a model with random weights; return its config."""
+    kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    kind.from_config(_MODELS[name]).float().save_pretrained(directory)
+    return AutoConfig.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "device_map", "dtype", "rows", "length"),
+    [
+        ("llama", "cpu", "keep", 2, 128),
+        pytest.param("llama", "cpu", "keep", 1, 256, marks=pytest.mark.slow),
+        ("llama", "disk", "bfloat16", 2, 128),  # whose blocks are cast into buffers
+        pytest.param("gpt2", "cpu", "keep", 4, 128, marks=pytest.mark.slow),
+        pytest.param("gemma3", "cpu", "keep", 2, 100, marks=pytest.mark.slow),
+        ("t5", "cpu", "keep", 2, 24),
+    ],
+)
+def test_generation_takes_what_was_planned(
+    name: str, device_map: str, dtype: str, rows: int, length: int, tmp_path: Path
+) -> None:
+    config = saved(name, tmp_path / "model")
+    budgets = {"cpu": "1GB"} if device_map == "disk" else None
+    settings, budget = DispatchConfig(device_map, budgets, dtype), KVCacheBudget(rows, length)
+    devices = plan_from_config(config, settings, budget)
+    planned = plan_generation(model_from_config(config, settings), devices, budget)
+    assert planned.problem is None
+    new = length if name == "t5" else 4
+    ids = torch.randint(5, 500, (rows, length if name == "t5" else length - new))
+    mask = torch.ones_like(ids)
+    mask[1:, : 7 if name != "t5" else 0] = 0
+    model = load_dispatched(tmp_path / "model", device_map, budgets, dtype)
+    with LiveBytes() as live:
+        model.generate(ids[:, :8], max_new_tokens=2)  # so that all weights are known
+        live.reset()
+        model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new)
+    assert 1.0 <= planned.peak_bytes["cpu"] / live.most <= 1.05, (planned.peaks, live.most)
+
+
+def test_the_command_shows_the_peak_of_generation(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "model")
+    given = [f"model.path={tmp_path / 'model'}", "data.sequence_length=64", "dispatch.device_map=cpu"]
+    ended = run_recipe("plan", tmp_path / "run", *given)
+    assert ended.status == 0, ended.err
+    generation = ended.result["dispatch"]["generation"]
+    assert [moment["phase"] for moment in generation["peaks"]["cpu"]] == ["load", "prefill", "logits", "decode"]
+    assert generation["peak_bytes"]["cpu"] == max(sum(m["terms"].values()) for m in generation["peaks"]["cpu"])
+    assert "Generation of 1 text of 64 tokens takes up to" in ended.out
+    if find_spec("torchao") is None:
+        return
+    quantized = run_recipe("plan", tmp_path / "int8", *given, "dispatch.quantize=int8")
+    assert quantized.status == 0, quantized.err
+    assert "could not be measured (quantized layers are not run" in quantized.out
