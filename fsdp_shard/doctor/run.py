@@ -33,6 +33,7 @@ from fsdp_shard.planning import (
     advise,
     chosen_settings,
     plan_memory,
+    switched_off,
 )
 from fsdp_shard.utils import check as check_sections, check_writable, format_count, format_size, write_atomically
 
@@ -205,7 +206,12 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
     )
     given, starts = chosen_settings(config), _resumed_step(config) is None
     found = advise(
-        planner, _planned_run(config), free_bytes, given, fixed=("launch.ranks", *config.given), trains_other=starts
+        planner,
+        _planned_run(config),
+        free_bytes,
+        given,
+        fixed=("launch.ranks", *switched_off(config)),
+        trains_other=starts,
     )
     return f"{' '.join(' '.join(advice_lines(found)).split())} `fsdp-shard plan` shows what needs the memory."
 

@@ -7,7 +7,7 @@ from .devices import AutoDeviceConfig as AutoDeviceConfig, DeviceConfig as Devic
 from .memory import plan_memory as plan_memory
 from .memory_plan import HostMemory as HostMemory, MemoryPlan as MemoryPlan, PlannedRun as PlannedRun
 from .planned_run import check_plan as check_plan, plan_run as plan_run
-from .run_plan import RunPlan as RunPlan, chosen_settings as chosen_settings
+from .run_plan import RunPlan as RunPlan, chosen_settings as chosen_settings, switched_off as switched_off
 from .search.advice import Fitting as Fitting, advise as advise
 from .search.advice_report import advice_lines as advice_lines
 from .search.planner import Planner as Planner

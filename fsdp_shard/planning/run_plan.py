@@ -132,3 +132,10 @@ def chosen_settings(config: SectionSettings) -> set[str]:
         defaults = {name: default for name, _, default in walk(type(value)(), f"{section}.")}
         names.update(name for name, _, now in walk(value, f"{section}.") if now != defaults[name])
     return names
+
+
+def switched_off(config: SectionSettings) -> set[str]:
+    """Names of the settings that were typed as false, which no advice turns on."""
+    sections = ("model", "train", "shard", "objective", "adapter", "optim")
+    values = [found for name in sections for found in walk(getattr(config, name), f"{name}.")]
+    return {name for name, _, now in values if now is False and name in config.given}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import InputError
 from fsdp_shard.planning.devices import check_device
-from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings
+from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings, switched_off
 from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
 from fsdp_shard.utils import format_size
 
@@ -40,8 +40,8 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     if plan.fits(memory_bytes) is False or (lacks_host and memory_bytes is not None and plan.peak_bytes is not None):
         assert memory_bytes is not None, "else it is not known"
         nodes, starts = config.launch.min_nodes, model.step is None
-        chosen = chosen_settings(config)
-        found = advise(planner, run, memory_bytes, chosen, num_nodes=nodes, fixed=config.given, trains_other=starts)
+        chosen, off = chosen_settings(config), switched_off(config)
+        found = advise(planner, run, memory_bytes, chosen, num_nodes=nodes, fixed=off, trains_other=starts)
         lines += advice_lines(found)
         shown = "the plan shows settings that fit" if found else "no settings were found that fit"
         misfit = (

@@ -22,6 +22,7 @@ from fsdp_shard.training import (
     TrainConfig,
 )
 from tests.support.live_bytes import measure_run
+from tests.support.sampled import sampled
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _TABLE: list[str] = []
@@ -174,10 +175,7 @@ def table() -> Any:
     print("\n" + "\n".join(["setting                                   planned      measured  peak", *_TABLE]))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if number % 2 else []) for number, name in enumerate(_SETTINGS)],
-)
+@pytest.mark.parametrize("name", sampled(_SETTINGS, 4))
 def test_a_planned_run_takes_what_was_planned(name: str) -> None:
     setting = _SETTINGS[name]
     if setting.optim == "adamw8bit" and find_spec("torchao") is None:

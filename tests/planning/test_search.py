@@ -20,13 +20,23 @@ from transformers import (
 
 from fsdp_shard.config import PlanConfig, compose_jobs
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning import Fitting, HostMemory, MemoryPlan, PlannedRun, Planner, advise, chosen_settings
+from fsdp_shard.planning import (
+    Fitting,
+    HostMemory,
+    MemoryPlan,
+    PlannedRun,
+    Planner,
+    advise,
+    chosen_settings,
+    switched_off,
+)
 from fsdp_shard.planning.search.pareto_front import search_front
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import OBJECTIVES, AdamWConfig, TrainConfig
 from fsdp_shard.utils import parse_size
 from tests.support.live_bytes import measure_run
 from tests.support.runs import run_recipe
+from tests.support.sampled import sampled
 from tests.support.tiny import llama_config
 
 MODELS: dict[str, PretrainedConfig] = {
@@ -125,13 +135,7 @@ def run_of(config: PlanConfig) -> PlannedRun:
     return PlannedRun(*sections, length, config.launch.num_ranks, config.adapter, objective=config.objective)
 
 
-@pytest.mark.parametrize(
-    ("model", "memory", "typed"),
-    [
-        pytest.param(*case, id=f"{case[0]}-{case[1]}-{number}", marks=[pytest.mark.slow] if number % 10 else [])
-        for number, case in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize(("model", "memory", "typed"), sampled(CASES, 10, " ".join))
 def test_what_is_advised_fits(planners: dict[str, Planner], model: str, memory: str, typed: str) -> None:
     planner, arguments, memory_bytes = planners[model], typed.split(), parse_size(memory, "memory")
     config = composed(arguments)
@@ -223,13 +227,7 @@ REAL: list[tuple[str, dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("override", "settings", "share"),
-    [
-        pytest.param(*case, id=f"{number}-{case[0]}", marks=[pytest.mark.slow] if number % 3 else [])
-        for number, case in enumerate(REAL)
-    ],
-)
+@pytest.mark.parametrize(("override", "settings", "share"), sampled(REAL, 3, lambda case: str(case[0])))
 def test_advice_holds_on_real_ranks(override: str, settings: dict[str, Any], share: float) -> None:
     """With a limit between both peaks, the run is above it before, and below it with what is advised.
 
@@ -359,7 +357,9 @@ def test_a_search_leaves_what_was_typed_and_lists_equal_rows_once() -> None:
         assert len(figures) == len(set(figures))
         for point in front.points:
             assert not typed & {override.partition("=")[0] for override in point.fits.candidate.overrides}
-    found = advise(planner, run, peak // 3, {"shard.cpu_offload"}, fixed={"shard.cpu_offload"})
+    config = composed(["data.sequence_length=64", "shard.cpu_offload=false", "train.micro_batch_size=2"])
+    assert switched_off(config) == {"shard.cpu_offload"}
+    found = advise(planner, run, peak // 3, {"shard.cpu_offload"}, fixed=switched_off(config))
     assert not [fits for fits in found if "shard.cpu_offload=true" in fits.candidate.overrides]
 
 

@@ -23,6 +23,7 @@ from fsdp_shard.training import OBJECTIVES, AdamWConfig, LoraConfig, TrainConfig
 from fsdp_shard.utils import format_size
 from tests.support.live_bytes import measure_run
 from tests.support.runs import run_recipe
+from tests.support.sampled import sampled
 from tests.support.tiny import llama_config
 
 FOUR = TrainConfig(global_batch_size=4)
@@ -95,9 +96,7 @@ def planned(**settings: Any) -> PlannedRun:
     return replace(run, **settings)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if number % 2 else []) for number, name in enumerate(RUNS)]
-)
+@pytest.mark.parametrize("name", sampled(RUNS, 3))
 def test_a_trace_has_the_bytes_of_real_ranks(name: str) -> None:
     """And so has the formula, which is never below."""
     settings = dict(RUNS[name])

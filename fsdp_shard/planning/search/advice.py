@@ -70,7 +70,7 @@ def advise(
         memory_bytes: Memory of a device.
         given: Names of the settings that the user chose. They stay, unless nothing fits with them.
         num_nodes: Number of machines.
-        fixed: Names of settings that stay in any case, as what was typed.
+        fixed: Names of settings that stay in any case, such as those typed as false.
         trains_other: Whether what is trained may change, as it may not in a run that is resumed.
 
     Returns:
@@ -97,7 +97,7 @@ def fitting(
         run: The run, whether it fits or not.
         memory_bytes: Memory of a device.
         given: Names of the settings that the user chose.
-        fixed: Names of settings that stay in any case, as what was typed.
+        fixed: Names of settings that stay in any case, such as those typed as false.
         limit: Number of plans.
     """
     savers = memory_savers(run, given)

@@ -8,7 +8,7 @@ from fsdp_shard.utils import format_size, format_table
 
 _SAME = "Would fit, training the same, the least cost in speed first:"
 _OTHER = "Would fit, but changes what is trained:"
-_NOTHING = "No other settings were found with which it fits; what was typed stays."
+_NOTHING = "No other settings were found with which it fits."
 
 
 def advice_lines(found: Sequence[Fitting]) -> list[str]:

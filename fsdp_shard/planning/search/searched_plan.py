@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings
+from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings, switched_off
 from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
 from fsdp_shard.utils import format_size
 
@@ -28,7 +28,7 @@ def plan_search(
             "such as device=h100."
         )
     planner = planner_for(config, model_config, run, hardware)
-    chosen = chosen_settings(config), config.given
+    chosen = chosen_settings(config), switched_off(config)
     front = search_front(planner, run, hardware.memory_bytes, launch.rank_counts, chosen, launch.min_nodes)
     misfit = None
     if front.cheapest is None:
