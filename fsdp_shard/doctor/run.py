@@ -205,14 +205,8 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
         model_config(config), on_gpu=on_gpu, check_together=check_together, max_plans=_MAX_PLANS, host=lambda run: host
     )
     given, starts = chosen_settings(config), _resumed_step(config) is None
-    found = advise(
-        planner,
-        _planned_run(config),
-        free_bytes,
-        given,
-        fixed=("launch.ranks", *switched_off(config)),
-        trains_other=starts,
-    )
+    stays = {"launch.ranks", *switched_off(config)}
+    found = advise(planner, _planned_run(config), free_bytes, given, fixed=stays, trains_other=starts)
     return f"{' '.join(' '.join(advice_lines(found)).split())} `fsdp-shard plan` shows what needs the memory."
 
 
