@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.step.step_schedule import TEMPORARIES, Moment, highest
+from fsdp_shard.planning.step.step_schedule import TEMPORARIES, Moment
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
@@ -145,12 +146,12 @@ class RankMemory:
         """What is on the device at each moment of a run."""
         return tuple(self._complete(moment) for moment in self.schedule)
 
-    @property
+    @cached_property
     def peak(self) -> Moment | None:
         """The moment with the most bytes on the device; None when the activations could not be measured."""
         if self.activations_bytes is None or not self.highest_moments:
             return None
-        return highest(self._complete(moment) for moment in self.highest_moments)
+        return self._complete(max(self.highest_moments, key=lambda moment: sum(self._terms(moment).values())))
 
     @property
     def peak_bytes(self) -> int | None:
@@ -158,10 +159,14 @@ class RankMemory:
         return None if self.peak is None else self.peak.total_bytes
 
     def _complete(self, moment: Moment) -> Moment:
+        return replace(moment, terms=self._terms(moment))
+
+    def _terms(self, moment: Moment) -> dict[str, int]:
+        """Bytes by term at a moment, with what only this rank has."""
         if moment.phase == "load":
-            return moment
+            return dict(moment.terms)
         updates = {TEMPORARIES: self.updates_bytes} if moment.phase == "optimizer" and self.updates_bytes else {}
-        return replace(moment, terms={**self.own, **moment.terms, **updates})
+        return {**self.own, **moment.terms, **updates}
 
 
 @dataclass(frozen=True)
