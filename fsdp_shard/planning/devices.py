@@ -19,9 +19,16 @@ _PRESETS = {
     "NVIDIA GeForce RTX 4090": "rtx4090",
 }
 
+_LEAST_BYTES = 1000  # fewer are a number whose unit was forgotten
+
 
 def _size_or_none(size: str | None, name: str) -> int | None:
-    return None if size is None else parse_size(size, name)
+    if size is None:
+        return None
+    num_bytes = parse_size(size, name)
+    if num_bytes < _LEAST_BYTES:
+        raise ConfigError(f"{name}={size} is {num_bytes} bytes; write a unit, such as {size}GB.")
+    return num_bytes
 
 
 @dataclass

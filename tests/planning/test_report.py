@@ -64,6 +64,7 @@ def test_bad_input_is_one_error(tmp_path: Path) -> None:
     for overrides, says in (
         ([f"model.path={tmp_path}"], "has no config.json"),
         (["model.path=x", "device.memory=much"], "device.memory=much is not a size"),
+        (["model.path=x", "device.memory=80"], "device.memory=80 is 80 bytes; write a unit, such as 80GB"),
     ):
         ended = run_recipe("plan", tmp_path / "run", *overrides)
         assert (ended.status, ended.err.count("error: ")) == (2, 1)
