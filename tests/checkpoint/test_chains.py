@@ -22,6 +22,7 @@ from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import open_checkpoint
 from tests.checkpoint.files import assert_same, random_tensor, write_ranks
 from tests.support.digests import tensor_digests
+from tests.support.sampled import sampled
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[Path, Tensors, Mapping[str, str], Any], Path]
@@ -93,7 +94,7 @@ def content(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         return tensor_digests(index), index.aliases
 
 
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+@pytest.mark.parametrize("writer", sampled(WRITERS, 3, lambda writer: writer.__name__))
 @settings(max_examples=NUM_CHECKPOINTS // len(WRITERS), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_three_conversions_keep_every_bit(writer: Writer, data: st.DataObject) -> None:

@@ -167,6 +167,7 @@ def test_mixtures_sets_and_streams(settings: list[str], texts: Path, tmp_path: P
     assert _rows(tmp_path / "streamed")[-1]["metrics"]["kl"] > 0
 
 
+@pytest.mark.slow
 def test_a_student_gets_nearer_to_a_tuned_teacher_than_by_plain_training(
     settings: list[str], teacher: Path, tmp_path: Path
 ) -> None:

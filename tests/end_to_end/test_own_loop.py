@@ -60,6 +60,7 @@ def test_nothing_is_lost_when_it_is_killed(script: str, place: Path, tmp_path: P
     assert not found.lost
 
 
+@pytest.mark.slow
 def test_it_stops_when_it_is_asked_to_and_goes_on_with_other_ranks(place: Path, whole: dict[int, str]) -> None:
     process = start(place, "asked")
     assert process.stdout is not None

@@ -25,6 +25,7 @@ from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, ShardConfig, plan_unit
 from fsdp_shard.training import AdamWConfig, MuonConfig, TrainConfig
 from fsdp_shard.utils import resident_bytes
 from tests.support.runs import Ended, run_recipe
+from tests.support.sampled import sampled
 
 FILES = Path(__file__).parent / "public_models"
 # What a plan may take after all modules are imported. A machine that does other things as well takes twice as long.
@@ -95,7 +96,7 @@ def measured(command: str, run_dir: Path, *overrides: str) -> tuple[Ended, float
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, 3))
 def test_the_command_plans_it_in_seconds(name: str, tmp_path: Path) -> None:
     public = MODELS[name]
     overrides = [

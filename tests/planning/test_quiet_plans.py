@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.runs import run_recipe
+from tests.support.sampled import sampled
 
 _SIZE = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2}
 _SSM = _SIZE | {"state_size": 4, "time_step_rank": 2}
@@ -41,7 +42,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", sampled(ARCHITECTURES, 3))
 def test_a_plan_is_all_that_is_said(kind: str, tmp_path: Path) -> None:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     CONFIG_MAPPING[kind](architectures=[name], dtype="float32", **ARCHITECTURES[kind]).save_pretrained(tmp_path / kind)
