@@ -135,7 +135,7 @@ def run_of(config: PlanConfig) -> PlannedRun:
     return PlannedRun(*sections, length, config.launch.num_ranks, config.adapter, objective=config.objective)
 
 
-@pytest.mark.parametrize(("model", "memory", "typed"), sampled(CASES, 10, " ".join))
+@pytest.mark.parametrize(("model", "memory", "typed"), sampled(CASES, 20, " ".join))
 def test_what_is_advised_fits(planners: dict[str, Planner], model: str, memory: str, typed: str) -> None:
     planner, arguments, memory_bytes = planners[model], typed.split(), parse_size(memory, "memory")
     config = composed(arguments)
@@ -227,7 +227,7 @@ REAL: list[tuple[str, dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("override", "settings", "share"), sampled(REAL, 3, lambda case: str(case[0])))
+@pytest.mark.parametrize(("override", "settings", "share"), sampled(REAL, 9, lambda case: str(case[0])))
 def test_advice_holds_on_real_ranks(override: str, settings: dict[str, Any], share: float) -> None:
     """With a limit between both peaks, the run is above it before, and below it with what is advised.
 
@@ -265,6 +265,7 @@ def test_the_command_says_what_fits_and_ends_with_1(tmp_path: Path) -> None:
         assert again.result["peak_bytes"] == advice["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_that_is_one_sentence_and_1(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path / "model")
     typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "device.memory=1kB"]
@@ -278,6 +279,7 @@ def test_where_nothing_fits_that_is_one_sentence_and_1(tmp_path: Path) -> None:
     assert not (tmp_path / "searched" / "search.png").exists()
 
 
+@pytest.mark.slow
 def test_a_search_finds_the_fewest_ranks_and_draws_the_front(tmp_path: Path) -> None:
     BIG.save_pretrained(tmp_path / "model")
     typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=64", "search=true", "launch.ranks=1:8"]

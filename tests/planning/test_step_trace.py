@@ -96,7 +96,7 @@ def planned(**settings: Any) -> PlannedRun:
     return replace(run, **settings)
 
 
-@pytest.mark.parametrize("name", sampled(RUNS, 3))
+@pytest.mark.parametrize("name", sampled(RUNS, 5))
 def test_a_trace_has_the_bytes_of_real_ranks(name: str) -> None:
     """And so has the formula, which is never below."""
     settings = dict(RUNS[name])
