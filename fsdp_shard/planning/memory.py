@@ -1,12 +1,14 @@
 """Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
 Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
-step, played over the units (`step_schedule`) from what one micro-batch keeps (`block_profiles`). The peak is the
-highest of these moments. It counts tensors. What a GPU holds besides (`device_overhead`) is shown apart.
+step, an evaluation and a save, played over the units (`step_schedule`) from what one micro-batch keeps
+(`block_profiles`). The peak is the highest of these moments. It counts tensors. What a GPU holds besides
+(`device_overhead`) is shown apart.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Self
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -23,7 +25,7 @@ from fsdp_shard.planning.step.shard_state import (
     staged_bytes,
     unit_shards,
 )
-from fsdp_shard.planning.step.step_moments import plan_step
+from fsdp_shard.planning.step.step_moments import PlayedStep, plan_step
 from fsdp_shard.planning.step.step_schedule import ACTIVATIONS, BUFFERS, GATHERED, LOSS_TERM, UNREDUCED, Moment, highest
 
 
@@ -52,22 +54,14 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
     shards = facts.of("shards", of_state, lambda: unit_shards(part, run))
     states = facts.of("state", of_state, lambda: shard_states(shards, part, run))
-    played = plan_step(config, part, run, facts)
-    schedule, problem = played.moments, played.problem
-    by_phase: dict[str, list[Moment]] = {}
-    for moment in schedule:
-        by_phase.setdefault(moment.phase, []).append(moment)
-    moments = schedule, tuple(map(highest, by_phase.values()))
-    unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in schedule), default=0)
-    activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in schedule), default=0)
+    shared = _Shared.of(plan_step(config, part, run, facts))
     staged = staged_bytes(part, states, run) if run.saves_asynchronously else [0] * run.num_ranks
-    known = run, moments, unsharded, None if problem else activations, played.offloaded_bytes
     per_rank = [
-        _rank_memory(rank, states[_shard_of(rank, run)], *known, staging) for rank, staging in enumerate(staged)
+        _rank_memory(rank, states[_shard_of(rank, run)], run, shared, staging) for rank, staging in enumerate(staged)
     ]
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
-    sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree
+    sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), shared.problem, tree
     return MemoryPlan(type(model).__name__, *sizes, _overhead(part, run, per_rank), shards, run.shard.tensor_parallel)
 
 
@@ -94,17 +88,41 @@ def _num_weights(model: PreTrainedModel, block: models.Block) -> int:
     return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())
 
 
-def _rank_memory(
-    rank: int,
-    state: ShardState,
-    run: PlannedRun,
-    moments: tuple[tuple[Moment, ...], tuple[Moment, ...]],
-    unsharded: int,
-    activations: int | None,
-    offloaded: int,
-    staging: int,
-) -> RankMemory:
-    """The memory of one rank; `moments` are those of all phases, and the highest of each."""
+@dataclass(frozen=True)
+class _Shared:
+    """What all ranks have in common.
+
+    Attributes:
+        moments: The moments of a run.
+        highest: The highest of each phase.
+        unsharded: The most bytes that are unsharded, with buffers.
+        activations: The most bytes of activations and of the loss; None if they could not be measured.
+        offloaded: The most bytes of activations in host memory.
+        problem: Why activations could not be measured, if so.
+    """
+
+    moments: tuple[Moment, ...]
+    highest: tuple[Moment, ...]
+    unsharded: int
+    activations: int | None
+    offloaded: int
+    problem: str | None
+
+    @classmethod
+    def of(cls, played: PlayedStep) -> Self:
+        """What a played step has in common for its ranks."""
+        moments, by_phase = played.moments, dict[str, list[Moment]]()
+        for moment in moments:
+            by_phase.setdefault(moment.phase, []).append(moment)
+        unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in moments), default=0)
+        activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in moments), default=0)
+        known = None if played.problem else activations
+        tops = tuple(map(highest, by_phase.values()))
+        return cls(moments, tops, unsharded, known, played.offloaded_bytes, played.problem)
+
+
+def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:
+    """The memory of one rank, whose copy for asynchronous saves has `staging` bytes."""
     is_offloaded = run.shard.cpu_offload
     total = state.parameters + state.gradients + state.optimizer + state.average
     own = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
@@ -116,15 +134,15 @@ def _rank_memory(
         state.parameters,
         state.gradients,
         state.optimizer,
-        unsharded,
-        activations,
+        shared.unsharded,
+        shared.activations,
         host_bytes=total if is_offloaded else 0,
         staging_bytes=staging,
-        needed_host_bytes=host + staging + offloaded if run.on_gpu else 0,
+        needed_host_bytes=host + staging + shared.offloaded if run.on_gpu else 0,
         reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
         average_bytes=state.average,
-        schedule=moments[0],
-        highest_moments=moments[1],
+        schedule=shared.moments,
+        highest_moments=shared.highest,
         own={name: num for name, num in own.items() if num},
         updates_bytes=0 if is_offloaded else state.updates,
     )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import cuda
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distributed, world_sizes
 from fsdp_shard.inference.config import GenerateSettings
@@ -64,14 +65,7 @@ def complete_prompts(
         log(f"warning: {beyond}")
 
     start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
-    adapters, dispatch = settings.adapter_sources, settings.dispatch
-    if adapters:
-        dispatch = with_adapters(dispatch, source, adapters)
-    model = dispatch_model(source, config, dispatch, budget, log=log, context=context)
-    if adapters:
-        add_adapters(model, adapters, source)
-        use_adapter(model, settings.default_adapter)
-        log(f"adapters: {', '.join(f'{name} ({location.weights})' for name, location in adapters.items())}")
+    model = _load(settings, config, budget, log, context)
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
     if settings.is_conversation:
         result: dict[str, Any] = {"num_prompts": chat_session.converse(decoder, input, _write, room.length, seed)}
@@ -98,6 +92,25 @@ def complete_prompts(
         "peak_device_memory_bytes": {gpu: cuda.max_memory_allocated(gpu) for gpu in range(cuda.device_count())},
         "device_map": model.hf_device_map,
     }
+
+
+def _load(
+    settings: GenerateSettings,
+    config: PretrainedConfig,
+    budget: kv_cache_size.KVCacheBudget | None,
+    log: Log,
+    context: DistributedContext | None,
+) -> PreTrainedModel:
+    """The model on its devices, with its adapters, of which `settings.default_adapter` is active."""
+    source, adapters, dispatch = settings.source, settings.adapter_sources, settings.dispatch
+    if not adapters:
+        return dispatch_model(source, config, dispatch, budget, log=log, context=context)
+    dispatch = with_adapters(dispatch, source, adapters)
+    model = dispatch_model(source, config, dispatch, budget, log=log, context=context)
+    add_adapters(model, adapters, source)
+    use_adapter(model, settings.default_adapter)
+    log(f"adapters: {', '.join(f'{name} ({location.weights})' for name, location in adapters.items())}")
+    return model
 
 
 def _complete(
