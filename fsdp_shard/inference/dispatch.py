@@ -30,7 +30,7 @@ from fsdp_shard.inference.named_adapters import adapters_bytes, add_adapters
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config, no_split_blocks
-from fsdp_shard.utils import check, format_count
+from fsdp_shard.utils import check, format_count, format_size
 
 Log = Callable[[str], object]
 OnPlan = Callable[[DevicePlan], object]
@@ -115,7 +115,7 @@ def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[
     """Return the settings of a model that gets adapters: its budgets are smaller by what these need.
 
     Raises:
-        ConfigError: Its weights are quantized, or it is an adapter itself.
+        ConfigError: Its weights are quantized, it is an adapter itself, or a budget does not hold the adapters.
     """
     if settings.quantize != "none":
         raise ConfigError(
@@ -127,7 +127,13 @@ def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[
     if settings.budgets is None:
         return settings
     reserved = adapters_bytes(adapters)
-    return replace(settings, max_memory={name: str(max(0, size - reserved)) for name, size in settings.budgets.items()})
+    for name, size in settings.budgets.items():
+        if size <= reserved:
+            raise ConfigError(
+                f"max_memory.{name} is {format_size(size)}, and the adapters alone need {format_size(reserved)}; give "
+                f"more, or fewer adapters."
+            )
+    return replace(settings, max_memory={name: str(size - reserved) for name, size in settings.budgets.items()})
 
 
 def dispatch_model(

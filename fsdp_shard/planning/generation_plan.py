@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TopPLogitsWarper
 
-from fsdp_shard.inference import DevicePlan, KVCacheBudget, device_name
+from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, device_name
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.block_profiles import (
     DONE,
@@ -32,7 +32,6 @@ from fsdp_shard.utils import first_line, format_size, format_table, storage_key
 WEIGHTS, IN_FLIGHT, READ, CACHE = "weights", "blocks in flight", "read buffers", "KV cache"
 _PHASES = ("prefill", "logits", "decode")
 _TERMS = (WEIGHTS, IN_FLIGHT, READ, CACHE, ACTIVATIONS)
-_READ_BYTES = 4 * (4 << 20)  # of four threads, for what is cast or goes to a GPU (`offload/tensor_reader.py`)
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def plan_generation(
         return GenerationPlan(problem=first_line(error))
     cached = dict(zip(repeated, passes.cached, strict=False))
     cached |= {fqn: cached.get(other, 0) for fqn, other in like.items() if fqn in repeated}
-    played = _Played(devices, buffers, cached, _READ_BYTES if casts or devices.main != "cpu" else 0)
+    played = _Played(devices, buffers, cached, READ_BYTES if casts or devices.main != "cpu" else 0)
     played.play(tape)
     return GenerationPlan(played.peaks())
 

@@ -119,6 +119,8 @@ def test_mistakes(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None
             load_dispatched(base, "cpu", adapters={"one": path})
     with pytest.raises(ConfigError, match="is an adapter itself"):
         load_dispatched(adapters["sql"], "cpu", adapters=adapters)
+    with pytest.raises(ConfigError, match=r"max_memory\.cpu is 100 B, and the adapters alone need"):
+        load_dispatched(base, "cpu", {"cpu": "100"}, adapters=adapters)
     for value, said in (("sql", "is not a mapping"), ({"a.b": "x"}, "has the name 'a.b'"), ({"a": 1}, "is not a map")):
         with pytest.raises(ConfigError, match=said):
             parse_adapters(value)

@@ -14,8 +14,9 @@ import torch
 
 from fsdp_shard.checkpoint import TensorIndex, tensor_bytes, to_torch
 
-NUM_THREADS = 4  # docs/decisions.md
+_NUM_THREADS = 4  # docs/decisions.md
 _STAGING_BYTES = 4 << 20
+READ_BYTES = _NUM_THREADS * _STAGING_BYTES  # of all threads, for what is cast or goes to a GPU
 
 
 class TensorReader:
@@ -24,7 +25,7 @@ class TensorReader:
     def __init__(self, index: TensorIndex) -> None:
         self.index = index
         self._local = threading.local()
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="fsdp-shard-read")
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fsdp-shard-read")
 
     def fill_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
         """`fill` each, several at once; the first error is raised when none of them is being written to any more."""
