@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_shard.distributed import Communicator
 
 
-def harness_model(
+def wrap_for_harness(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, ranks: Communicator
 ) -> Any:
     """Wrap a model as the harness's `LM`; needs the package lm_eval.

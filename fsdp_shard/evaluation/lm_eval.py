@@ -20,7 +20,7 @@ from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, r
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import SAMPLES, remove_earlier
-from fsdp_shard.evaluation.harness_model import harness_model
+from fsdp_shard.evaluation.harness_model import wrap_for_harness
 from fsdp_shard.evaluation.model_digests import digests
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
@@ -67,7 +67,7 @@ class LmEval:
         start = time.perf_counter()
         with only_errors_of("lm_eval"):
             results: Any = simple_evaluate(
-                harness_model(model, self.tokenizer, self.settings.batch_size, self.ranks),
+                wrap_for_harness(model, self.tokenizer, self.settings.batch_size, self.ranks),
                 use_cache=self._cache(known) if asked.cache else None,
                 tasks=_top_level(self.loaded),
                 num_fewshot=asked.num_fewshot,
