@@ -56,6 +56,7 @@ from .io.safetensors_format import (
     to_torch as to_torch,
 )
 from .keys.converted_tensors import computed_entry as computed_entry
+from .keys.lora_settings import parse_lora as parse_lora
 from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie
 from .keys.tied_weights import has_same_bytes as has_same_bytes
 from .location import (
@@ -66,7 +67,11 @@ from .location import (
     open_checkpoint as open_checkpoint,
     refuse_unused_base as refuse_unused_base,
 )
-from .lora_merge import check_loadable as check_loadable, check_unmerged as check_unmerged
+from .lora_merge import (
+    check_loadable as check_loadable,
+    check_on_base as check_on_base,
+    check_unmerged as check_unmerged,
+)
 from .model_files import (
     CONFIG as CONFIG,
     copy_model_files as copy_model_files,

@@ -43,17 +43,18 @@ class HeadChanges:
 class BaseModel:
     """The model that a run began from: its path, its fingerprint, and how an adapter's run quantized it.
 
-    `head` is of an adapter with a new head.
+    `head` is of an adapter with a new head. `adapter` is the fingerprint of an earlier adapter that it began with.
     """
 
     path: str
     fingerprint: str
     quantize: str = "none"
     head: HeadChanges | None = None
+    adapter: str | None = None
 
     def to_json(self) -> bytes:
         """The content of the file."""
-        values = {name: value for name, value in asdict(self).items() if name != "head" or value is not None}
+        values = {name: value for name, value in asdict(self).items() if value is not None}
         return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -116,10 +117,11 @@ def read_base_model(directory: Path) -> BaseModel | None:
         return None
     values = document if isinstance(document, dict) else {}
     texts: list[Any] = [values.get("path"), values.get("fingerprint"), values.get("quantize", "none")]
-    if not all(isinstance(text, str) for text in texts):
+    adapter = values.get("adapter")
+    if not all(isinstance(text, str) for text in [*texts, adapter or ""]):
         raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
     head = values.get("head")
-    return replace(BaseModel(*texts), head=None if head is None else _head_of(path, head))
+    return replace(BaseModel(*texts), head=None if head is None else _head_of(path, head), adapter=adapter)
 
 
 def _head_of(path: Path, value: Any) -> HeadChanges:

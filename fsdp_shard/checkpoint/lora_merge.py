@@ -102,8 +102,8 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     )
 
 
-def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
-    """Check an adapter that is to be switched on and off beside others, and so is not merged into its base.
+def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
+    """Check an adapter as `check_adapter` does, and that it is for a base.
 
     Args:
         adapter: The adapter's own tensors.
@@ -111,12 +111,24 @@ def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple
         side: The directory with the config of the base.
 
     Raises:
-        CheckpointError: The adapter is not for this base, or is more than products of two matrices.
+        CheckpointError: The adapter is not for this base, is more than plain LoRA, or contradicts itself.
     """
     settings, parts = check_adapter(adapter)
     recorded = read_base_model(adapter.root)
     if recorded is not None:
         _refuse_other_base(adapter.root, base, side, recorded)
+    return settings, parts
+
+
+def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
+    """Check an adapter that is to be switched on and off beside others, and so is not merged into its base.
+
+    The arguments are those of `check_on_base`.
+
+    Raises:
+        CheckpointError: The adapter is not for this base, or is more than products of two matrices.
+    """
+    settings, parts = check_on_base(adapter, base, side)
     has = "the magnitudes of DoRA" if settings.is_dora else next(iter(parts.whole.values()), None)
     if has is not None:
         raise CheckpointError(

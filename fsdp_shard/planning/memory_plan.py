@@ -80,8 +80,8 @@ class PlannedRun:
     @property
     def reference_kind(self) -> str | None:
         """Where the reference of a preference objective comes from."""
-        has_adapter = not self.adapter.trains_all
-        return self.objective.reference_kind(has_adapter=has_adapter, is_streamed=self.is_streamed)
+        is_over_start = self.adapter.is_over_start
+        return self.objective.reference_kind(is_over_start=is_over_start, is_streamed=self.is_streamed)
 
     @property
     def part_length(self) -> int:

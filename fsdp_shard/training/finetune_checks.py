@@ -18,7 +18,7 @@ from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
 from fsdp_shard.training.loss.own_functions import find_loss
-from fsdp_shard.training.model_identity import check_base_model
+from fsdp_shard.training.model_identity import check_base_model, model_name
 from fsdp_shard.training.model_origin import (
     NewHead,
     check_classifier,
@@ -32,6 +32,7 @@ from fsdp_shard.training.objectives.teachers.teacher_checks import check_teacher
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import PRINCIPAL, AdapterConfig, LoraConfig
+from fsdp_shard.training.peft.earlier_adapter import check_earlier, check_resumed, locate_earlier
 from fsdp_shard.training.peft.qlora import quantize_base
 from fsdp_shard.training.sample_length import describe_lengths, settle_run_length
 
@@ -79,6 +80,8 @@ def check_finetune(config: FinetuneSettings) -> None:
     _check_labels(config, resumed)
     resume.check_same_objective(resumed, config.objective)
     lora.check_continues(config.adapter, resumed)
+    if resumed is not None:
+        check_resumed(config.adapter, model_name(config.model), resumed)
     check_base_model(config, resumed)
     check_model(config, source := model_source(config, resumed), resumed)
     check_teacher(config, source)
@@ -134,7 +137,10 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     check_adapter(adapter, shard)
     if isinstance(adapter, LoraConfig):
         head = NewHead.of(model).modules if config.model.labels else ()
-        lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
+        added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
+        if resumed is None and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
+            shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+            check_earlier(added, adapter, shapes, earlier, source.model_index, source.model_directory)
         quantize_base(model, adapter.quantize, shard, {})
         sharding.check_shardable(model, shard)  # quantized weights may be units of their own
     check_trained(model, shard, adapter)

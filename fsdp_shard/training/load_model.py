@@ -20,6 +20,7 @@ from fsdp_shard.training.model_identity import model_name, other_model
 from fsdp_shard.training.model_origin import NewHead, classifier_entries, empty_model, layer_drop_notes
 from fsdp_shard.training.peft import initial_values, lora
 from fsdp_shard.training.peft.config import EVA, AdapterConfig, LoraConfig
+from fsdp_shard.training.peft.earlier_adapter import load_earlier, locate_earlier
 from fsdp_shard.training.peft.qlora import QuantizedBase, quantize_base
 from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, resident_bytes
 
@@ -101,6 +102,8 @@ class UnfilledModel:
         largest_block_bytes: The largest block.
         described: What is known of it before it has weights.
         head: The head that is drawn from the seed, if any.
+        earlier: The adapter whose values a new one begins with, if any.
+        before_bytes: Resident memory of this rank before its weights.
     """
 
     module: PreTrainedModel
@@ -112,6 +115,7 @@ class UnfilledModel:
     largest_block_bytes: int
     described: ModelDescription
     head: NewHead | None = None
+    earlier: checkpoint.Location | None = None
     before_bytes: int = 0
 
     def load(self, sharded: ShardedModel, seed: int) -> LoadedModel:
@@ -133,6 +137,9 @@ class UnfilledModel:
         if adapter is not None and self.resumed is not None:
             resumed = self.resumed
             run_on_all(context, lambda: lora.restore(adapter, shards, resumed))
+        elif adapter is not None and self.earlier is not None:
+            earlier = self.earlier
+            run_on_all(context, lambda: load_earlier(adapter, shards, earlier))
         elif adapter is not None:
             given = names if quantized is None else {**names, **quantized.names}
             principal = [] if adapter.principal is None else adapter.principal.parameters()
@@ -172,7 +179,7 @@ def unfilled_model(
     check_adapter(adapter, shard)
     model = run_on_all(context, lambda: empty_model(config, source))
     num_fused = run_on_all(context, lambda: use_kernels(model, config.kernels))
-    added, quantized = None, None
+    added, quantized, earlier = None, None, None
     with run_on_all(context, lambda: source.model_index) as index:
         run_on_all(context, lambda: checkpoint.check_loadable(index))
         # Before names are matched, which may change the index: it is compared with that of an untouched model.
@@ -189,19 +196,23 @@ def unfilled_model(
             added, names = lora.inject_lora(model, adapter, base.path, names, config.task, modules)
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
             added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
+            if resumed is None:
+                earlier = run_on_all(context, lambda: locate_earlier(adapter, model_name(config)))
         # The adapter may add an output head.
         run_on_all(context, lambda: chunk_loss(model, config, shard, any_vocabulary=chunks_any_vocabulary))
         tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
         num_params, notes = sum(block.num_params for block in blocks), [matched.note or "", str(head or "")]
+        if earlier is not None:
+            notes.append(f"the adapter begins with the values of {earlier.weights}")
         described = ModelDescription(
             num_params=num_params, num_blocks=len(blocks), aliases=aliases, tree=tree, adapter=added,
             num_fused=num_fused, config=model.config, base=base,
             notes=[*filter(None, notes), *layer_drop_notes(config, source)],
         )  # fmt: skip
         before = resident_bytes()
-        yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described, head, before)
+        yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described, head, earlier, before)
 
 
 def match_weights(
@@ -269,7 +280,11 @@ def _base_model(
         recorded = None if resumed is None else checkpoint.read_base_model(resumed)
         if resumed and recorded and not checkpoint.is_base_model(index, recorded, source.model_directory):
             raise other_model(resumed, recorded, config.path)
-        return checkpoint.BaseModel(lora.base_path(config, source), checkpoint.fingerprint(index), adapter.quantize)
+        began = recorded.adapter if recorded is not None else None
+        if resumed is None and (earlier := locate_earlier(adapter, model_name(config))) is not None:
+            began = checkpoint.fingerprint(earlier.index)
+        path = lora.base_path(config, source)
+        return checkpoint.BaseModel(path, checkpoint.fingerprint(index), adapter.quantize, adapter=began)
     if resumed is not None:
         return checkpoint.read_base_model(resumed)
     return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index))

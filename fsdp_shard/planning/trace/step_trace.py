@@ -287,7 +287,7 @@ def _training(
         frozen.model.requires_grad_(False)
         reference = _sharded(frozen.model, run, context)
         live.mark(reference.module.parameters(), "reference")
-        training.reference = ModelReference(reference, has_adapter=not run.adapter.trains_all)
+        training.reference = ModelReference(reference, has_adapter=run.adapter.is_over_start)
     elif run.reference_kind == "adapter":
         training.reference = ModelReference(model, has_adapter=True)
     elif run.reference_kind == "precomputed":

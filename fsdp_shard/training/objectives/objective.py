@@ -92,11 +92,11 @@ class ObjectiveConfig:
         """Return, for each term of the loss, the number in `batch` that the term is a mean over."""
         return [float(batch.num_predictions)]
 
-    def reference_kind(self, *, has_adapter: bool, is_streamed: bool) -> str | None:
+    def reference_kind(self, *, is_over_start: bool, is_streamed: bool) -> str | None:
         """Return where a run gets its reference from: `adapter`, `precomputed` or `sharded`; None without one.
 
         Args:
-            has_adapter: Whether the run trains an adapter.
+            is_over_start: Whether training began from the model that is left without the adapter of the run.
             is_streamed: Whether its samples are not known before.
         """
         return None
@@ -154,7 +154,8 @@ class ReferenceConfig(PreferenceConfig):
         "Where the reference's log-probabilities come from. adapter: the model itself without its adapter; "
         "precomputed: one pass over the data before training, kept in data.cache_dir, by the model, sharded as the run "
         "is; dispatched: the same, by the model on GPU, CPU and disk, on each rank; sharded: a frozen copy of the "
-        "model, sharded like it; auto: adapter with an adapter, precomputed otherwise (sharded for streamed data).",
+        "model, sharded like it; auto: adapter with an adapter that is new, precomputed otherwise (sharded for "
+        "streamed data).",
         choices=REFERENCES,
     )
     # Any, as in DispatchConfig.
@@ -164,7 +165,7 @@ class ReferenceConfig(PreferenceConfig):
         "is read from the disk as it runs. Of several ranks, each uses its own GPU. Default: the memory that is free.",
     )
 
-    def reference_kind(self, *, has_adapter: bool, is_streamed: bool) -> str | None:
+    def reference_kind(self, *, is_over_start: bool, is_streamed: bool) -> str | None:
         if self.reference != "auto":
             return PRECOMPUTED if self.reference == DISPATCHED else self.reference
-        return "adapter" if has_adapter else "sharded" if is_streamed else PRECOMPUTED
+        return "adapter" if is_over_start else "sharded" if is_streamed else PRECOMPUTED

@@ -22,8 +22,13 @@ def check_objective(config: FinetuneSettings) -> None:
         check_distill(config, objective)
     if not isinstance(objective, ReferenceConfig):
         return
-    given, has_adapter = objective.reference, not config.adapter.trains_all
-    if given == "adapter" and not has_adapter:
+    given = objective.reference
+    if given == "adapter" and not config.adapter.trains_all and not config.adapter.is_over_start:
+        raise ConfigError(
+            "objective.reference=adapter is the model without its adapter, and with adapter.path training begins from "
+            "another one; use precomputed or sharded, or leave it out."
+        )
+    if given == "adapter" and config.adapter.trains_all:
         raise ConfigError(
             "objective.reference=adapter is the model without its adapter, but adapter=none; use precomputed or "
             "sharded, or set adapter=lora."

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
-from fsdp_shard.checkpoint import model_digests
+from fsdp_shard.checkpoint import Location, model_digests
 from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, cache_key, with_extras
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
@@ -29,11 +29,13 @@ from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_answers
 from fsdp_shard.training.loss.log_probs import LabelLogProbs
+from fsdp_shard.training.model_identity import model_name
 from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, open_dispatched
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import DISPATCHED, PRECOMPUTED, Reference, ReferenceConfig, Teacher
 from fsdp_shard.training.objectives.teachers.teacher_model import PrecomputedTeacher, add_targets, open_teacher
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
+from fsdp_shard.training.peft.earlier_adapter import locate_earlier
 from fsdp_shard.training.stop_signal import StopSignal, raise_if_stopped
 from fsdp_shard.utils import format_count, report_progress, write_atomically
 
@@ -113,8 +115,8 @@ class DispatchedReference:
 
 def reference_kind(config: FinetuneSettings) -> str | None:
     """Return how a run gets its reference, as `ObjectiveConfig.reference_kind` does."""
-    has_adapter, is_streamed = not config.adapter.trains_all, config.data.streaming
-    return config.objective.reference_kind(has_adapter=has_adapter, is_streamed=is_streamed)
+    is_over_start, is_streamed = config.adapter.is_over_start, config.data.streaming
+    return config.objective.reference_kind(is_over_start=is_over_start, is_streamed=is_streamed)
 
 
 def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) -> Reference | Teacher | None:
@@ -142,14 +144,15 @@ def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) 
 def _load_reference(config: FinetuneSettings, context: DistributedContext) -> ModelReference:
     """Load the model that training began from, sharded as the one that is trained; a collective.
 
-    Its quantization is that of the run, so it gets a new adapter, too, which is disabled when it runs.
+    Its quantization is that of the run, so it gets a new adapter, too, which is disabled when it runs, unless it begins
+    with the values of an earlier one.
     """
     adapter = None if config.adapter.trains_all else config.adapter
     where = (config.model, config.source, config.shard, adapter, None, context)
     with unfilled_model(*where, chunks_any_vocabulary=True) as unfilled:
         unfilled.module.requires_grad_(False)
         loaded = unfilled.load(config.shard.shard(unfilled.module, context), config.seed)
-        return ModelReference(loaded.model, has_adapter=adapter is not None)
+        return ModelReference(loaded.model, has_adapter=config.adapter.is_over_start)
 
 
 def _load_for_pass(config: FinetuneSettings, context: DistributedContext) -> Reference:
@@ -158,10 +161,15 @@ def _load_for_pass(config: FinetuneSettings, context: DistributedContext) -> Ref
     if not isinstance(objective, ReferenceConfig) or objective.reference != DISPATCHED:
         return _load_reference(config, context)
     budgets, dtype = objective.reference_max_memory, config.shard.param_dtype
-    model = open_dispatched(config, config.source, budgets, context, "reference", dtype)
+    model = open_dispatched(config, _began_from(config), budgets, context, "reference", dtype)
     if config.model.attention != "auto":
         model.set_attn_implementation(config.model.attention)
     return DispatchedReference(model, context)
+
+
+def _began_from(config: FinetuneSettings) -> Location:
+    """The model that training began from: with `adapter.path`, an adapter on its base."""
+    return locate_earlier(config.adapter, model_name(config.model)) or config.source
 
 
 def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samples:
@@ -241,7 +249,7 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
     """The files of the cache for the samples of each source under the reference's weights, of which all are read."""
     model, shard = config.model, config.shard
     try:
-        digests = model_digests(config.source)
+        digests = model_digests(_began_from(config))
     except InputError as error:
         raise ConfigError(
             f"The reference needs the model that training began from, also in a run that is resumed: "

@@ -16,6 +16,11 @@ class AdapterConfig:
 
     trains_all: ClassVar[bool] = True
 
+    @property
+    def is_over_start(self) -> bool:
+        """Whether training begins from the model that is left without the adapter."""
+        return False
+
     def check_installed(self) -> None:
         """Raise ConfigError if a package of this adapter is not installed."""
 
@@ -29,6 +34,12 @@ class LoraConfig(AdapterConfig):
 
     trains_all: ClassVar[bool] = False
 
+    path: str | None = setting(
+        None,
+        "Adapter whose values this one begins with: a run, a step of it (RUN@best), the directory of an adapter of "
+        "peft, or a hub id. It is for the model of model.path, and the other settings here are to be those that it "
+        "has.",
+    )
     rank: int = setting(16, "Rank of the LoRA matrices (peft's r).", minimum=1)
     alpha: float = setting(32.0, "Scale of the low-rank update, which is multiplied by alpha / rank.", above=0.0)
     dropout: float = setting(0.0, "Dropout probability of the inputs of adapted modules.", minimum=0.0)
@@ -74,6 +85,11 @@ class LoraConfig(AdapterConfig):
         """Raise ConfigError for values that are out of range, or that contradict each other."""
         if self.dropout >= 1.0:
             raise ConfigError(f"{prefix}dropout={self.dropout} is out of range: it must be less than 1.0.")
+        if self.path is not None and self.init != "default":
+            raise ConfigError(
+                f"{prefix}init={self.init} has no effect with {prefix}path, whose values the adapter begins with; "
+                f"leave one of them out."
+            )
         if self.init == "orthogonal" and self.rank % 2:
             raise ConfigError(
                 f"{prefix}init=orthogonal needs an even {prefix}rank, which A and B share; it is {self.rank}."
@@ -94,6 +110,10 @@ class LoraConfig(AdapterConfig):
                 f"{prefix}dora=true does not go together with {prefix}quantize={self.quantize}: its forward pass needs "
                 f"the norms of the frozen weights, which are not decoded there. Leave one of them out."
             )
+
+    @property
+    def is_over_start(self) -> bool:
+        return self.path is None
 
     def check_installed(self) -> None:
         require_package("peft", "lora", "adapter=lora", "set adapter=none")

@@ -219,8 +219,9 @@ def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
     """Return the base model for adapter_config.json: an absolute path, or the hub id; ConfigError for an adapter."""
     if checkpoint.is_adapter(source.weights):
         raise ConfigError(
-            f"model.path={config.path} is an adapter itself, so adapter=lora cannot train another one on it; convert "
-            f"it to a model first, or set adapter=none to train the merged model."
+            f"model.path={config.path} is an adapter itself, so adapter=lora cannot train another one on it; to train "
+            f"it on, set model.path to its base and adapter.path={config.path}; or convert it to a model first, or set "
+            f"adapter=none to train the merged model."
         )
     is_local = not checkpoint.is_remote(config.path) and checkpoint.local_path(config.path).exists()
     return str(source.weights.resolve()) if is_local else config.path
