@@ -33,6 +33,7 @@ from fsdp_shard.planning.costs.step_report import step_figures, step_report
 from fsdp_shard.planning.costs.step_time import missing_figures, step_time
 from fsdp_shard.planning.devices import Hardware
 from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.sharding import Fsdp2Config, ShardConfig, recompute_blocks
 from fsdp_shard.training import (
     OBJECTIVES,
@@ -54,7 +55,8 @@ FLOAT32 = Fsdp2Config(param_dtype="float32")
 def measured(
     config: PretrainedConfig, shard: ShardConfig = FLOAT32, adapter: AdapterConfig | None = None
 ) -> ModelFacts:
-    return model_facts(config, ModelConfig(path="x"), adapter or AdapterConfig(), shard)
+    model, adapter = ModelConfig(path="x"), adapter or AdapterConfig()
+    return model_facts(config, build_planned(config, model, adapter, model.dtype, shard), model, adapter, shard)
 
 
 def cost_of(config: PretrainedConfig, facts: ModelFacts | None = None, **settings: Any) -> StepCost:

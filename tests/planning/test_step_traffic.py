@@ -18,6 +18,7 @@ from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_time import link_bytes, network_bytes
 from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
 from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.sharding import ContextRanks, DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, attending, chosen_method
 from fsdp_shard.training import AdamWConfig, AdapterConfig, LoraConfig, TrainConfig, inject_lora
 from fsdp_shard.utils import TorchDispatchMode
@@ -168,7 +169,9 @@ def planned(case: Case) -> tuple[ModelFacts, PlannedRun]:
     model, adapter = ModelConfig(path="x"), LoraConfig(rank=2) if has_adapter else AdapterConfig()
     num_data_ranks = num_ranks // (shard.tensor_parallel * shard.context_parallel)
     train = TrainConfig(global_batch_size=ROWS * num_micro_batches * num_data_ranks, micro_batch_size=ROWS)
-    facts = model_facts(model_config(kind), model, adapter, shard)
+    config = model_config(kind)
+    stored = build_planned(config, model, adapter, model.dtype, shard)
+    facts = model_facts(config, stored, model, adapter, shard)
     return facts, PlannedRun(model, shard, train, AdamWConfig(), LENGTH, num_ranks, adapter)
 
 

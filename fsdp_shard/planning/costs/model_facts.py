@@ -80,14 +80,16 @@ class ModelFacts:
 
 def model_facts(
     config: PretrainedConfig,
+    stored: PreTrainedModel,
     model: models.ModelConfig,
     adapter: AdapterConfig,
     shard: sharding.ShardConfig,
 ) -> ModelFacts:
-    """Build a model on meta and measure what a step of it takes.
+    """Measure what a step of a model takes, on a copy of it on meta.
 
     Args:
         config: The transformers config of the model.
+        stored: The model as `build_planned` builds it for `shard`.
         model: The settings `model.*`.
         adapter: The settings `adapter.*`.
         shard: Of the settings `shard.*`, the blocks, the dtype to compute in, and how quantized weights are stored.
@@ -100,7 +102,6 @@ def model_facts(
         ConfigError: It has no modules for the adapter.
     """
     computing = build_planned(config, model, adapter, shard.param_dtype)
-    stored = build_planned(config, model, adapter, model.dtype, shard)
     file_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     frozen = sum(param.numel() for param in computing.parameters() if not param.requires_grad)
     amounts, problem = _measured(computing, shard)

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from fsdp_shard import sharding
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.planning.costs.model_facts import model_facts
+from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
 from fsdp_shard.planning.memory import built_model, plan_memory
@@ -55,10 +55,13 @@ class Planner:
 
     def cost(self, run: PlannedRun) -> StepCost:
         """What a step of a run computes and sends."""
-        of_model = (with_any_loss(run.model), run.adapter, of_parameters(run.shard))
-        facts = self.facts.of(
-            "costs", of_model, lambda: model_facts(self.config, run.model, run.adapter, of_parameters(run.shard))
-        )
+        shard = of_parameters(run.shard)
+
+        def measure() -> ModelFacts:
+            stored, _, _ = built_model(self.config, run, self.facts)
+            return model_facts(self.config, stored, run.model, run.adapter, shard)
+
+        facts = self.facts.of("costs", (with_any_loss(run.model), run.adapter, shard), measure)
         return step_cost(facts, run)
 
     def check(self, run: PlannedRun) -> None:
