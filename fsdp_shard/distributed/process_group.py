@@ -319,14 +319,23 @@ def _make_mesh(device_type: str, shape: dict[str, int], timeout: timedelta) -> D
     for dim, size in enumerate(shape.values()):  # ranks that differ in this dimension only are a group
         lines: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, size).tolist()
         is_all = len(lines) == 1
-        groups.append(dist.group.WORLD if is_all else dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0])
+        groups.append(dist.group.WORLD if is_all else _own_group(lines, timeout))
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(shape))
 
 
 def _neighbors(size: int, world_size: int, timeout: timedelta) -> Any:
     """The group of this rank among groups of `size` adjacent ranks; a collective."""
-    lines = [list(range(first, first + size)) for first in range(0, world_size, size)]
-    return dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0]
+    return _own_group([list(range(first, first + size)) for first in range(0, world_size, size)], timeout)
+
+
+def _own_group(lines: list[list[int]], timeout: timedelta) -> Any:
+    """The group of this rank, if each of `lines` is one; a collective.
+
+    Each rank makes its own group only. If all made each, a rank would split NCCL's communicator once for each of them:
+    a thousand times for a dimension of size one on a thousand ranks.
+    """
+    own = next(line for line in lines if dist.get_rank() in line)
+    return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
 
 
 _SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

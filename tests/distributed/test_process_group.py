@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_shard.distributed import Communicator, DistributedContext, LaunchConfig, OnlyRank, variables_for_torch
+from fsdp_shard.distributed import (
+    Communicator,
+    DistributedContext,
+    LaunchConfig,
+    OnlyRank,
+    init_distributed,
+    variables_for_torch,
+)
 from fsdp_shard.distributed.process_group import init_device
 from fsdp_shard.errors import ConfigError
 from tests.support.ranks import on_ranks
@@ -38,6 +47,23 @@ def test_every_group_of_a_mesh_has_the_timeout_of_the_settings() -> None:
         *[("replicate", [2]), ("shard", [0, 2]), ("expert", [2, 3]), ("tensor", [2])],
     ]
     assert {seconds for _, _, seconds in experts[2]} == {timeout}
+
+
+def test_a_rank_makes_only_the_groups_that_it_is_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Under NCCL each group that a rank helps to make splits the communicator of all; gloo connects nobody yet."""
+    made: list[list[int]] = []
+    new_group = dist.new_group
+
+    def counted(ranks: list[int], **options: Any) -> Any:
+        made.append(ranks)
+        return new_group(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", counted)
+    for name, value in {"RANK": "21", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "TORCH_GLOO_LAZY_INIT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with init_distributed("cpu", 2, rendezvous=f"file://{tmp_path}/store", tensor_parallel=4) as context:
+        assert made == [[21, 53], list(range(1, 32, 4)), [20, 21, 22, 23]]
+        assert dist.get_process_group_ranks(context.mesh.get_group("replicate")) == [21, 53]
 
 
 def _num_sockets(context: DistributedContext) -> int:
