@@ -173,7 +173,7 @@ class FinetuneConfig(RunConfig):
             kept = {device: size for device, size in settings.budgets.items() if device in ("cpu", own)}
             settings = replace(settings, max_memory={device: str(size) for device, size in kept.items()})
         config = load_config(source.directory, trust)
-        return dispatch_model(source, config, settings, log=log, context=context)
+        return dispatch_model(source, config, settings, log=log, context=context.undivided())
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings of different sections that contradict each other."""

@@ -205,6 +205,10 @@ class DistributedContext(Communicator):
         """Number of parts that a batch is divided into."""
         return self.world_size // (self.num_tensor_ranks * self.num_context_ranks)
 
+    def undivided(self) -> Self:
+        """Return the same ranks for a model that each of them has as a whole."""
+        return self if self.num_tensor_ranks == 1 else replace(self, mesh=self.mesh["replicate", "shard"])
+
     @property
     def random_rank(self) -> int:
         """The rank among those that draw random numbers of their own: all but those that divide layers."""

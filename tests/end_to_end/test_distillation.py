@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fsdp_shard.data import MASKED, DataConfig, prepare_data
 from tests.support.runs import Ended, run_recipe
@@ -104,6 +104,22 @@ def test_ranks_wrappers_and_teachers_on_disk_agree(settings: list[str], tmp_path
         assert _figures(tmp_path / name) == pytest.approx(expected, rel=1e-4, abs=1e-5), name
         if name == "disk":
             assert " disk " in next(line for line in ended.err.splitlines() if line.startswith("teacher: ")), ended.err
+
+
+def test_the_student_may_be_divided_by_tensor_parallelism(settings: list[str], tmp_path: Path) -> None:
+    model = llama_config()
+    model.num_attention_heads, model.num_key_value_heads = 6, 2  # two ranks can share them
+    torch.manual_seed(0)
+    LlamaForCausalLM(model).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    given = [*settings, f"model.path={tmp_path}/model"]
+    _done(tmp_path / "alone", *given)
+    expected = _figures(tmp_path / "alone")
+    own_pass = ["launch.ranks=2", "shard.tensor_parallel=2", f"data.cache_dir={tmp_path}/cache"]
+    alongside = ["launch.ranks=4", "shard.tensor_parallel=2", "objective.teacher_logits=computed"]
+    for name, overrides in {"own_pass": own_pass, "alongside": alongside}.items():
+        _done(tmp_path / name, *given, *overrides)
+        assert _figures(tmp_path / name) == pytest.approx(expected, rel=2e-4, abs=1e-5), name
 
 
 def test_losses_are_those_of_whole_logits(settings: list[str], tiny_model: Path, teacher: Path, tmp_path: Path) -> None:
@@ -249,7 +265,6 @@ def test_a_teacher_of_another_vocabulary(settings: list[str], teacher: Path, tmp
     (("model.task=masked_lm",), "objective=distill trains model.task=causal_lm"),
     (("data.kind=preference",), "data.kind=preference"),
     (("loss=a:b",), "loss=a:b replaces the cross-entropy"),
-    (("shard.tensor_parallel=2", "launch.ranks=2"), "does not go together with shard.tensor_parallel=2 yet"),
 ])  # fmt: skip
 def test_mistakes(overrides: tuple[str, ...], said: str, settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path / "run", *settings, *overrides)

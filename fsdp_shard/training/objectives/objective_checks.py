@@ -73,14 +73,9 @@ def check_task(objective: ObjectiveConfig, task: str) -> None:
 
 
 def check_parallelism(objective: ObjectiveConfig, shard: ShardConfig) -> None:
-    """Raise ConfigError if the objective cannot be trained on sequences or layers that are divided over ranks."""
+    """Raise ConfigError if the objective cannot be trained on sequences that are divided over ranks."""
     if shard.context_parallel > 1 and not objective.is_cross_entropy:
         raise ConfigError(
             f"objective={objective.name} does not go together with shard.context_parallel="
             f"{shard.context_parallel} yet: its loss is of whole sequences. Leave one of them out."
-        )
-    if isinstance(objective, DistillConfig) and shard.tensor_parallel > 1:
-        raise ConfigError(
-            f"objective=distill does not go together with shard.tensor_parallel={shard.tensor_parallel} yet; leave "
-            f"one of them out."
         )
