@@ -40,11 +40,14 @@ demo: $(STAMP)
 test check: $(STAMP)
 	@scripts/check
 
-slow: faults
-	@$(VENV)/bin/python -m pytest -q -m slow --timeout 1500
+slow: $(STAMP)
+	@FAULTS=long VENV="$(VENV)" scripts/test -n 2 --dist worksteal --timeout 1500 $(FAULTS)
+	@VENV="$(VENV)" scripts/test -n 2 --dist worksteal --timeout 1500 -m slow
+
+FAULTS := tests/faults tests/end_to_end/test_own_loop.py
 
 faults: $(STAMP)
-	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 tests/faults tests/end_to_end/test_own_loop.py
+	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 $(FAULTS)
 
 # On a machine that is there for its GPU: no install, no network. $(VENV) is used if there is one and PYTHON is not given.
 gpu:
