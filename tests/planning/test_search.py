@@ -82,7 +82,7 @@ CASES: list[tuple[str, str, str]] = [
     ("t5_3b", "24GB", "model.task=seq2seq optim=adafactor launch.ranks=1 data.sequence_length=512"),
     ("mistral_7b", "80GB", "launch.ranks=1 data.sequence_length=2048"),
     ("mistral_7b", "40GB", "launch.ranks=4 data.sequence_length=4096"),
-    ("mistral_7b", "80GB", "launch.ranks=2 data.sequence_length=8192 shard.activation_checkpointing=true"),
+    ("mistral_7b", "60GB", "launch.ranks=2 data.sequence_length=8192 shard.activation_checkpointing=true"),
     ("mistral_7b", "24GB", "launch.ranks=8 data.sequence_length=2048 train.micro_batch_size=4 "
      "train.global_batch_size=32"),
     ("mistral_7b", "80GB", "shard=ddp launch.ranks=8 data.sequence_length=1024"),
@@ -95,7 +95,7 @@ CASES: list[tuple[str, str, str]] = [
     ("llama_8b", "24GB", "launch.ranks=8 data.sequence_length=2048"),
     ("llama_8b", "24GB", "adapter=lora launch.ranks=1 data.sequence_length=2048"),
     ("llama_8b", "80GB", "objective=dpo launch.ranks=4 data.sequence_length=4096"),
-    ("llama_8b", "80GB", "objective=dpo objective.reference=sharded launch.ranks=4 data.sequence_length=2048 "
+    ("llama_8b", "56GB", "objective=dpo objective.reference=sharded launch.ranks=4 data.sequence_length=2048 "
      "shard.activation_checkpointing=selective"),
     ("llama_8b", "80GB", "optim=sgd launch.ranks=1 data.sequence_length=4096"),
     ("llama_8b", "48GB", "launch.ranks=16 data.sequence_length=8192 train.micro_batch_size=2 "

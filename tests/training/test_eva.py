@@ -88,6 +88,7 @@ def micro_batches(context: DistributedContext, config: FinetuneConfig) -> list[d
     return [{name: torch.from_numpy(getattr(b, name)) for name in ("input_ids", "labels")} for b in batches]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's
 @pytest.mark.parametrize(("wrapper", "num_ranks", "shard"), [
     ("fsdp1", 2, {"reshard_after_forward": False}),
     ("ddp", 1, {}),

@@ -15,7 +15,7 @@ from fsdp_shard.planning.search.planner import Planner
 
 NUM_ADVISED = 4  # of each kind
 _MAX_CANDIDATES = 50_000
-_BATCH = "train.global_batch_size"
+_BATCH, _MICRO_BATCH = "train.global_batch_size", "train.micro_batch_size="
 _LARGER_BATCH = 30.0  # its cost
 
 _DIVIDED = "shard.tensor_parallel"
@@ -120,6 +120,8 @@ class _Search:
     def __init__(self, planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str]) -> None:
         self._planner, self._run, self._memory_bytes, self._given = planner, run, memory_bytes, set(given)
         self._known: dict[tuple[str, ...], MemoryPlan | None] = {}  # None: not possible
+        # All changes but that of the micro-batch -> its size and the peak of the last plan with them.
+        self._peaks: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def first(
         self, savers: Sequence[Saver], fixed: Collection[str], *, trains_other: bool, but: Sequence[Fitting] = ()
@@ -176,7 +178,7 @@ class _Search:
             if any(all(n >= m for n, m in zip(choice, less, strict=True)) for less in enough):
                 continue
             candidate = self._candidate(savers, choice)
-            if candidate is None or not is_wanted(candidate):
+            if candidate is None or not is_wanted(candidate) or self._is_too_large(candidate):
                 continue
             frugal = tuple(
                 length - 1 if saver.is_of_activations else number
@@ -225,10 +227,21 @@ class _Search:
         if candidate.overrides not in self._known:
             try:
                 self._planner.check(candidate.run)
-                self._known[candidate.overrides] = self._planner.plan(candidate.run)
+                plan = self._known[candidate.overrides] = self._planner.plan(candidate.run)
+                if plan.peak_bytes is not None:
+                    self._peaks[_other_changes(candidate)] = candidate.run.train.micro_batch_size, plan.peak_bytes
             except InputError:
                 self._known[candidate.overrides] = None
         return self._known[candidate.overrides]
+
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        """Whether it cannot fit, as half a micro-batch takes at least half of the memory."""
+        size, peak_bytes = self._peaks.get(_other_changes(candidate), (1, 0))
+        return peak_bytes * candidate.run.train.micro_batch_size > self._memory_bytes * size
+
+
+def _other_changes(candidate: Candidate) -> tuple[str, ...]:
+    return tuple(change for change in candidate.overrides if not change.startswith(_MICRO_BATCH))
 
 
 def _larger_batch(run: PlannedRun) -> list[Option]:
