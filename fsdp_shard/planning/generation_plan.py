@@ -1,6 +1,6 @@
 """The memory of `generate` on each device, from configs alone: weights by the device map, KV cache and activations.
 
-One prefill pass and one pass of decoding at full length run on fake tensors, as in training (`step/block_profiles.py`).
+One prefill pass and one pass of decoding at full length run on fake tensors, as in training (`step/tape/recording.py`).
 What a pass keeps beside the cache is counted on the device whose block runs. Samples are drawn by top-p, which takes
 more than the most likely token does. A rank computes a batch at a time, of one length and with a mask of its padding.
 """
@@ -17,16 +17,10 @@ from transformers import PreTrainedModel, TopPLogitsWarper
 
 from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, device_name
 from fsdp_shard.models import no_split_blocks
-from fsdp_shard.planning.step.block_profiles import (
-    DONE,
-    LEAVE,
-    Event,
-    Recorder,
-    pinned_bytes,
-    record_forward,
-    storages_of,
-)
-from fsdp_shard.planning.step.step_schedule import ACTIVATIONS, Moment, highest
+from fsdp_shard.planning.step.moment import ACTIVATIONS, Moment, highest
+from fsdp_shard.planning.step.tape.events import DONE, LEAVE, Event
+from fsdp_shard.planning.step.tape.recorder import Recorder, pinned_bytes, storages_of
+from fsdp_shard.planning.step.tape.recording import record_forward
 from fsdp_shard.utils import first_line, format_size, format_table, storage_key
 
 WEIGHTS, IN_FLIGHT, READ, CACHE = "weights", "blocks in flight", "read buffers", "KV cache"

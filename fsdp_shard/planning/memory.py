@@ -1,8 +1,8 @@
 """Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
 Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
-step, an evaluation and a save, played over the units (`step_schedule`) from what one micro-batch keeps
-(`block_profiles`). The peak is the highest of these moments. It counts tensors. What a GPU holds besides
+step, an evaluation and a save, played over the units (`step/players`) from what one micro-batch keeps
+(`step/tape`). The peak is the highest of these moments. It counts tensors. What a GPU holds besides
 (`device_overhead`) is shown apart.
 """
 
@@ -17,6 +17,7 @@ from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_an
 from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun, RankMemory
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.device_overhead import device_overhead
+from fsdp_shard.planning.step.moment import ACTIVATIONS, BUFFERS, GATHERED, LOSS_TERM, UNREDUCED, Moment, highest
 from fsdp_shard.planning.step.shard_state import (
     RankPart,
     ShardState,
@@ -26,7 +27,6 @@ from fsdp_shard.planning.step.shard_state import (
     unit_shards,
 )
 from fsdp_shard.planning.step.step_moments import PlayedStep, plan_step
-from fsdp_shard.planning.step.step_schedule import ACTIVATIONS, BUFFERS, GATHERED, LOSS_TERM, UNREDUCED, Moment, highest
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:

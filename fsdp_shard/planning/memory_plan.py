@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.step.step_schedule import TEMPORARIES, Moment
+from fsdp_shard.planning.step.moment import TEMPORARIES, Moment
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 

@@ -17,9 +17,10 @@ from fsdp_shard.planning.memory import plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, PlannedRun
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import optimizer as planned_optimizer
-from fsdp_shard.planning.step.block_profiles import END, LEAVE, Event, record_tape
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
+from fsdp_shard.planning.step.tape.events import END, LEAVE, Event
+from fsdp_shard.planning.step.tape.recording import record_tape
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, plan_units, recompute_blocks
 from fsdp_shard.training import (
     OBJECTIVES,

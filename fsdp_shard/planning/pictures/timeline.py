@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from fsdp_shard.planning.step.step_schedule import Moment
+from fsdp_shard.planning.step.moment import Moment
 from fsdp_shard.utils import format_size
 
 WIDTH, HEIGHT = 1000, 420

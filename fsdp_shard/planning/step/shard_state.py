@@ -11,9 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import sharding
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
-from fsdp_shard.planning.step.block_profiles import pinned_bytes
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
+from fsdp_shard.planning.step.tape.recorder import pinned_bytes
 from fsdp_shard.planning.step.unit_holdings import UnitShards
 from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import balanced_partition

@@ -13,12 +13,15 @@ from fsdp_shard import sharding
 from fsdp_shard.planning.facts import Facts, of_one_rank
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
-from fsdp_shard.planning.step.block_profiles import DONE, LOSS, Event, Tapes, record_tape
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
+from fsdp_shard.planning.step.moment import GRADIENTS, Moment
+from fsdp_shard.planning.step.players.player import StepRules
+from fsdp_shard.planning.step.players.registry import PLAYERS
 from fsdp_shard.planning.step.shard_state import RankPart
-from fsdp_shard.planning.step.step_schedule import GRADIENTS, PLAYERS, Moment, StepRules
+from fsdp_shard.planning.step.tape.events import DONE, LOSS, Event, Tapes
+from fsdp_shard.planning.step.tape.recording import record_tape
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line

@@ -1,17 +1,49 @@
 """Bytes of each unit on a rank, with padding, as the wrappers lay shards out."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.planning.step.step_schedule import UnitBytes
 from fsdp_shard.sharding import ShardConfig, Unit, itemsize
 
 _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """Bytes of one unit on one rank, with the padding that makes shards even.
+
+    Attributes:
+        fqn: FQN of the module; "" for the root.
+        num_shards: Number of ranks that it is gathered from.
+        cast: The shard in the dtype that the unit computes in; 0 where it is stored in that.
+        largest_cast: The same of its largest parameter.
+        gathered: The parameters gathered, in the dtype that the unit computes in.
+        gradients: The unsharded gradients as the backward pass leaves them.
+        reduced_from: What is reduced: the unsharded gradients in the dtype of the reduction.
+        reduced: This rank's part of that.
+        kept: This rank's part in the dtype of the parameters.
+        last: Elements of its last trained parameter, whose unsharded gradient a loop of torch's holds a little longer.
+        is_kept: Whether it stays gathered after the forward pass whatever the settings say.
+        is_scaled: Whether its gradient is divided by another number than that of its ranks.
+    """
+
+    fqn: str
+    num_shards: int
+    cast: int
+    largest_cast: int
+    gathered: int
+    gradients: int
+    reduced_from: int
+    reduced: int
+    kept: int
+    last: int = 0
+    is_kept: bool = False
+    is_scaled: bool = False
 
 
 def unit_bytes(

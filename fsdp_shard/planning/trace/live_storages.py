@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.planning.step.block_profiles import tensors_in
+from fsdp_shard.planning.step.tape.recorder import tensors_in
 from fsdp_shard.planning.trace import known_values
 from fsdp_shard.utils import (
     FakeTensorMode,

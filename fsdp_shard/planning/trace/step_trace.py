@@ -33,8 +33,9 @@ from fsdp_shard.distributed import DistributedContext, as_fake_rank
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_adapted
-from fsdp_shard.planning.step.block_profiles import attending_without_values, tensors_in
-from fsdp_shard.planning.step.step_schedule import Moment
+from fsdp_shard.planning.step.moment import Moment
+from fsdp_shard.planning.step.tape.fake_attention import attending_without_values
+from fsdp_shard.planning.step.tape.recorder import tensors_in
 from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveMoment, LiveStorages, moments, plain_parts
 from fsdp_shard.training import (
     DistillConfig,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fsdp_shard.planning.step.step_schedule import Moment
+from fsdp_shard.planning.step.moment import Moment
 from fsdp_shard.planning.trace.step_trace import StepTrace
 from fsdp_shard.utils import format_size, format_table
 

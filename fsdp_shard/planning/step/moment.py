@@ -1,0 +1,33 @@
+"""What is in memory at one moment of a run, term by term, and the names that several files use for terms and phases."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+GATHERED, UNREDUCED, BUFFERS, GRADIENTS = "gathered", "unreduced gradients", "reduce buffers", "gradients"
+ACTIVATIONS, LOSS_TERM, TEMPORARIES = "activations", "loss", "optimizer temporaries"
+EVALUATION, BUFFERS_OF_SAVE = "evaluation", "save buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is in memory at one moment of a run.
+
+    Attributes:
+        phase: load, resume, forward, loss, backward, reduce, optimizer, save or evaluation.
+        where: FQN of the unit or block, "" for the root.
+        terms: Bytes by term, such as parameters, gathered, gradients, unreduced gradients, optimizer, activations.
+    """
+
+    phase: str
+    where: str
+    terms: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of the terms."""
+        return sum(self.terms.values())
+
+
+def highest(moments: Iterable[Moment]) -> Moment:
+    """The moment with the most bytes."""
+    return max(moments, key=lambda moment: moment.total_bytes)

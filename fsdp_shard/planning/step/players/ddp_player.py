@@ -1,0 +1,21 @@
+"""DistributedDataParallel as a player: it follows `reducer.cpp` of torch 2.13."""
+
+from fsdp_shard.planning.step.moment import UNREDUCED
+from fsdp_shard.planning.step.players.player import Player
+from fsdp_shard.planning.step.tape.events import Event
+
+
+class DdpPlayer(Player):
+    """DistributedDataParallel: gradients are views of buckets that are there all the time; nothing is gathered.
+
+    Those of micro-batches that are not reduced are kept besides the buckets until the last one.
+    """
+
+    def play_bytes(self, event: Event) -> None:
+        is_first = self.micro_batch == 0
+        rise = event.rise if is_first and not self.is_synced else event.rise_alone
+        self.note_rise(event, rise)
+        if is_first and not self.is_synced:
+            self.add(UNREDUCED, event.gradients)
+        elif not is_first and self.is_synced and not self.rules.sync_every_micro_batch:
+            self.add(UNREDUCED, -event.gradients)

@@ -1,0 +1,205 @@
+"""Plays a training step of one rank over the units of its model: what is in memory at each moment, term by term.
+
+Pure Python: the tape says what activations and gradients of the unsharded model take. A subclass adds the memory of
+its wrapper, as torch's code handles it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_shard.planning.step.moment import ACTIVATIONS, BUFFERS_OF_SAVE, EVALUATION, LOSS_TERM, UNREDUCED, Moment
+from fsdp_shard.planning.step.tape.events import BEGIN, ENTER, LEAVE, Event, Tapes
+from fsdp_shard.planning.step.unit_bytes import UnitBytes
+
+_SHOWN = 3  # micro-batches; the third is as the fourth
+
+Key = tuple[bool, str]  # whether it is of the reference, and the FQN
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How a step goes.
+
+    Attributes:
+        reshard: As in `shard.reshard_after_forward`.
+        prefetch_forward: Number of units that are gathered ahead in the forward pass.
+        prefetch_backward: The same in the backward pass.
+        num_micro_batches: Number of micro-batches.
+        sync_every_micro_batch: Whether gradients are reduced after each of them.
+        gradient_itemsize: Bytes of an element of a gradient as the backward pass leaves it.
+        casts_gradients: Whether gradients are reduced in another dtype than they are computed in.
+        casts_reduced: Whether they are reduced in another dtype than parameters have.
+        keeps_reduced: Whether what was reduced stays until the end of the backward pass too (replicas).
+        copies_reduced: Whether the collective makes a copy of what it reduces (gloo).
+        offloads_activations: Whether what blocks save is in CPU memory until it is used.
+        has_host_gradients: Whether reduced gradients are in CPU memory.
+        save_bytes: What a save takes for a moment.
+    """
+
+    reshard: bool | int = True
+    prefetch_forward: int = 0
+    prefetch_backward: int = 1
+    num_micro_batches: int = 1
+    sync_every_micro_batch: bool = True
+    gradient_itemsize: int = 2
+    casts_gradients: bool = False
+    casts_reduced: bool = False
+    keeps_reduced: bool = False
+    copies_reduced: bool = False
+    offloads_activations: bool = False
+    has_host_gradients: bool = False
+    save_bytes: int = 0
+
+
+@dataclass
+class Player:
+    """Plays the tape of a micro-batch; a subclass is a wrapper.
+
+    Attributes:
+        units: The units, the root last.
+        rules: How the step goes.
+        terms: Bytes that are in use now, by term; those of the state from the beginning.
+        moments: What was in use until now.
+        most_offloaded: The most bytes of activations that were in host memory.
+    """
+
+    units: Sequence[UnitBytes]
+    rules: StepRules
+    terms: dict[str, int]
+    moments: list[Moment] = field(default_factory=list)
+    most_offloaded: int = 0
+
+    def __post_init__(self) -> None:
+        self.by_fqn = {unit.fqn: unit for unit in self.units}
+        self.micro_batch = 0
+        self.in_backward = False
+        self.is_synced = True
+        self.finished: set[str] = set()
+        self.phase, self.is_evaluation = "forward", False
+        self._offloaded: dict[str, tuple[int, int]] = {}  # bytes on the device, and in host memory
+        self._last_block: tuple[str, tuple[int, int]] | None = None
+
+    def step(self, tapes: Tapes) -> None:
+        """Play the passes of all micro-batches of a step."""
+        shown = min(self.rules.num_micro_batches, _SHOWN)
+        for _ in range(shown):
+            self._play_all(tapes.preparation)
+        for number in range(shown):
+            self.micro_batch = number
+            self.is_synced = self.rules.sync_every_micro_batch or number == shown - 1
+            self.finished.clear()
+            self._play_all(tapes.training)
+
+    def update(self) -> None:
+        """The optimizer updates the weights; then gradients are freed."""
+        self.note("", "optimizer")
+
+    def evaluate(self, tapes: Tapes) -> None:
+        """Play two batches of an evaluation after a step, and a save after that.
+
+        What the first batch leaves gathered, the second one has.
+        """
+        self.is_evaluation = True
+        self._play_all(tapes.evaluation)
+        self._play_all(tapes.evaluation)
+        self.end_evaluation()
+        self.is_evaluation = False
+        self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
+
+    def _play_all(self, tape: Sequence[Event]) -> None:
+        self.in_backward, self.phase = False, "forward"
+        for event in tape:
+            self._play(event)
+
+    def add(self, term: str, num_bytes: int) -> None:
+        """Add bytes to a term."""
+        self.terms[term] = self.terms.get(term, 0) + num_bytes
+
+    def note(self, where: str, phase: str | None = None, extra: Mapping[str, int] | None = None) -> None:
+        """Remember this moment, with `extra` bytes for it alone."""
+        terms = {name: num for name, num in self.terms.items() if num}
+        for name, num in (extra or {}).items():
+            if num:
+                terms[name] = terms.get(name, 0) + num
+        self.moments.append(Moment(EVALUATION if self.is_evaluation else phase or self.phase, where, terms))
+
+    def _play(self, event: Event) -> None:
+        self.play_bytes(event)
+        unit, key = self.by_fqn.get(event.module), (event.is_reference, event.module)
+        match event.kind:
+            case "loss":
+                self.phase, self.in_backward = "backward", True
+            case "end":
+                self.end_backward()
+            case _ if unit is None:
+                pass
+            case "enter":
+                self.enter(key, unit)
+            case "leave":
+                self.leave(key, unit)
+                if not unit.fqn:
+                    self.phase = "loss"
+            case "begin backward":
+                self.begin(key, unit)
+            case "finish backward" if not event.is_reference:
+                self.finished.add(unit.fqn)
+                self.finish(unit)
+        if event.kind == ENTER and not event.module and not self.in_backward:
+            self.phase = "forward"
+        if self.rules.offloads_activations:
+            self._offload(event)
+
+    def play_bytes(self, event: Event) -> None:
+        """The activations and gradients since the event before."""
+        is_alone = self.micro_batch > 0 and self.keeps_autograd_gradients
+        self.note_rise(event, event.rise_alone if is_alone else event.rise)
+        if not is_alone:
+            self.add(UNREDUCED, event.gradients)
+
+    def note_rise(self, event: Event, rise: int) -> None:
+        """The most since the event before, and what is left."""
+        term = LOSS_TERM if self.phase == "loss" else ACTIVATIONS
+        self.note(event.module, extra={term: rise})
+        self.add(ACTIVATIONS, event.change)
+
+    @property
+    def keeps_autograd_gradients(self) -> bool:
+        """Whether later micro-batches add to the gradients that autograd has made."""
+        return False
+
+    def _offload(self, event: Event) -> None:
+        """Let what a block saved leave after the block behind it, and come back before its own backward pass."""
+        if event.kind == LEAVE and event.saved and not event.is_reference and not self.in_backward:
+            if self._last_block is not None:
+                name, saved = self._last_block
+                self._offloaded[name] = saved
+                self.add(ACTIVATIONS, -saved[0])
+                on_host = sum(pinned for _, pinned in self._offloaded.values())
+                self.most_offloaded = max(self.most_offloaded, on_host)
+            self._last_block = event.module, (event.saved, event.pinned)
+        elif event.kind == BEGIN and (event.module in self._offloaded or self._is_last_block(event.module)):
+            order = [*self._offloaded]
+            for name in [event.module, *(order[-1:] if event.module not in order else order[-2:-1])]:
+                self.add(ACTIVATIONS, self._offloaded.pop(name, (0, 0))[0])
+            self._last_block = None
+
+    def _is_last_block(self, name: str) -> bool:
+        return self._last_block is not None and self._last_block[0] == name
+
+    def enter(self, key: Key, unit: UnitBytes) -> None:
+        """A module is called, in the forward pass or where it is computed again."""
+
+    def leave(self, key: Key, unit: UnitBytes) -> None:
+        """A call ends."""
+
+    def begin(self, key: Key, unit: UnitBytes) -> None:
+        """The backward pass of a module begins."""
+
+    def finish(self, unit: UnitBytes) -> None:
+        """The gradients of a module are there."""
+
+    def end_backward(self) -> None:
+        """The backward pass ends."""
+
+    def end_evaluation(self) -> None:
+        """An evaluation ends."""

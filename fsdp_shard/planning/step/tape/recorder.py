@@ -1,0 +1,121 @@
+"""Counts the live bytes of fake tensors while operators run, and writes a tape."""
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import UntypedStorage
+
+from fsdp_shard.planning.step.tape.events import ENTER, LEAVE, Event
+from fsdp_shard.utils import TorchDispatchMode, storage_key
+
+_MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by token in Python
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the live bytes that operators make, and writes the tape.
+
+    Attributes:
+        events: The tape.
+        is_reference: Whether what runs is the reference of an objective.
+        most_chosen: The most rows that are chosen by their values, which fake tensors do not have; None for all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.events: list[Event] = []
+        self.is_reference = False
+        self.most_chosen: int | None = None
+        self._num_operators = 0
+        self._live: dict[int, int] = {}  # bytes by the address of the storage
+        self._born: dict[int, int] = {}  # number of events before a storage was made
+        self._entered = 0, 0  # numbers of events before the last two modules were entered
+        self._kept: list[UntypedStorage] = []
+        self._ignored: set[int] = set()
+        self._accumulated: dict[int, int] = {}  # bytes by the id of the parameter
+        self._saved: dict[int, int] = {}
+        self._now = self._gradients = 0
+        self._most = self._most_alone = 0  # since the last event
+        self._then = self._gradients_then = 0  # at the last event
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_operators += 1
+        if self._num_operators > _MAX_OPERATORS:
+            raise RuntimeError(f"a micro-batch of this size is more than {_MAX_OPERATORS:,} operators on three blocks")
+        if func is torch.ops.aten.nonzero.default:
+            number = args[0].numel()
+            number = number if self.most_chosen is None else min(number, self.most_chosen)
+            result = torch.empty((number, args[0].ndim), dtype=torch.long)
+        else:
+            result = func(*args, **(kwargs or {}))
+        for storage in storages_of(result):
+            self._count(storage)
+        self._most = max(self._most, self._now)
+        self._most_alone = max(self._most_alone, self._now - self._gradients)
+        return result
+
+    def ignore(self, value: Any) -> None:
+        """Do not count the tensors in `value`."""
+        self._kept += storages_of(value)  # or others get their addresses
+        self._ignored = {storage_key(storage) for storage in self._kept}
+        self._now -= sum(self._live.pop(key, 0) for key in self._ignored)
+
+    def accumulated(self, param: torch.Tensor) -> None:
+        """Take the gradient of `param`, which was just accumulated, for one."""
+        if param.grad is not None and id(param) not in self._accumulated:
+            self._accumulated[id(param)] = size = param.grad.untyped_storage().nbytes()
+            self._gradients += size
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Know a tensor that autograd saves, if it was made in this block or in the one before."""
+        storage = tensor.untyped_storage()
+        if self._born.get(storage_key(storage), -1) > self._entered[0]:
+            self._saved[storage_key(storage)] = storage.nbytes()
+        return tensor
+
+    def mark(self, kind: str, module: str) -> None:
+        """Write an event."""
+        alone, alone_then = self._now - self._gradients, self._then - self._gradients_then
+        kept = [*self._saved.values()] if kind == LEAVE else []
+        saved = sum(kept), sum(map(pinned_bytes, kept))
+        if kind in (ENTER, LEAVE):
+            self._saved.clear()
+        if kind == ENTER:
+            self._entered = self._entered[1], len(self.events)
+        rises = max(self._most, self._now) - self._then, max(self._most_alone, alone) - alone_then
+        gradients = self._gradients - self._gradients_then
+        self.events.append(Event(kind, module, *rises, alone - alone_then, gradients, *saved, self.is_reference))
+        self._most, self._then, self._gradients_then = self._now, self._now, self._gradients
+        self._most_alone = alone
+
+    def _count(self, storage: UntypedStorage) -> None:
+        key, size = storage_key(storage), storage.nbytes()
+        if key in self._live or key in self._ignored or not size:
+            return
+        self._live[key], self._born[key] = size, len(self.events)
+        self._now += size
+        finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self._now -= self._live.pop(key, 0)
+        self._born.pop(key, None)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Bytes of the page-locked memory that torch allocates for a tensor (`CachingHostAllocatorImpl.h`)."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def storages_of(value: Any) -> Iterator[UntypedStorage]:
+    """The storages of all tensors in nested tuples, lists and mappings."""
+    return (tensor.untyped_storage() for tensor in tensors_in(value))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)

@@ -1,0 +1,248 @@
+"""Runs the unsharded model on fake tensors and records the tapes of one micro-batch.
+
+The real forward pass, loss and backward pass run once, without computing anything: operators make tensors that have a
+shape and no memory. So what autograd saves, what recomputation makes again and what results of operators take for a
+moment is what the real run has. Of blocks that are alike only some are run (`repeated_blocks`).
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from fsdp_shard.models import no_split_blocks
+from fsdp_shard.planning.step.tape.events import BEGIN, DONE, END, ENTER, FINISH, LEAVE, LOSS, Event, Tapes
+from fsdp_shard.planning.step.tape.fake_attention import attending_without_values
+from fsdp_shard.planning.step.tape.recorder import Recorder, tensors_in
+from fsdp_shard.planning.step.tape.repeated_blocks import alike_blocks, pass_over, with_repeats
+from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
+from fsdp_shard.utils import FakeTensorMode, replace_tensors
+
+
+class MicroBatch(Protocol):
+    """A micro-batch in a fake tensor mode."""
+
+    def prepare(self) -> Any:
+        """Compute, without gradients, what the losses of a step have in common."""
+
+    def loss(self, shared: Any) -> torch.Tensor:
+        """Run the forward pass and return the loss; `shared` is what `prepare` returned."""
+
+
+def record_tape(
+    model: PreTrainedModel,
+    settings: ShardConfig,
+    units: Sequence[Unit],
+    make_batch: Callable[[Recorder], MicroBatch],
+    uncast: Collection[str] = (),
+    *,
+    is_packed: bool = False,
+) -> Tapes:
+    """Run one micro-batch of `model` on fake tensors, in an evaluation and in training.
+
+    Args:
+        model: The model on meta. It is changed: its parameters become fake ones, in the dtypes that units compute in.
+        settings: The blocks, and what of their activations is recomputed.
+        units: The units that it would be sharded in.
+        make_batch: Makes the micro-batch; called in a fake tensor mode, with the recorder.
+        uncast: FQNs of the units whose inputs keep the dtypes that they have.
+        is_packed: Whether rows hold several documents, which attention is kept apart by a mask.
+
+    Returns:
+        The tapes of one micro-batch.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
+    """
+    blocks = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
+    recomputed = recomputed_fqns(blocks, settings.activation_checkpointing)
+    runs = alike_blocks(model, blocks, dict.fromkeys(recomputed, True))
+    recompute_blocks(model, settings)
+    passed_over = {fqn for run in runs for fqn in run.passed_over}
+    for fqn in passed_over:
+        pass_over(model, fqn, next(run for run in runs if fqn in run.passed_over))
+    dtypes = {name: getattr(torch, unit.dtype) for unit in units for name in unit.parameters}
+    with attending_without_values(model, is_packed=is_packed), FakeTensorMode():
+        _make_fake(model, dtypes if settings.is_sharded else {})
+        recorder = Recorder()
+        recorder.ignore([*model.parameters(), *model.buffers()])
+        watched = dict.fromkeys([*blocks, *(unit.fqn for unit in units), ""])
+        inside = tuple(f"{fqn}." for fqn in passed_over)
+        by_fqn = {unit.fqn: unit for unit in units}
+        for fqn in (fqn for fqn in watched if fqn not in passed_over and not fqn.startswith(inside or ("\0",))):
+            _watch(model, recorder, settings, fqn, by_fqn.get(fqn), is_uncast=fqn in uncast)
+        for param in model.parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(recorder.accumulated)
+        with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor):
+            tapes = _run(model, recorder, make_batch(recorder))
+    for run in runs:
+        tapes = Tapes(*(with_repeats(tape, run) for tape in (tapes.preparation, tapes.training, tapes.evaluation)))
+    return tapes
+
+
+def record_forward(
+    model: PreTrainedModel, run: Callable[[Recorder], None], *, has_mask: bool
+) -> tuple[list[Event], Mapping[str, str]]:
+    """Run forward passes of a model that is not sharded, without gradients, on fake tensors.
+
+    Args:
+        model: The model on meta. It is changed: its parameters become fake ones.
+        run: Makes the passes; called in a fake tensor mode.
+        has_mask: Whether attention gets a mask, as where rows have several lengths.
+
+    Returns:
+        The tape, and for each block that was passed over one like it that was not.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
+    """
+    model.eval()
+    blocks = no_split_blocks(model)
+    repeated = [block.fqn for block in blocks if block.repeated]
+    config: Any = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()  # such as full and sliding attention, whose caches differ
+    runs = alike_blocks(model, repeated, dict(zip(repeated, kinds, strict=False)))
+    like = {fqn: run.like(fqn) for run in runs for fqn in run.passed_over}
+    for each in runs:
+        for fqn in each.passed_over:
+            pass_over(model, fqn, each)
+    with attending_without_values(model, is_packed=has_mask), FakeTensorMode():
+        _make_fake(model, {})
+        recorder = Recorder()
+        recorder.ignore([*model.parameters(), *model.buffers()])
+        for fqn in dict.fromkeys([*(block.fqn for block in blocks if not block.direct), ""]):
+            if fqn not in like:
+                module = model.get_submodule(fqn)
+                module.register_forward_pre_hook(lambda *_, fqn=fqn: recorder.mark(ENTER, fqn))
+                module.register_forward_hook(lambda *_, fqn=fqn: recorder.mark(LEAVE, fqn))
+        with torch.no_grad(), recorder:
+            run(recorder)
+    tape = recorder.events
+    for each in runs:
+        tape = with_repeats(tape, each)
+    return tape, like
+
+
+def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Tapes:
+    """Run a micro-batch in all ways; the evaluation comes first, as nothing has gradients then."""
+    model.eval()
+    with torch.no_grad():
+        loss = batch.loss(batch.prepare())
+        del loss
+    recorder.mark(DONE, "")
+    evaluated = len(recorder.events)
+    model.train()
+    shared = batch.prepare()
+    recorder.mark(DONE, "")
+    prepared = len(recorder.events)
+    loss = batch.loss(shared)
+    recorder.mark(LOSS, "")
+    loss.backward()
+    del loss
+    recorder.mark(END, "")
+    events = recorder.events
+    preparation = events[evaluated:prepared] if prepared > evaluated + 1 else []
+    return Tapes(preparation, events[prepared:], events[:evaluated])
+
+
+def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Replace parameters and buffers by fake ones; floating-point parameters get the dtype in `dtypes`."""
+    wanted = {id(param): dtypes.get(name, param.dtype) for name, param in model.named_parameters()}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = wanted.get(id(tensor), tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+        return torch.empty(tensor.shape, dtype=dtype)
+
+    replace_tensors(model, fake)
+
+
+def _watch(
+    model: nn.Module, recorder: Recorder, settings: ShardConfig, fqn: str, unit: Unit | None, *, is_uncast: bool
+) -> None:
+    """Have the recorder mark when a module is entered and left, in both directions, and cast as its wrapper does."""
+    module = model.get_submodule(fqn)
+    params = [model.get_parameter(name) for name in unit.parameters] if unit is not None else []
+    trained = {id(param) for param in params if param.requires_grad}
+    casts = settings.is_sharded and unit is not None and not unit.is_bytes and not is_uncast
+    by_gradients = settings.flattens_units and bool(trained)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        recorder.mark(ENTER, fqn)
+        if casts and unit is not None:
+            args, kwargs = (_cast(value, getattr(torch, unit.dtype)) for value in (args, kwargs))
+        needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if by_gradients or not needing or not torch.is_grad_enabled():
+            return args, kwargs
+        made = iter(_Finish.apply(partial(recorder.mark, FINISH, fqn), *needing))  # type: ignore[no-untyped-call]  # untyped in torch
+        return tuple(_with_new(value, made) for value in args), {k: _with_new(v, made) for k, v in kwargs.items()}
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if casts and unit is not None and unit.dtype != settings.param_dtype:
+            output = _cast(output, getattr(torch, settings.param_dtype))
+        begun: list[bool] = []
+
+        def begin(gradient: torch.Tensor) -> None:
+            if not begun:
+                begun.append(True)
+                recorder.mark(BEGIN, fqn)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(begin)
+        recorder.mark(LEAVE, fqn)
+        return output
+
+    left = set(trained)
+
+    def finish(param: torch.Tensor) -> None:
+        left.discard(id(param))
+        if not left:
+            recorder.mark(FINISH, fqn)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+    for param in params if by_gradients else ():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(recorder.accumulated)
+            param.register_post_accumulate_grad_hook(finish)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The tensors of floating point in nested values, in `dtype`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _cast(value[key], dtype)
+    return value
+
+
+def _with_new(value: Any, made: Iterator[torch.Tensor]) -> Any:
+    """`value` with its tensors that need gradients replaced by the next ones of `made`."""
+    if isinstance(value, torch.Tensor):
+        return next(made) if value.requires_grad else value
+    if type(value) in (tuple, list):
+        return type(value)(_with_new(item, made) for item in value)
+    return {key: _with_new(item, made) for key, item in value.items()} if type(value) is dict else value
+
+
+class _Finish(torch.autograd.Function):
+    """Returns its inputs, and calls a function once the gradients of all of them are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, finished: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.finished = finished
+        return inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.finished()
+        return None, *gradients
