@@ -20,7 +20,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedRun, StepTrace, plan_memory, trace_step
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import OBJECTIVES, AdamWConfig, LoraConfig, TrainConfig
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_size, resident_bytes
 from tests.support.live_bytes import measure_run
 from tests.support.runs import run_recipe
 from tests.support.sampled import sampled
@@ -216,14 +216,15 @@ def test_a_model_of_70_billion_parameters_is_traced_in_little_memory() -> None:
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def work() -> None:
+        before = resident_bytes()  # what this process has of the one that runs the tests, which its own child has, too
         trace = trace_step(config, run)
-        sender.send((trace, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024))
+        sender.send((trace, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 - before))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     assert receiver.poll(1500)
-    trace, peak_memory = receiver.recv()
+    trace, grown = receiver.recv()
     process.join()
-    assert peak_memory < 1.5 * 1024**3
+    assert grown < 1.2 * 1024**3
     assert trace.state_bytes["parameters"] == pytest.approx(70.55e9 * 4 / 64, rel=0.001)
     assert trace.peak_bytes > sum(trace.state_bytes.values()) - trace.state_bytes["gradients"]
