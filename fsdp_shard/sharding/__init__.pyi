@@ -19,7 +19,11 @@ from .context_parallel.attention import (
     divided_by as divided_by,
 )
 from .context_parallel.checks import check_context_parallel as check_context_parallel
-from .context_parallel.sequence_parts import ContextRanks as ContextRanks, WholeSequence as WholeSequence
+from .context_parallel.sequence_parts import (
+    ContextRanks as ContextRanks,
+    SequencePart as SequencePart,
+    WholeSequence as WholeSequence,
+)
 from .context_parallel.ulysses import num_sent_heads as num_sent_heads
 from .gradients import (
     clip_grad_norm_ as clip_grad_norm_,

@@ -16,9 +16,9 @@ from torch import nn
 from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
-from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
+from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, divided_by
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.loss.device_batch import DeviceBatch, PackedAnswers
+from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart, PackedAnswers, own_counted
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -28,6 +28,19 @@ class PartBatch(Batch):
     """A batch of parts of sequences; `sequence` is what must be known of the whole."""
 
     sequence: WholeSequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedBatch(Batch):
+    """A batch of whole sequences, with this rank's part of them.
+
+    Attributes:
+        own: The inputs of the part, and what must be known of the whole.
+        places: Where its tokens are in the sequences, int64 [part].
+    """
+
+    own: SequencePart
+    places: Ints
 
 
 @dataclass(frozen=True)
@@ -69,11 +82,13 @@ class BatchLoader:
         context: DistributedContext,
         model: nn.Module,
         counts: Callable[[Batch], list[float]] | None = None,
+        *,
+        keeps_whole: bool = False,
     ) -> None:
         self._dataset, self._config, self._context = dataset, config, context
         self._counts = counts or (lambda batch: [float(batch.num_predictions)] * 2)
         self._model_config: Any = getattr(model, "config", None)
-        self._context_ranks = context_ranks(model, context)
+        self._context_ranks, self._keeps_whole = context_ranks(model, context), keeps_whole
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
         self._loading: Future[LoadedStep] | None = None
@@ -112,9 +127,11 @@ class BatchLoader:
         if self._model_config is not None:
             for batch in batches:
                 check_vocabulary(batch.inputs["input_ids"], self._model_config)
-        batches = [own_part(batch, self._context_ranks) for batch in batches]
+        batches = [own_part(batch, self._context_ranks, keeps_whole=self._keeps_whole) for batch in batches]
         counts = [sum(of_batches) for of_batches in zip(*map(self._counts, batches), strict=True)]
         counts += source_predictions(self._dataset, parts, batches)
+        if self._keeps_whole:  # each of the ranks that divide the sequences has counted all
+            counts = [count / context.num_context_ranks for count in counts]
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
         with copying:
             on_device = [to_device(batch, context.device) for batch in batches]
@@ -127,12 +144,18 @@ def context_ranks(model: nn.Module, context: DistributedContext) -> ContextRanks
     return None if method is None else ContextRanks.of(context, method)
 
 
-def own_part(batch: Batch, ranks: ContextRanks | None) -> Batch:
-    """Return this rank's part of each sequence of a batch, or the batch if `ranks` is None."""
+def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = False) -> Batch:
+    """Return this rank's part of each sequence of a batch, or the batch if `ranks` is None.
+
+    With `keeps_whole` it is beside the whole sequences, for objectives that compare them.
+    """
     if ranks is None:
         return batch
     part = ranks.own_part(batch.inputs, batch.labels, MASKED)
-    return PartBatch(part.inputs, part.labels, sequence=part.sequence)
+    if not keeps_whole:
+        return PartBatch(part.inputs, part.labels, sequence=part.sequence)
+    places = ranks.own_tokens(part.sequence.length)
+    return DividedBatch(batch.inputs, batch.labels, batch.extras, batch.token_values, own=part, places=places)
 
 
 def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
@@ -198,12 +221,16 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     labels, counted = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
     inputs, extras, values = copied(batch.inputs), copied(batch.extras), copied(batch.token_values)
     sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
-    packed = None
+    own, packed = None, None
+    if isinstance(batch, DividedBatch):
+        places = torch.from_numpy(batch.places)
+        numbers = [copy_to(device, tensor) for tensor in (places, *own_counted(labels, places))]
+        own = OwnPart(copied(batch.own.inputs), batch.own.sequence.map(partial(copy_to, device)), *numbers)
     if batch.segments is not None:
         sizes = batch.answer_sizes.flatten().tolist()
         lengths, segments = torch.tensor(sizes, dtype=torch.float32), torch.from_numpy(batch.segments)
         packed = PackedAnswers(copy_to(device, segments), tuple(sizes), copy_to(device, lengths))
-    return DeviceBatch(inputs, copy_to(device, labels), copy_to(device, counted), extras, values, sequence, packed)
+    return DeviceBatch(inputs, copy_to(device, labels), copy_to(device, counted), extras, values, sequence, packed, own)
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,10 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
     with (
-        BatchLoader(run.dataset, run.config, run.context, run.model.module, run.objective.all_counts) as loader,
+        BatchLoader(
+            *(run.dataset, run.config, run.context, run.model.module, run.objective.all_counts),
+            keeps_whole=not run.objective.is_cross_entropy,
+        ) as loader,
         noisy_embeddings(run.model.module, run.config.neftune_alpha) as noise,
     ):
         while not run.is_over:
@@ -199,7 +202,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     run.optimizer.zero_grad()
     terms, counts = loaded.counts.tensor_split([run.objective.num_terms])
     # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks. Those
-    # that divide sequences count their own parts.
+    # that divide sequences count their own parts, or parts of all.
     divisors = (terms.clamp(min=context.num_tensor_ranks) / context.world_size).float()
     sums = StepSums(run.functions, context)
     losses = _accumulate(run, loaded, divisors, sums)
@@ -209,7 +212,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     loss, grad_norm, num_tokens = totals.loss, totals.grad_norm, totals.num_tokens
     fault = _update(run, loaded, losses, totals)
     num_sources = len(run.dataset.source_names)
-    by_name = dict(zip(run.dataset.source_names, map(int, totals.others[:num_sources]), strict=True))
+    by_name = dict(zip(run.dataset.source_names, map(round, totals.others[:num_sources]), strict=True))
     state.advance(len(loaded.samples), num_tokens, by_name, skipped=bool(fault))
     state.place = run.dataset.state_dict(state.num_samples)
     seconds = time.perf_counter() - began
@@ -281,7 +284,8 @@ def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, su
         with nullcontext() if is_synced else model.no_sync():
             loss = objective.terms(Pass(model, batch, divisors, sums, reference, shared)).sum()
             loss.backward()
-        losses.append(loss.detach())
+        # Ranks that divide sequences each have the whole loss, and the gradient of their own tokens.
+        losses.append(loss.detach() if objective.is_cross_entropy else loss.detach() / run.context.num_context_ranks)
     return losses
 
 
@@ -327,7 +331,7 @@ def _read_totals(
         loss=total_loss / context.world_size,
         grad_norm=norm if math.isfinite(total_norm) else total_norm,
         data_seconds=all_waited / context.world_size,
-        num_tokens=int(num_tokens),
+        num_tokens=round(num_tokens),
         others=others,
         memory_bytes=int(memory_bytes),
         stop_signal=int(stop_signal),

@@ -300,7 +300,7 @@ def test_packed_pairs_train_as_rows_do(
     (("objective=reward", "model.task=sequence_classification"), "set model.labels for a new head"),
     (("objective=reward", "model.task=sequence_classification", "model.labels=[a,b]"), "model.labels=[reward]"),
     (("objective=kto", "data.packing=true"), "data.packing=true packs pairs that share a prompt"),
-    (("objective=dpo", "data.packing=true", "shard.context_parallel=2", "launch.ranks=2"), "objective=dpo does not go"),
+    (("objective=dpo", "data.packing=true", "shard.context_parallel=2", "launch.ranks=2"), "packed pairs have masks"),
 ])  # fmt: skip
 def test_mistakes(overrides: tuple[str, ...], said: str, settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path / "run", *settings, *overrides)

@@ -163,6 +163,9 @@ _SETTINGS = {
     "experts over 2 of 4": Setting(4, model=mixture, shard={"expert_parallel": 2}),
     "sequences over 2, ulysses": Setting(shard={"context_parallel": 2, "context_method": "ulysses"}, length=128),
     "sequences over 2, ring": Setting(shard={"context_parallel": 2, "context_method": "ring"}, length=128),
+    "pairs over 2, ring": Setting(
+        objective=_DPO(reference="sharded"), shard={"context_parallel": 2, "context_method": "ring"}, length=128
+    ),
     "packed pairs": Setting(objective=OBJECTIVES["simpo"](), is_packed=True),
     "packed pairs, reference": Setting(objective=_DPO(reference="sharded"), is_packed=True, rows=3),
 }

@@ -114,6 +114,7 @@ class BatchSize:
         num_parts: Number of ranks that divide each sequence.
         is_packed: Whether rows hold several documents, and so have positions.
         shares_prompts: Whether these are pairs that share prompts, and so have segments.
+        keeps_whole: Whether ranks that divide sequences have the tokens of the whole ones, too, to compare answers.
     """
 
     num_rows: int
@@ -121,6 +122,7 @@ class BatchSize:
     num_parts: int = 1
     is_packed: bool = False
     shares_prompts: bool = False
+    keeps_whole: bool = False
 
 
 def planned_batch(
@@ -130,7 +132,7 @@ def planned_batch(
     size: BatchSize,
     recorder: Recorder,
 ) -> PlannedBatch:
-    """Make a micro-batch in a fake tensor mode.
+    """Make a micro-batch in a fake tensor mode. Of divided sequences it has the rank's part only.
 
     Args:
         model: The model, which has a loss head where training has one.
@@ -191,11 +193,12 @@ def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
 
     With packed documents positions too, and with packed pairs also the segments. Where ranks divide sequences: the
-    positions of the rank's tokens and of all, and a mask of ones. Of predictions that are not planned one by one, their
-    labels and log-probabilities too.
+    positions of the rank's tokens and of all, and a mask of ones; where the whole ones are kept, their
+    tokens, labels and counts, too. Of predictions that are not planned one by one, their labels and log-probabilities
+    too.
     """
     config: Any = model.config
-    divided = 2 + size.num_parts if size.num_parts > 1 else 0
+    divided = 2 + size.num_parts * (4 if size.keeps_whole else 1) if size.num_parts > 1 else 0
     num_arrays = 3 + bool(config.is_encoder_decoder) + size.is_packed + size.shares_prompts + divided
     tokens = size.num_rows * size.length
     return tokens * _TOKEN_BYTES * num_arrays + 2 * _TOKEN_BYTES * max(0, tokens - most_chosen(model))

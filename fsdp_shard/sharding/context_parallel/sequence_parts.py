@@ -101,6 +101,39 @@ class ContextRanks:
         size = length // self.num_chunks
         return np.concatenate([np.arange(chunk * size, (chunk + 1) * size) for chunk in self.chunks[self.rank]])
 
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Gather values of the tokens of whole sequences; a collective.
+
+        Each rank is to compute the same of them: the gradient of `part` is what it has in the gradient of the result on
+        this rank.
+
+        Args:
+            part: Values of this rank's tokens, [batch_size, length / num_ranks, num_values].
+
+        Returns:
+            Those of all tokens in their order, [batch_size, length, num_values].
+        """
+        gathered: torch.Tensor = _Gather.apply(part, self)  # type: ignore[no-untyped-call]  # untyped in torch
+        return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, ranks: ContextRanks) -> torch.Tensor:
+        ctx.ranks = ranks
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.num_ranks)]
+        dist.all_gather(parts, part.contiguous(), group=ranks.group)
+        in_order: list[torch.Tensor] = [part] * ranks.num_chunks
+        for chunks, values in zip(ranks.chunks, parts, strict=True):
+            for chunk, of_chunk in zip(chunks, values.chunk(len(chunks), dim=1), strict=True):
+                in_order[chunk] = of_chunk
+        return torch.cat(in_order, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        by_chunk = gradient.chunk(ctx.ranks.num_chunks, dim=1)
+        return torch.cat([by_chunk[chunk] for chunk in ctx.ranks.chunks[ctx.ranks.rank]], dim=1), None
+
 
 def contiguous_chunks(num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """The chunks of each rank for Ulysses: as many chunks as ranks, in order."""

@@ -1,7 +1,7 @@
 """A micro-batch on the device of a rank: what a loss is computed from."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,6 +26,52 @@ class PackedAnswers:
 
 
 @dataclass(frozen=True)
+class OwnPart:
+    """This rank's tokens of a micro-batch, for an objective that compares whole sequences.
+
+    Attributes:
+        inputs: Arguments of the model by name, int64 [num_rows, part].
+        sequence: What this rank must know of the whole sequences.
+        places: Where its tokens are in them, int64 [part]; those after the end are padding.
+        counted: Positions in the flat own tokens of those whose labels count, int64.
+        chosen: Which of the labels that count in the whole micro-batch these are, int64.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    sequence: WholeSequence
+    places: torch.Tensor
+    counted: torch.Tensor
+    chosen: torch.Tensor
+
+    def rows(self, row: int, labels: torch.Tensor) -> "OwnPart":
+        """Return row 0 or 1 of each sample of two rows; `labels` are theirs, of whole sequences."""
+        inputs = {name: value[row::2] for name, value in self.inputs.items()}
+        sequence = self.sequence.map(lambda tensor: tensor[row::2])
+        return replace(self, inputs=inputs, sequence=sequence).of(labels)
+
+    def of(self, labels: torch.Tensor) -> "OwnPart":
+        """Return this part for other labels of the whole sequences, int64 [num_rows, length]."""
+        counted, chosen = own_counted(labels, self.places)
+        return replace(self, counted=counted, chosen=chosen)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all of them."""
+        yield from self.inputs.values()
+        yield from self.sequence.tensors()
+        yield from (self.places, self.counted, self.chosen)
+
+
+def own_counted(labels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `counted` and `chosen` of an `OwnPart` from the labels of whole sequences, int64 [num_rows, length]."""
+    is_counted = labels != MASKED
+    numbers = torch.where(is_counted, is_counted.flatten().cumsum(0).view(labels.shape) - 1, -1)
+    inside = places < labels.shape[1]
+    own = torch.where(inside, numbers[:, torch.where(inside, places, 0)], -1).flatten()
+    counted = torch.nonzero(own >= 0).flatten()
+    return counted, own[counted]
+
+
+@dataclass(frozen=True)
 class DeviceBatch:
     """A micro-batch on the device of this rank.
 
@@ -38,6 +84,7 @@ class DeviceBatch:
         token_values: Values of each label that counts as in `Batch`.
         sequence: What this rank must know of the whole sequences, where it has parts of them.
         packed: The answers of packed pairs.
+        own: This rank's tokens, where sequences are divided and all else here is of the whole ones.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -47,6 +94,7 @@ class DeviceBatch:
     token_values: dict[str, torch.Tensor] = field(default_factory=dict)
     sequence: WholeSequence | None = None
     packed: PackedAnswers | None = None
+    own: OwnPart | None = None
 
     @property
     def answer_lengths(self) -> torch.Tensor:
@@ -65,6 +113,11 @@ class DeviceBatch:
         parts = values.flatten()[self.counted].split(self.packed.sizes)
         return torch.stack([part.sum() for part in parts])
 
+    def with_labels(self, labels: torch.Tensor) -> "DeviceBatch":
+        """Return the batch with other labels, int64 [num_rows, length]. A GPU is waited for to count them."""
+        counted = torch.nonzero(labels.flatten() != MASKED).flatten()
+        return replace(self, labels=labels, counted=counted, own=None if self.own is None else self.own.of(labels))
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all of them."""
         yield from self.inputs.values()
@@ -73,6 +126,7 @@ class DeviceBatch:
         yield from self.extras.values()
         yield from self.token_values.values()
         yield from () if self.sequence is None else self.sequence.tensors()
+        yield from () if self.own is None else self.own.tensors()
         if self.packed is not None:
             yield self.packed.lengths
             yield from () if self.packed.segments is None else [self.packed.segments]

@@ -1,6 +1,6 @@
 """How far a student is from the most likely tokens of a teacher, and the teacher's own side of that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -29,6 +29,10 @@ class TopTokens:
     def num_values(self) -> int:
         """Log-probabilities, and ids."""
         return 2 * self.k
+
+    def of(self, rows: torch.Tensor) -> "TopTokens":
+        """Return the function of some of the rows, which is the same."""
+        return self
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """Return log-probabilities and token ids, float32 [num_rows, 2 * k]."""
@@ -64,6 +68,11 @@ class StudentTerms:
     labels: torch.Tensor
     targets: Targets
     temperature: float
+
+    def of(self, rows: torch.Tensor) -> "StudentTerms":
+        """Return the function of some of the rows."""
+        targets = Targets(self.targets.log_probs[rows], self.targets.tokens[rows])
+        return replace(self, labels=self.labels[rows], targets=targets)
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """Return KL and cross-entropy in nats, and 1 where the likeliest token is the teacher's, [num_rows, 3]."""

@@ -12,7 +12,7 @@ from fsdp_shard.data import NUM_PARTS, PROMPT_PART
 from fsdp_shard.models import giving_answer_scores, running, shared_prompt_masks
 from fsdp_shard.sharding import ShardedModel, attending, transformers_model
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
-from fsdp_shard.training.loss.device_batch import DeviceBatch
+from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, giving_rows
 from fsdp_shard.training.loss.log_probs import LabelLogProbs
 from fsdp_shard.training.loss.own_functions import StepSums
@@ -65,11 +65,30 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
     Returns:
         float32 [num_rows * length, num_values], 0 where labels do not count. With a loss head no logits are kept.
     """
+    if batch.own is not None:
+        return _forward_own_rows(module, batch, batch.own, function)
     rows = batch.counted
-    with giving_rows(module, batch.labels.numel(), rows, function) as are_given, _forward(module):
+    given = giving_rows(module, batch.labels.numel(), rows, function)
+    with given as are_given, attending(batch.sequence), _forward(module):
         output = module(**_inputs(module, batch), use_cache=False)
     flat: torch.Tensor = output.logits.flatten(0, -2)
     return flat if are_given else rows_of_logits(flat, rows, function)
+
+
+def _forward_own_rows(module: nn.Module, batch: DeviceBatch, own: OwnPart, function: RowFunction) -> torch.Tensor:
+    """`forward_rows` where ranks divide the sequences: each has the values of all of them; a collective."""
+    num_rows, length = batch.labels.shape
+    of_own, part = function.of(own.chosen), own.inputs["input_ids"]
+    with (
+        giving_rows(module, part.numel(), own.counted, of_own) as are_given,
+        attending(own.sequence),
+        _forward(module),
+    ):
+        output = module(**own.inputs, use_cache=False)
+    flat: torch.Tensor = output.logits.flatten(0, -2)
+    values = flat if are_given else rows_of_logits(flat, own.counted, of_own)
+    whole = own.sequence.ranks.gather(values.view(*part.shape, -1))
+    return whole[:, :length].reshape(num_rows * length, -1)
 
 
 def forward_answers(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:

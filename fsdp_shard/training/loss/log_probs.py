@@ -18,6 +18,10 @@ class LabelLogProbs:
 
     labels: torch.Tensor
 
+    def of(self, rows: torch.Tensor) -> "LabelLogProbs":
+        """Return the function of some of the rows."""
+        return LabelLogProbs(self.labels[rows])
+
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the log-probabilities in nats [num_rows, 1]."""
         return logits.gather(1, self._labels(logits, part)) - logits.logsumexp(1, keepdim=True)

@@ -21,6 +21,9 @@ class RowFunction(Protocol):
     def num_values(self) -> int:
         """Number of values of a row."""
 
+    def of(self, rows: torch.Tensor) -> "RowFunction":
+        """Return the function of some of the rows, int64 [num_chosen]."""
+
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the values, float32 [num_rows, num_values], of rows of `logits`, float32 [num_rows, vocabulary].
 

@@ -66,4 +66,4 @@ def dispatched_rows(model: PreTrainedModel, batch: DeviceBatch, function: RowFun
     """
     inputs = {name: value.to(model.device) for name, value in batch.inputs.items()}
     with torch.no_grad():
-        return forward_rows(model, replace(batch, inputs=inputs), function)
+        return forward_rows(model, replace(batch, inputs=inputs, own=None), function)

@@ -106,4 +106,5 @@ def rows_of(batch: DeviceBatch, row: int) -> DeviceBatch:
         labels=labels,
         counted=torch.nonzero(labels.flatten() != MASKED).flatten(),
         extras={name: value[:, row : row + 1] for name, value in batch.extras.items() if value.ndim > 1},
+        own=None if batch.own is None else batch.own.rows(row, labels),
     )

@@ -69,7 +69,9 @@ class ObjectiveConfig:
         tasks: The values of `model.task` that it trains.
         num_terms: Number of means that its loss is the sum of.
         headline: The metrics that a line of progress shows; without any, it shows all.
-        is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity.
+        is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity, and ranks that
+            divide sequences each have the loss of their own tokens. Other losses are of whole sequences, and such ranks
+            compute the same.
         of_computation: Settings that do not define the loss, so that a run may resume with others.
     """
 

@@ -1,5 +1,6 @@
 """Whether an objective goes together with the task, the data, the adapter and the parallelism of a run."""
 
+from fsdp_shard.data import PAIRS
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.config import FinetuneSettings
@@ -18,6 +19,11 @@ def check_objective(config: FinetuneSettings) -> None:
     objective = config.objective
     check_task(objective, config.model.task)
     check_parallelism(objective, config.shard)
+    if config.shard.context_parallel > 1 and config.data.packing and objective.samples == PAIRS:
+        raise ConfigError(
+            f"data.packing=true does not go together with shard.context_parallel={config.shard.context_parallel} for "
+            f"objective={objective.name} yet: packed pairs have masks of their own. Leave one of them out."
+        )
     if isinstance(objective, DistillConfig):
         check_distill(config, objective)
     if not isinstance(objective, ReferenceConfig):
@@ -74,8 +80,8 @@ def check_task(objective: ObjectiveConfig, task: str) -> None:
 
 def check_parallelism(objective: ObjectiveConfig, shard: ShardConfig) -> None:
     """Raise ConfigError if the objective cannot be trained on sequences that are divided over ranks."""
-    if shard.context_parallel > 1 and not objective.is_cross_entropy:
+    if shard.context_parallel > 1 and objective.name == "reward":
         raise ConfigError(
-            f"objective={objective.name} does not go together with shard.context_parallel="
-            f"{shard.context_parallel} yet: its loss is of whole sequences. Leave one of them out."
+            f"objective=reward does not go together with shard.context_parallel={shard.context_parallel} yet: its "
+            f"scores are of the last token. Leave one of them out."
         )

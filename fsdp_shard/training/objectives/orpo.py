@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, add_metrics, num_pairs
@@ -57,8 +57,7 @@ class OrpoConfig(PairObjective):
 
         batch, answers = step.batch, step.batch.labels != MASKED
         if self.learn_prompts:
-            labels = _with_prompts(batch)
-            batch = replace(batch, labels=labels, counted=torch.nonzero(labels.flatten() != MASKED).flatten())
+            batch = batch.with_labels(_with_prompts(batch))
         log_probs = forward_log_probs(step.model, batch)
         of_answers = step.batch.answer_sums(torch.where(answers, log_probs, 0.0))
         lengths = step.batch.answer_lengths

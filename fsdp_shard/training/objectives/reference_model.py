@@ -23,7 +23,7 @@ from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cac
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import evaluation_batches, to_device
+from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, to_device
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.device_batch import DeviceBatch
@@ -290,19 +290,21 @@ def _compute(reference: Reference, source: ComparedRows, config: FinetuneSetting
     A collective.
     """
     context, size = start.context, config.train.micro_batch_size
+    divided = context_ranks(reference.model.module, context) if isinstance(reference, ModelReference) else None
     values = torch.zeros(source.num_pairs, 2, dtype=torch.float32)
     progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
     if context.is_main:
         progress = report_progress(len(source), "log-probabilities of the reference", "samples")
     with progress as count:
         for indices in evaluation_batches(len(source), size, context.data_rank, context.num_data_ranks):
-            found = reference.log_probs(to_device(source.batch(indices), context.device)).view(-1, 2).cpu()
+            batch = own_part(source.batch(indices), divided, keeps_whole=True)
+            found = reference.log_probs(to_device(batch, context.device)).view(-1, 2).cpu()
             # Samples that only fill up a batch come last.
             pairs = [pair for index in indices.tolist() if index != NO_WINDOW for pair in source.pairs_of(index)]
             values[pairs] = found[: len(pairs)]
             count(len(indices) * context.num_data_ranks)
             raise_if_stopped(start.stop, context, "the log-probabilities of the reference")
-    if context.rank % context.num_tensor_ranks:  # its neighbors have the same
+    if context.rank % (context.num_tensor_ranks * context.num_context_ranks):  # its neighbors have the same
         values.zero_()
     context.all_reduce_(values)
     if not bool(values.isfinite().all()):
