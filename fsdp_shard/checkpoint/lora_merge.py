@@ -25,7 +25,7 @@ from fsdp_shard.checkpoint.keys.tied_weights import read_config
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.errors import CheckpointError, one_line
 from fsdp_shard.utils import format_count
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         world_size=None,
         side=side,
         parts=(adapter, base),
-        notes=(*base.notes, *notes),
+        notes=(*base.notes, *map(one_line, notes)),  # which have names of the file
     )
 
 

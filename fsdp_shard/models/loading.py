@@ -75,6 +75,11 @@ def _check_values(config: PretrainedConfig) -> None:
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 0:
         raise ModelError(f"{config_file(config)}: num_hidden_layers is {layers}; expected a count.")
+    vocabulary = getattr(config, "vocab_size", None)
+    if isinstance(vocabulary, int) and vocabulary < 1:
+        raise ModelError(
+            f"{config_file(config)}: vocab_size is {vocabulary}; expected the number of tokens, at least 1."
+        )
 
 
 def named_class(config: PretrainedConfig) -> tuple[str, Any]:

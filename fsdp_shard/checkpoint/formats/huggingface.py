@@ -57,7 +57,16 @@ def _single(path: Path) -> str | None:
         return file_plan.SINGLE_FILE
     found = [entry.name for entry in path.iterdir() if entry.suffix == ".safetensors"]
     is_one = len(found) == 1 and not (has_file(path, file_plan.INDEX_FILE) or file_plan.parse_shard_name(found[0]))
-    return found[0] if is_one else None
+    return found[0] if is_one and not _is_part(path) else None
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a `.safetensors` file of any name may be one rank's of torch_checkpointing."""
+    if not has_file(path, "metadata.pkl"):
+        return False
+    from fsdp_shard.checkpoint.formats.torch_checkpointing_metadata import has_metadata
+
+    return has_metadata(path)
 
 
 def read_files(root: Path, names: Sequence[str]) -> TensorIndex:

@@ -76,6 +76,8 @@ def advise(
     Returns:
         The first few of each kind; none if nothing fits.
     """
+    if "launch.ranks" in fixed and planner.cannot_hold(run, memory_bytes):
+        return []  # a config that asks for too much costs no search
     savers = memory_savers(run, given, num_nodes)
     search = _Search(planner, run, memory_bytes, given)
     # Divided layers cost most of all to plan, so they come in where nothing fits without them.

@@ -53,6 +53,14 @@ class Planner:
         host = self.host_of(run)
         return plan.fits(memory_bytes) if host is None or host.fits(plan) else False
 
+    def cannot_hold(self, run: PlannedRun, memory_bytes: int) -> bool:
+        """Whether its ranks have too little memory even for weights of 4 bits; False where host memory is not known."""
+        host = self.host_of(run)
+        if host is None:
+            return False
+        per_rank = memory_bytes + host.num_bytes // host.num_ranks
+        return self.plan(run).num_params // 2 > run.num_ranks * per_rank
+
     def cost(self, run: PlannedRun) -> StepCost:
         """What a step of a run computes and sends."""
         shard = of_parameters(run.shard)

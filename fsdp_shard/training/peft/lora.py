@@ -199,7 +199,8 @@ def _inject(model: PreTrainedModel, settings: "peft.LoraConfig") -> None:
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects it itself
             # peft sets these for fused experts, which are parameters, but looks for them among the modules only.
             warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
-            peft.inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
+            with torch.device("meta"):  # else peft makes each matrix in memory before it moves it to meta
+                peft.inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}") from error
 
