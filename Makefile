@@ -10,8 +10,8 @@ help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
 	@echo "make demo      fine-tune, convert, evaluate and generate with a real model, in a few minutes"
 	@echo "make test      what CI runs: lint, types, tests"
-	@echo "make slow      the tests that take longer: benchmarks on tiny models, and make faults (20 minutes)"
-	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make test (25 minutes)"
+	@echo "make slow      the tests that take longer: sweeps, tutorials, benchmarks on tiny models (40 minutes)"
+	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make test (30 minutes)"
 	@echo "make gpu       the checks that need a GPU, in ten minutes, also without $(VENV); GPU_WHEELS=DIR has what is missing"
 	@echo "make models    dispatch each of MODELS=DIR:DIR under every map, against transformers (minutes for each)"
 	@echo "make lint      repair formatting, and what ruff can"
@@ -41,13 +41,10 @@ test check: $(STAMP)
 	@scripts/check
 
 slow: $(STAMP)
-	@FAULTS=long VENV="$(VENV)" scripts/test -n 2 --dist worksteal --timeout 1500 $(FAULTS)
 	@VENV="$(VENV)" scripts/test -n 2 --dist worksteal --timeout 1500 -m slow
 
-FAULTS := tests/faults tests/end_to_end/test_own_loop.py
-
 faults: $(STAMP)
-	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 $(FAULTS)
+	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 tests/faults tests/end_to_end/test_own_loop.py
 
 # On a machine that is there for its GPU: no install, no network. $(VENV) is used if there is one and PYTHON is not given.
 gpu:
