@@ -9,18 +9,16 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, InputError
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.lora import Adapter
+from fsdp_shard.utils import in_yaml
 
-# Entry of adapter_config.json -> the setting that makes it.
-_SETTINGS = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "use_rslora": "rank_stabilized",
-    "use_dora": "dora",
-    "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
-    "layers_to_transform": "layers_to_transform",
-    "modules_to_save": "modules_to_save",
+# Entry of adapter_config.json -> the setting that makes it, and what it is where it is missing.
+_SETTINGS: dict[str, tuple[str, Any]] = {
+    "r": ("rank", 8),
+    "lora_alpha": ("alpha", 8),
+    "use_rslora": ("rank_stabilized", False),
+    "use_dora": ("dora", False),
 }
+_LISTS = ("target_modules", "exclude_modules", "layers_to_transform", "modules_to_save")  # named alike in both
 
 
 def locate_earlier(config: AdapterConfig, base: str) -> checkpoint.Location | None:
@@ -131,14 +129,11 @@ def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
 def _overrides(earlier: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """The settings that define the earlier adapter, as far as they differ and can be typed."""
     found = []
-    for entry, setting in _SETTINGS.items():
-        value = earlier.get(entry)
-        if _plain(value) == _plain(own.get(entry)) or (entry == "target_modules" and isinstance(value, str)):
-            continue
-        text = f"[{','.join(map(str, value or []))}]" if entry not in list(_SETTINGS)[:4] else str(value).lower()
-        found.append(f"adapter.{setting}={text}")
+    for entry, (setting, default) in _SETTINGS.items():
+        if (value := earlier.get(entry, default)) != own[entry]:
+            found.append(f"adapter.{setting}={in_yaml(value)}")
+    for name in _LISTS:
+        value = earlier.get(name) or []
+        if isinstance(value, list) and {*map(str, value)} != {*map(str, own[name] or [])}:  # else it is a pattern
+            found.append(f"adapter.{name}=[{','.join(map(str, value))}]")
     return " ".join(found)
-
-
-def _plain(value: Any) -> Any:
-    return sorted(map(str, value)) if isinstance(value, list) else value or None
