@@ -43,7 +43,8 @@ class HeadChanges:
 class BaseModel:
     """The model that a run began from: its path, its fingerprint, and how an adapter's run quantized it.
 
-    `head` is of an adapter with a new head. `adapter` is the fingerprint of an earlier adapter that it began with.
+    `head` is of an adapter with a new head. `adapter` is the fingerprint of an earlier adapter that it began with, and
+    `adapter_path` where that was.
     """
 
     path: str
@@ -51,6 +52,7 @@ class BaseModel:
     quantize: str = "none"
     head: HeadChanges | None = None
     adapter: str | None = None
+    adapter_path: str | None = None
 
     def to_json(self) -> bytes:
         """The content of the file."""
@@ -117,11 +119,12 @@ def read_base_model(directory: Path) -> BaseModel | None:
         return None
     values = document if isinstance(document, dict) else {}
     texts: list[Any] = [values.get("path"), values.get("fingerprint"), values.get("quantize", "none")]
-    adapter = values.get("adapter")
-    if not all(isinstance(text, str) for text in [*texts, adapter or ""]):
+    adapter, where = values.get("adapter"), values.get("adapter_path")
+    if not all(isinstance(text, str) for text in [*texts, adapter or "", where or ""]):
         raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
     head = values.get("head")
-    return replace(BaseModel(*texts), head=None if head is None else _head_of(path, head), adapter=adapter)
+    changes = None if head is None else _head_of(path, head)
+    return replace(BaseModel(*texts), head=changes, adapter=adapter, adapter_path=where)
 
 
 def _head_of(path: Path, value: Any) -> HeadChanges:

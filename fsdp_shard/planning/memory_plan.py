@@ -80,8 +80,8 @@ class PlannedRun:
     @property
     def reference_kind(self) -> str | None:
         """Where the reference of a preference objective comes from."""
-        is_over_start = self.adapter.is_over_start
-        return self.objective.reference_kind(is_over_start=is_over_start, is_streamed=self.is_streamed)
+        begins_at_base = self.adapter.begins_at_base
+        return self.objective.reference_kind(begins_at_base=begins_at_base, is_streamed=self.is_streamed)
 
     @property
     def part_length(self) -> int:

@@ -52,7 +52,7 @@ class LoadedStep:
         parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
         batches: The micro-batches.
         counts: Of this rank: what each term of the loss is a mean over, predictions, and those of each source of a
-            mixture; float64, on the device.
+            mixture; its share of them where several ranks have counted the same sequences; float64, on the device.
     """
 
     samples: Ints
@@ -70,6 +70,7 @@ class BatchLoader:
         context: The ranks that train.
         model: The model, whose vocabulary must have all tokens.
         counts: Counts in a batch what each term of the loss is a mean over, and its tokens; predictions if None.
+        keeps_whole: Whether batches of divided sequences have the whole ones, too, for objectives that compare them.
 
     Attributes:
         seconds_waited: How long the last step waited for its samples, on this rank.

@@ -32,7 +32,13 @@ from fsdp_shard.training.objectives.teachers.teacher_checks import check_teacher
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import PRINCIPAL, AdapterConfig, LoraConfig
-from fsdp_shard.training.peft.earlier_adapter import check_earlier, check_resumed, locate_earlier
+from fsdp_shard.training.peft.earlier_adapter import (
+    check_earlier,
+    check_head,
+    check_resumed,
+    locate_earlier,
+    pin_earlier,
+)
 from fsdp_shard.training.peft.qlora import quantize_base
 from fsdp_shard.training.sample_length import describe_lengths, settle_run_length
 
@@ -40,7 +46,8 @@ from fsdp_shard.training.sample_length import describe_lengths, settle_run_lengt
 def check_finetune(config: FinetuneSettings) -> None:
     """Raise an InputError for everything that can be found wrong with a run before it starts.
 
-    Sets `data.sequence_length` if it is null, so that the ranks, and all that is recorded, have a number.
+    Sets `data.sequence_length` if it is null, so that the ranks, and all that is recorded, have a number; and
+    `adapter.path` to the step that a run there has now.
 
     Args:
         config: The settings of `finetune`.
@@ -80,7 +87,9 @@ def check_finetune(config: FinetuneSettings) -> None:
     _check_labels(config, resumed)
     resume.check_same_objective(resumed, config.objective)
     lora.check_continues(config.adapter, resumed)
-    if resumed is not None:
+    if resumed is None:
+        pin_earlier(config.adapter, model_name(config.model))
+    else:
         check_resumed(config.adapter, model_name(config.model), resumed)
     check_base_model(config, resumed)
     check_model(config, source := model_source(config, resumed), resumed)
@@ -140,6 +149,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
         if resumed is None and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
             shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+            check_head(adapter, config.model.labels, earlier)
             check_earlier(added, adapter, shapes, earlier, source.model_index, source.model_directory)
         quantize_base(model, adapter.quantize, shard, {})
         sharding.check_shardable(model, shard)  # quantized weights may be units of their own

@@ -203,9 +203,8 @@ def unfilled_model(
         tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
-        num_params, notes = sum(block.num_params for block in blocks), [matched.note or "", str(head or "")]
-        if earlier is not None:
-            notes.append(f"the adapter begins with the values of {earlier.weights}")
+        drawn = str(head or "") if earlier is None else f"the adapter begins with the values of {earlier.weights}"
+        num_params, notes = sum(block.num_params for block in blocks), [matched.note or "", drawn]
         described = ModelDescription(
             num_params=num_params, num_blocks=len(blocks), aliases=aliases, tree=tree, adapter=added,
             num_fused=num_fused, config=model.config, base=base,
@@ -280,11 +279,11 @@ def _base_model(
         recorded = None if resumed is None else checkpoint.read_base_model(resumed)
         if resumed and recorded and not checkpoint.is_base_model(index, recorded, source.model_directory):
             raise other_model(resumed, recorded, config.path)
-        began = recorded.adapter if recorded is not None else None
+        began, where = (recorded.adapter, recorded.adapter_path) if recorded is not None else (None, None)
         if resumed is None and (earlier := locate_earlier(adapter, model_name(config))) is not None:
-            began = checkpoint.fingerprint(earlier.index)
-        path = lora.base_path(config, source)
-        return checkpoint.BaseModel(path, checkpoint.fingerprint(index), adapter.quantize, adapter=began)
+            began, where = checkpoint.fingerprint(earlier.index), adapter.path
+        model = lora.base_path(config, source), checkpoint.fingerprint(index)
+        return checkpoint.BaseModel(*model, adapter.quantize, adapter=began, adapter_path=where)
     if resumed is not None:
         return checkpoint.read_base_model(resumed)
     return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index))

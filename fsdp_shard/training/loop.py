@@ -167,7 +167,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     with (
         BatchLoader(
             *(run.dataset, run.config, run.context, run.model.module, run.objective.all_counts),
-            keeps_whole=not run.objective.is_cross_entropy,
+            keeps_whole=run.objective.compares_whole_sequences,
         ) as loader,
         noisy_embeddings(run.model.module, run.config.neftune_alpha) as noise,
     ):
@@ -285,7 +285,8 @@ def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, su
             loss = objective.terms(Pass(model, batch, divisors, sums, reference, shared)).sum()
             loss.backward()
         # Ranks that divide sequences each have the whole loss, and the gradient of their own tokens.
-        losses.append(loss.detach() if objective.is_cross_entropy else loss.detach() / run.context.num_context_ranks)
+        num_same = run.context.num_context_ranks if objective.compares_whole_sequences else 1
+        losses.append(loss.detach() / num_same)
     return losses
 
 

@@ -332,9 +332,9 @@ def training_run(
     if run.reference_kind == "sharded":
         frozen, _ = build_sharded(config, run, context)
         frozen.module.requires_grad_(False)
-        training.reference = ModelReference(frozen, has_adapter=not run.adapter.trains_all)
+        training.reference = ModelReference(frozen, leaves_adapter_out=not run.adapter.trains_all)
     elif run.reference_kind == "adapter":
-        training.reference = ModelReference(model, has_adapter=True)
+        training.reference = ModelReference(model, leaves_adapter_out=True)
     elif run.reference_kind == "precomputed":
         training.reference = PrecomputedReference()
     return training

@@ -102,13 +102,15 @@ def test_the_reference_is_the_model_with_the_earlier_adapter(
 
 
 def test_what_an_adapter_cannot_begin_with_is_said(
-    settings: list[str], earlier: Path, tiny_model: Path, tmp_path: Path
+    settings: list[str], earlier: Path, tiny_model: Path, texts: Path, tmp_path: Path
 ) -> None:
     given = [*settings, "adapter.modules_to_save=[model.norm]"]
     same = f"adapter.path={earlier}"
     for extra, said in (
         (("adapter.path=/nowhere",), "adapter.path=/nowhere: "),
-        ((f"adapter.path={tiny_model}",), "is no adapter"),
+        ((f"adapter.path={tiny_model}",), "holds weights of a whole model"),
+        ((f"adapter.path={texts}",), "holds no adapter that is known"),
+        ((same, "adapter.quantize=nf4"), "was trained with adapter.quantize=none"),
         ((same, "adapter.init=gaussian"), "adapter.init=gaussian has no effect with adapter.path"),
         ((same, "adapter.dora=true"), "Set adapter.dora=false."),
         ((same, "adapter.modules_to_save=[]"), "Set adapter.modules_to_save=[model.norm]."),
@@ -130,7 +132,26 @@ def test_a_resumed_run_began_with_the_same(settings: list[str], earlier: Path, t
     given = [*settings, "adapter.modules_to_save=[model.norm]", "resume=auto"]
     _done(tmp_path / "run", *given, f"adapter.path={earlier}")
     _done(tmp_path / "run", *given, f"adapter.path={earlier}", "train.steps=3")
-    assert "began with adapter.path" in _refused(tmp_path / "run", *given, "train.steps=4")
+    (step,) = (earlier / "checkpoints").glob("step-*")
+    began = f"began with adapter.path={step}, and it is"
+    assert f"{began} None; set adapter.path={step}" in _refused(tmp_path / "run", *given, "train.steps=4")
     another = f"adapter.path={tmp_path}/run"
-    assert "began with another adapter" in _refused(tmp_path / "run", *given, another, "train.steps=4")
-    _done(tmp_path / "run", *given, "adapter.path=/gone", "train.steps=4")
+    assert f"{began} {tmp_path}/run; set" in _refused(tmp_path / "run", *given, another, "train.steps=4")
+    assert "/gone does not exist" in _refused(tmp_path / "run", *given, "adapter.path=/gone", "train.steps=4")
+    moved = step.rename(tmp_path / "moved")
+    try:
+        _done(tmp_path / "run", *given, f"adapter.path={step}", "train.steps=4")
+    finally:
+        moved.rename(step)
+
+
+def test_the_classes_of_an_earlier_head_stay(settings: list[str], tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": "ab " * n, "label": ["neg", "pos"][n % 2]}) + "\n" for n in range(1, 9))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    given = [text for text in settings if "data.path" not in text]
+    given += ["model.task=sequence_classification", f"data.path={tmp_path}/rows.jsonl", "train.steps=1"]
+    _done(tmp_path / "first", *given, "model.labels=[neg,pos]")
+    same = f"adapter.path={tmp_path}/first"
+    assert "drawn from the seed" not in _done(tmp_path / "second", *given, "model.labels=[neg,pos]", same).err
+    said = _refused(tmp_path / "other", *given, "model.labels=[pos,neg]", same)
+    assert "has a head with the classes ['neg', 'pos']" in said

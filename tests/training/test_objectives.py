@@ -136,7 +136,7 @@ def _train(
     compared: Any = PrecomputedReference() if reference == "precomputed" else None
     if reference == "sharded":
         frozen = sharded(settings, context, tied=False, prepare=lambda module: module.requires_grad_(False))
-        compared = ModelReference(frozen, has_adapter=False)
+        compared = ModelReference(frozen, leaves_adapter_out=False)
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=LR, weight_decay=0.0, fused=True)
     state = TrainerState(SEED, data.identity)
     run = TrainingRun(model, optimizer, Shuffled(data, SEED), CONFIG, context, state)

@@ -157,7 +157,7 @@ def test_losses_metrics_and_gradients_are_those_of_rows(
     apart, packed = _samples(rows, packs=False), _samples(rows, packs=True)
     assert isinstance(packed, PackedPairs)
     assert 1 < len(packed) < 8
-    reference = ModelReference(Plain(frozen), has_adapter=False)  # type: ignore[arg-type]  # it has the module
+    reference = ModelReference(Plain(frozen), leaves_adapter_out=False)  # type: ignore[arg-type]  # it has the module
     for name, settings in OBJECTIVE_SETTINGS.items():
         objective: Any = OBJECTIVES[name.split()[0]](**settings)
         expected = _results(objective, model, reference, apart, 5, alone)

@@ -94,7 +94,7 @@ def _resume(model: PreTrainedModel, run: PlannedRun, load: Moment) -> list[Momen
 def _batch_size(run: PlannedRun) -> BatchSize:
     shares_prompts = run.is_packed and run.objective.samples == "pairs"
     sizes = run.num_read_rows, run.padded_length, run.shard.context_parallel
-    keeps_whole = run.shard.context_parallel > 1 and not run.objective.is_cross_entropy
+    keeps_whole = run.shard.context_parallel > 1 and run.objective.compares_whole_sequences
     return BatchSize(*sizes, run.is_packed, shares_prompts, keeps_whole)
 
 

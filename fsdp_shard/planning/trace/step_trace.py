@@ -288,9 +288,9 @@ def _training(
         frozen.model.requires_grad_(False)
         reference = _sharded(frozen.model, run, context)
         live.mark(reference.module.parameters(), "reference")
-        training.reference = ModelReference(reference, has_adapter=run.adapter.is_over_start)
+        training.reference = ModelReference(reference, leaves_adapter_out=run.adapter.begins_at_base)
     elif run.reference_kind == "adapter":
-        training.reference = ModelReference(model, has_adapter=True)
+        training.reference = ModelReference(model, leaves_adapter_out=True)
     elif run.reference_kind == "precomputed":
         training.reference = PrecomputedReference()
     return training

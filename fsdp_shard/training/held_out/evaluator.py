@@ -212,7 +212,7 @@ class _Evaluation:
         # Tensor-parallel ranks evaluate the same samples.
         totals = context.all_reduce([*terms.tolist(), *counts.tolist()])
         totals = [total / context.num_tensor_ranks for total in totals]
-        if not objective.is_cross_entropy:  # so do those that divide sequences
+        if objective.compares_whole_sequences:  # so do those that divide sequences
             totals = [total / context.num_context_ranks for total in totals]
         num_terms, num_tokens = objective.num_terms, totals.pop()
         of_loss, of_counts = totals[:num_terms], totals[num_terms:]
@@ -227,7 +227,7 @@ class _Evaluation:
         for indices in evaluation_batches(
             len(dataset), self.micro_batch_size, context.data_rank, context.num_data_ranks
         ):
-            yield own_part(dataset.batch(indices), divided, keeps_whole=not self.objective.is_cross_entropy)
+            yield own_part(dataset.batch(indices), divided, keeps_whole=self.objective.compares_whole_sequences)
 
     def report(self, sums: _HeldOutSum, name: str = "") -> EvalReport:
         """Return the means; raise LossError if the loss is not finite."""

@@ -45,6 +45,7 @@ class OwnPart:
 
     def rows(self, row: int, labels: torch.Tensor) -> "OwnPart":
         """Return row 0 or 1 of each sample of two rows; `labels` are theirs, of whole sequences."""
+        assert self.sequence.documents is None, "answers with a label are not packed"
         inputs = {name: value[row::2] for name, value in self.inputs.items()}
         sequence = self.sequence.map(lambda tensor: tensor[row::2])
         return replace(self, inputs=inputs, sequence=sequence).of(labels)

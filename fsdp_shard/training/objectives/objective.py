@@ -69,9 +69,7 @@ class ObjectiveConfig:
         tasks: The values of `model.task` that it trains.
         num_terms: Number of means that its loss is the sum of.
         headline: The metrics that a line of progress shows; without any, it shows all.
-        is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity, and ranks that
-            divide sequences each have the loss of their own tokens. Other losses are of whole sequences, and such ranks
-            compute the same.
+        is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity.
         of_computation: Settings that do not define the loss, so that a run may resume with others.
     """
 
@@ -86,6 +84,11 @@ class ObjectiveConfig:
         *("teacher", "teacher_logits", "teacher_max_memory"),
     )
 
+    @property
+    def compares_whole_sequences(self) -> bool:
+        """Whether ranks that divide sequences compute the same loss of the whole ones, not each that of its tokens."""
+        return not self.is_cross_entropy
+
     def num_tokens(self, batch: Batch) -> int:
         """Return the number of tokens in `batch` that are trained, for people."""
         return batch.num_predictions
@@ -94,11 +97,11 @@ class ObjectiveConfig:
         """Return, for each term of the loss, the number in `batch` that the term is a mean over."""
         return [float(batch.num_predictions)]
 
-    def reference_kind(self, *, is_over_start: bool, is_streamed: bool) -> str | None:
+    def reference_kind(self, *, begins_at_base: bool, is_streamed: bool) -> str | None:
         """Return where a run gets its reference from: `adapter`, `precomputed` or `sharded`; None without one.
 
         Args:
-            is_over_start: Whether training began from the model that is left without the adapter of the run.
+            begins_at_base: Whether training began from the model that is left without the adapter of the run.
             is_streamed: Whether its samples are not known before.
         """
         return None
@@ -167,7 +170,7 @@ class ReferenceConfig(PreferenceConfig):
         "is read from the disk as it runs. Of several ranks, each uses its own GPU. Default: the memory that is free.",
     )
 
-    def reference_kind(self, *, is_over_start: bool, is_streamed: bool) -> str | None:
+    def reference_kind(self, *, begins_at_base: bool, is_streamed: bool) -> str | None:
         if self.reference != "auto":
             return PRECOMPUTED if self.reference == DISPATCHED else self.reference
-        return "adapter" if is_over_start else "sharded" if is_streamed else PRECOMPUTED
+        return "adapter" if begins_at_base else "sharded" if is_streamed else PRECOMPUTED

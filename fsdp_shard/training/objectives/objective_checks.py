@@ -29,7 +29,7 @@ def check_objective(config: FinetuneSettings) -> None:
     if not isinstance(objective, ReferenceConfig):
         return
     given = objective.reference
-    if given == "adapter" and not config.adapter.trains_all and not config.adapter.is_over_start:
+    if given == "adapter" and not config.adapter.trains_all and not config.adapter.begins_at_base:
         raise ConfigError(
             "objective.reference=adapter is the model without its adapter, and with adapter.path training begins from "
             "another one; use precomputed or sharded, or leave it out."

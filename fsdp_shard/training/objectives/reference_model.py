@@ -78,18 +78,18 @@ class ModelReference:
 
     Attributes:
         model: The model.
-        has_adapter: Whether it has an adapter, which is left out.
+        leaves_adapter_out: Whether it has an adapter, which is left out.
     """
 
     model: ShardedModel
-    has_adapter: bool
+    leaves_adapter_out: bool
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
         module = self.model.module
         was_training = module.training
         module.eval()
         try:
-            with torch.no_grad(), adapters_disabled(module) if self.has_adapter else nullcontext():
+            with torch.no_grad(), adapters_disabled(module) if self.leaves_adapter_out else nullcontext():
                 return forward_answers(self.model, batch)
         finally:
             module.train(was_training)
@@ -115,8 +115,8 @@ class DispatchedReference:
 
 def reference_kind(config: FinetuneSettings) -> str | None:
     """Return how a run gets its reference, as `ObjectiveConfig.reference_kind` does."""
-    is_over_start, is_streamed = config.adapter.is_over_start, config.data.streaming
-    return config.objective.reference_kind(is_over_start=is_over_start, is_streamed=is_streamed)
+    begins_at_base, is_streamed = config.adapter.begins_at_base, config.data.streaming
+    return config.objective.reference_kind(begins_at_base=begins_at_base, is_streamed=is_streamed)
 
 
 def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) -> Reference | Teacher | None:
@@ -133,7 +133,7 @@ def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) 
         return open_teacher(config, config.objective, start.context)
     match reference_kind(config):
         case "adapter":
-            return ModelReference(loaded.model, has_adapter=True)
+            return ModelReference(loaded.model, leaves_adapter_out=True)
         case "sharded":
             return _load_reference(config, start.context)
         case "precomputed":
@@ -152,7 +152,7 @@ def _load_reference(config: FinetuneSettings, context: DistributedContext) -> Mo
     with unfilled_model(*where, chunks_any_vocabulary=True) as unfilled:
         unfilled.module.requires_grad_(False)
         loaded = unfilled.load(config.shard.shard(unfilled.module, context), config.seed)
-        return ModelReference(loaded.model, has_adapter=config.adapter.is_over_start)
+        return ModelReference(loaded.model, leaves_adapter_out=config.adapter.begins_at_base)
 
 
 def _load_for_pass(config: FinetuneSettings, context: DistributedContext) -> Reference:
@@ -247,9 +247,9 @@ class _CachedReference:
 
 def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> list[Path]:
     """The files of the cache for the samples of each source under the reference's weights, of which all are read."""
-    model, shard = config.model, config.shard
+    model, shard, source = config.model, config.shard, _began_from(config)
     try:
-        digests = model_digests(_began_from(config))
+        digests = model_digests(source)
     except InputError as error:
         raise ConfigError(
             f"The reference needs the model that training began from, also in a run that is resumed: "

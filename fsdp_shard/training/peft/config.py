@@ -17,8 +17,8 @@ class AdapterConfig:
     trains_all: ClassVar[bool] = True
 
     @property
-    def is_over_start(self) -> bool:
-        """Whether training begins from the model that is left without the adapter."""
+    def begins_at_base(self) -> bool:
+        """Whether the model without its adapter is the one that training begins from."""
         return False
 
     def check_installed(self) -> None:
@@ -85,6 +85,8 @@ class LoraConfig(AdapterConfig):
         """Raise ConfigError for values that are out of range, or that contradict each other."""
         if self.dropout >= 1.0:
             raise ConfigError(f"{prefix}dropout={self.dropout} is out of range: it must be less than 1.0.")
+        if self.path == "":
+            raise ConfigError(f"{prefix}path is empty; give the directory of an adapter, or leave it out.")
         if self.path is not None and self.init != "default":
             raise ConfigError(
                 f"{prefix}init={self.init} has no effect with {prefix}path, whose values the adapter begins with; "
@@ -112,7 +114,7 @@ class LoraConfig(AdapterConfig):
             )
 
     @property
-    def is_over_start(self) -> bool:
+    def begins_at_base(self) -> bool:
         return self.path is None
 
     def check_installed(self) -> None:

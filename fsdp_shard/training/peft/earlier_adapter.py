@@ -1,6 +1,6 @@
 """A new adapter that begins with the values of an earlier one: `adapter.path`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,26 @@ def locate_earlier(config: AdapterConfig, base: str) -> checkpoint.Location | No
     except InputError as error:
         raise ConfigError(f"adapter.path={config.path}: {error}") from error
     if not found.is_adapter:
+        what = "no adapter that is known" if found.format is None else "weights of a whole model"
         raise ConfigError(
-            f"adapter.path={config.path} is no adapter, but weights of a whole model; give the directory of an adapter "
-            f"or a run with adapter=lora, or set model.path to train on from these weights."
+            f"adapter.path={config.path} holds {what}; give the directory of an adapter (adapter_config.json with "
+            f"adapter_model.safetensors) or a run with adapter=lora. To train on from a model, set model.path."
         )
     return found.based_on(base)
+
+
+def pin_earlier(config: AdapterConfig, base: str) -> None:
+    """Make `adapter.path` the step that it leads to now, if it is a run, so that all ranks and records have that one.
+
+    The arguments and errors are those of `locate_earlier`.
+    """
+    found = locate_earlier(config, base)
+    if found is None or found.step is None:
+        return
+    assert isinstance(config, LoraConfig)
+    assert config.path is not None
+    if not checkpoint.is_remote(config.path):
+        config.path = str(found.weights)
 
 
 def check_earlier(
@@ -65,10 +80,18 @@ def check_earlier(
         directory: The directory with the config of the model.
 
     Raises:
-        ConfigError: It is another adapter than the settings define.
-        CheckpointError: It is damaged, or for another model.
+        ConfigError: It is another adapter than the settings define, for another model, or damaged.
     """
-    settings, parts = checkpoint.check_on_base(earlier.index, base, directory)
+    try:
+        settings, parts = checkpoint.check_on_base(earlier.index, base, directory)
+        recorded = checkpoint.read_base_model(earlier.weights)
+    except CheckpointError as error:
+        raise ConfigError(f"adapter.path={config.path}: {error}") from error
+    if recorded is not None and recorded.quantize != config.quantize:
+        raise ConfigError(
+            f"adapter.path={config.path} was trained with adapter.quantize={recorded.quantize}, and with "
+            f"adapter.quantize={config.quantize} its base is another model. Set the same."
+        )
     own = checkpoint.parse_lora(earlier.weights / checkpoint.ADAPTER_CONFIG, adapter.config)
     expected = {stored: shapes[name] for name, stored in adapter.names.items()}
     found = earlier.index.shapes
@@ -80,9 +103,22 @@ def check_earlier(
         what = f"the scale of {other} is {settings.scale(other):g} there, and {own.scale(other):g} here"
     else:
         return
-    remedy = _overrides(checkpoint.read_adapter_config(earlier.weights), adapter.config)
-    advice = f"Set {remedy}." if remedy else "Train another one, without adapter.path."
+    advice = _advice(checkpoint.read_adapter_config(earlier.weights), adapter.config, found)
     raise ConfigError(f"adapter.path={config.path} is another adapter than these settings define: {what}. {advice}")
+
+
+def check_head(config: LoraConfig, labels: Sequence[str], earlier: checkpoint.Location) -> None:
+    """Raise ConfigError if the head of an earlier adapter has other classes than `labels`, or in another order."""
+    recorded = checkpoint.read_base_model(earlier.weights)
+    if recorded is None or recorded.head is None:
+        return
+    known = recorded.head.config["id2label"]
+    names = [str(name) for _, name in sorted(known.items(), key=lambda entry: int(entry[0]))]
+    if names != list(labels):
+        raise ConfigError(
+            f"adapter.path={config.path} has a head with the classes {names}, and model.labels={list(labels)} are "
+            f"others; set the same."
+        )
 
 
 def load_earlier(adapter: Adapter, shards: Mapping[str, LocalShard], earlier: checkpoint.Location) -> None:
@@ -97,28 +133,30 @@ def load_earlier(adapter: Adapter, shards: Mapping[str, LocalShard], earlier: ch
 
 
 def check_resumed(config: AdapterConfig, base: str, step_directory: Path) -> None:
-    """Check that `adapter.path` is what the run to resume began with, as far as it can still be read.
+    """Check that `adapter.path` is what the run to resume began with, unless it is gone.
 
     Raises:
+        ConfigError: It is no adapter.
         CheckpointError: It is another adapter.
     """
     recorded = checkpoint.read_base_model(step_directory)
     given = config.path if isinstance(config, LoraConfig) else None
     began = None if recorded is None else recorded.adapter
+    where = None if recorded is None else recorded.adapter_path
     if given is None and began is None:
         return
     if given is not None and began is not None:
-        try:
-            earlier = locate_earlier(config, base)
-            assert earlier is not None
-            if checkpoint.fingerprint(earlier.index) == began:
-                return
-        except InputError:
-            return  # it is gone; the values are those of the step
-    how = "without adapter.path" if began is None else "with another adapter" if given else "with adapter.path"
+        is_here = checkpoint.is_remote(given) or Path(given.partition("@")[0]).exists()
+        if given == where and not is_here:
+            return  # the values are those of the step
+        earlier = locate_earlier(config, base)
+        assert earlier is not None
+        if checkpoint.fingerprint(earlier.index) == began:
+            return
+    remedy = "leave it out" if began is None else f"set adapter.path={where}"
     raise CheckpointError(
-        f"{step_directory} is of a run that began {how}, and adapter.path is {given}; set what it was, or start a new "
-        f"run in another run_dir."
+        f"{step_directory} is of a run that began with adapter.path={where}, and it is {given}; {remedy}, or start a "
+        f"new run in another run_dir."
     )
 
 
@@ -126,14 +164,20 @@ def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
     return str(list(shapes[name])) if name in shapes else "missing"
 
 
-def _overrides(earlier: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """The settings that define the earlier adapter, as far as they differ and can be typed."""
+def _advice(earlier: Mapping[str, Any], own: Mapping[str, Any], stored: Collection[str]) -> str:
+    """What to set to define the earlier adapter, whose tensors are `stored`, or why that cannot be done."""
+    if patterns := [name for name in ("rank_pattern", "alpha_pattern") if earlier.get(name)]:
+        return f"Its {' and '.join(patterns)} cannot be set here; train another one, without adapter.path."
+    if isinstance(earlier.get("target_modules"), str) and earlier["target_modules"] != "all-linear":
+        return "Its target_modules is a pattern; set adapter.target_modules to the names of these modules."
     found = []
     for entry, (setting, default) in _SETTINGS.items():
         if (value := earlier.get(entry, default)) != own[entry]:
             found.append(f"adapter.{setting}={in_yaml(value)}")
     for name in _LISTS:
         value = earlier.get(name) or []
-        if isinstance(value, list) and {*map(str, value)} != {*map(str, own[name] or [])}:  # else it is a pattern
+        if name == "modules_to_save":  # peft lists modules that the model need not have
+            value = [module for module in value if any(f".{module}." in tensor for tensor in stored)]
+        if isinstance(value, list) and {*map(str, value)} != {*map(str, own[name] or [])}:
             found.append(f"adapter.{name}=[{','.join(map(str, value))}]")
-    return " ".join(found)
+    return f"Set {' '.join(found)}." if found else "Train another one, without adapter.path."
