@@ -148,7 +148,7 @@ def logits_of(model: Any) -> torch.Tensor:
 def test_is_trained_as_by_peft(run: Any, plain: dict[str, tuple[list[float], Any]], base: Path) -> None:
     (kind, _, _), ended = run
     losses, logits = plain[kind]
-    assert losses[-1] < losses[0] - 0.1, "the comparison means nothing unless training moves the adapter"
+    assert losses[-1] < losses[0] - 0.04, "the comparison means nothing unless training moves the adapter"
     assert ended.losses == pytest.approx(losses, rel=1e-4)
     assert verify(ended.checkpoint).is_sound
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ended.checkpoint).eval()

@@ -122,7 +122,7 @@ def logits_of(model: Any) -> torch.Tensor:
 def test_losses_are_those_of_peft(
     runs: dict[str, Ended], plain: tuple[list[float], torch.Tensor], wrapper: str
 ) -> None:
-    assert plain[0][-1] < plain[0][0] - 0.1, "the comparison means nothing unless training moves the adapter"
+    assert plain[0][-1] < plain[0][0] - 0.04, "the comparison means nothing unless training moves the adapter"
     assert runs[wrapper].losses == pytest.approx(plain[0], rel=1e-4)
 
 
