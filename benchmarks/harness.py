@@ -1,9 +1,9 @@
-"""lm-evaluation-harness with a dispatched model, beside its own `hf` model: log-likelihoods, and tokens a second.
+"""lm-evaluation-harness with a dispatched model, compared with its own `hf` model: log-likelihoods, tokens a second.
 
     python benchmarks/harness.py --model DIR [--questions 16] [--batch-size 8] [--rounds 7] [--threads 1]
 
 The questions are those of the task `everyday`. Needs the extra `eval` (scripts/peers makes such an environment). Both
-models lie in one process in float32 and are asked in turns, the first to be asked changing with each round. Processor
+models are in one process in float32 and are asked alternately, each of them first in every second round. Processor
 seconds are compared, because both do the same work on the same cores.
 """
 
@@ -38,7 +38,7 @@ def ask(model: Any, requests: Requests) -> tuple[float, list[float]]:
 
 
 def main() -> None:
-    """Ask both in turns, and print the ratio of the medians."""
+    """Ask both alternately, and print the ratio of the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory of a causal language model")
     parser.add_argument("--questions", type=int, default=16)

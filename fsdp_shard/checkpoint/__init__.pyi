@@ -3,6 +3,7 @@ from .base_model import (
     BASE_MODEL as BASE_MODEL,
     BaseModel as BaseModel,
     HeadChanges as HeadChanges,
+    class_names as class_names,
     fingerprint as fingerprint,
     is_base_model as is_base_model,
     read_base_model as read_base_model,

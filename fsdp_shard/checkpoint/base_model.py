@@ -38,6 +38,16 @@ class HeadChanges:
     replaced: tuple[str, ...]
     config: Mapping[str, Any]
 
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes, in their order."""
+        return class_names(self.config["id2label"])
+
+
+def class_names(id2label: Mapping[Any, Any]) -> list[str]:
+    """Return the names of the classes of a config's `id2label`, in their order."""
+    return [str(name) for _, name in sorted(id2label.items(), key=lambda entry: int(entry[0]))]
+
 
 @dataclass(frozen=True)
 class BaseModel:

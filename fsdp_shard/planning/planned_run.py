@@ -87,7 +87,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     plan = plan_search if config.search else plan_one
     with only_errors_of("transformers"):
         found = plan(config, model, model_config, run)
-    text = f"{context.describe(length)}\n{_quantization_line(model)}{_objective_line(run)}{found.text}"
+    text = f"{context.describe(length)}\n{_quantization_line(model)}{_notes(run)}{found.text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
@@ -126,6 +126,13 @@ def _measured(config: PlannedSettings) -> MeasuredRun:
     if config.data.sequence_length is None:
         config.data.sequence_length = measured.sequence_length
     return measured
+
+
+def _notes(run: PlannedRun) -> str:
+    """Lines about the objective, and about an adapter that is not read."""
+    path = getattr(run.adapter, "path", None)
+    of_adapter = "" if path is None else f"adapter.path={path} is not read: the adapter is that of the other settings\n"
+    return _objective_line(run) + of_adapter
 
 
 def _objective_line(run: PlannedRun) -> str:

@@ -148,7 +148,7 @@ def context_ranks(model: nn.Module, context: DistributedContext) -> ContextRanks
 def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = False) -> Batch:
     """Return this rank's part of each sequence of a batch, or the batch if `ranks` is None.
 
-    With `keeps_whole` it is beside the whole sequences, for objectives that compare them.
+    With `keeps_whole` the batch has both, the part and the whole sequences, for objectives that compare them.
     """
     if ranks is None:
         return batch
@@ -225,8 +225,14 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     own, packed = None, None
     if isinstance(batch, DividedBatch):
         places = torch.from_numpy(batch.places)
-        numbers = [copy_to(device, tensor) for tensor in (places, *own_counted(labels, places))]
-        own = OwnPart(copied(batch.own.inputs), batch.own.sequence.map(partial(copy_to, device)), *numbers)
+        counted_here, chosen = own_counted(labels, places)
+        own = OwnPart(
+            inputs=copied(batch.own.inputs),
+            sequence=batch.own.sequence.map(partial(copy_to, device)),
+            places=copy_to(device, places),
+            counted=copy_to(device, counted_here),
+            chosen=copy_to(device, chosen),
+        )
     if batch.segments is not None:
         sizes = batch.answer_sizes.flatten().tolist()
         lengths, segments = torch.tensor(sizes, dtype=torch.float32), torch.from_numpy(batch.segments)

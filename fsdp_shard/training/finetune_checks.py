@@ -180,11 +180,10 @@ def _check_labels(config: FinetuneSettings, resumed: Path | None) -> None:
     if resumed is None or not config.model.labels:
         return
     if config.adapter.trains_all:
-        known = models.load_config(resumed, config.model.trust_remote_code).id2label or {}
+        names = checkpoint.class_names(models.load_config(resumed, config.model.trust_remote_code).id2label or {})
     else:
         base = checkpoint.read_base_model(resumed)
-        known = {} if base is None or base.head is None else base.head.config["id2label"]
-    names = [str(name) for _, name in sorted(known.items(), key=lambda entry: int(entry[0]))]
+        names = [] if base is None or base.head is None else base.head.classes
     if names != list(config.model.labels):
         raise ConfigError(
             f"{resumed} has a head with the classes {names}, and model.labels={list(config.model.labels)} are others; "

@@ -128,6 +128,13 @@ def test_what_an_adapter_cannot_begin_with_is_said(
     assert "that was trained on" in _refused(tmp_path / "refused", *given, same, f"model.path={other}")
 
 
+def test_a_plan_says_that_it_does_not_read_it(tiny_model: Path, tmp_path: Path) -> None:
+    given = [f"model.path={tiny_model}", "adapter=lora", "adapter.path=/nowhere", "launch.device=cpu"]
+    ended = run_recipe("plan", tmp_path / "plan", *given)
+    assert ended.status == 0, ended.err
+    assert "adapter.path=/nowhere is not read" in ended.out
+
+
 def test_a_resumed_run_began_with_the_same(settings: list[str], earlier: Path, tmp_path: Path) -> None:
     given = [*settings, "adapter.modules_to_save=[model.norm]", "resume=auto"]
     _done(tmp_path / "run", *given, f"adapter.path={earlier}")
@@ -143,6 +150,11 @@ def test_a_resumed_run_began_with_the_same(settings: list[str], earlier: Path, t
         _done(tmp_path / "run", *given, f"adapter.path={step}", "train.steps=4")
     finally:
         moved.rename(step)
+    gone = earlier.rename(tmp_path / "gone")
+    try:
+        _done(tmp_path / "run", *given, f"adapter.path={earlier}@latest", "train.steps=5")
+    finally:
+        gone.rename(earlier)
 
 
 def test_the_classes_of_an_earlier_head_stay(settings: list[str], tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def _single(path: Path) -> str | None:
 def _is_part(path: Path) -> bool:
     """Whether a `.safetensors` file of any name may be one rank's of torch_checkpointing."""
     if not has_file(path, "metadata.pkl"):
-        return False
+        return False  # almost always, and then the reader of pickles is not imported
     from fsdp_shard.checkpoint.formats.torch_checkpointing_metadata import has_metadata
 
     return has_metadata(path)

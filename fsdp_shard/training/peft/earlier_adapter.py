@@ -112,12 +112,10 @@ def check_head(config: LoraConfig, labels: Sequence[str], earlier: checkpoint.Lo
     recorded = checkpoint.read_base_model(earlier.weights)
     if recorded is None or recorded.head is None:
         return
-    known = recorded.head.config["id2label"]
-    names = [str(name) for _, name in sorted(known.items(), key=lambda entry: int(entry[0]))]
-    if names != list(labels):
+    if recorded.head.classes != list(labels):
         raise ConfigError(
-            f"adapter.path={config.path} has a head with the classes {names}, and model.labels={list(labels)} are "
-            f"others; set the same."
+            f"adapter.path={config.path} has a head with the classes {recorded.head.classes}, and "
+            f"model.labels={list(labels)} are others; set the same."
         )
 
 
@@ -146,8 +144,9 @@ def check_resumed(config: AdapterConfig, base: str, step_directory: Path) -> Non
     if given is None and began is None:
         return
     if given is not None and began is not None:
-        is_here = checkpoint.is_remote(given) or Path(given.partition("@")[0]).exists()
-        if given == where and not is_here:
+        run = Path(given.partition("@")[0])
+        is_gone = not checkpoint.is_remote(given) and not run.exists()
+        if is_gone and where is not None and Path(where).is_relative_to(run):
             return  # the values are those of the step
         earlier = locate_earlier(config, base)
         assert earlier is not None
