@@ -68,8 +68,8 @@ class DataConfig(KindSettings):
     packing: bool = setting(
         False,
         "Pack several rows (text: documents) into each window by best fit, with separate positions and attention; "
-        "kind=preference: pairs, whose prompt is computed once. Otherwise each row has its own window (text: documents "
-        "continue from window to window).",
+        "kind=preference: pairs, whose prompt is computed once, or answers with a label. Otherwise each row has its "
+        "own window (text: documents continue from window to window).",
     )
     target_length: int | None = setting(
         None, "model.task=seq2seq: maximum tokens of a target. Default: data.sequence_length.", minimum=1

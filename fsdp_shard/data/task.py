@@ -95,11 +95,6 @@ def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
 
 def check_packed(task: str, samples: str) -> None:
     """Raise ConfigError for samples that `data.packing=true` cannot pack; the arguments are as in `check_task`."""
-    if samples == LABELED:
-        raise ConfigError(
-            "data.packing=true packs pairs that share a prompt, and this objective (kto) compares answers with a "
-            "label; leave it out."
-        )
     if samples == ROWS and task != CAUSAL:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
 

@@ -69,7 +69,7 @@ class PlannedRun:
     @property
     def num_read_rows(self) -> int:
         """Number of sequences in a micro-batch: samples that are compared, or have another answer, are two."""
-        is_one = self.objective.samples == "rows" or self.is_packed
+        is_one = self.objective.samples == "rows" or (self.objective.samples == "pairs" and self.is_packed)
         return self.train.micro_batch_size * (1 if is_one else 2)
 
     @property

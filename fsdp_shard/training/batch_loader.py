@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -156,7 +156,8 @@ def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = Fa
     if not keeps_whole:
         return PartBatch(part.inputs, part.labels, sequence=part.sequence)
     places = ranks.own_tokens(part.sequence.length)
-    return DividedBatch(batch.inputs, batch.labels, batch.extras, batch.token_values, own=part, places=places)
+    whole = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return DividedBatch(**whole, own=part, places=places)
 
 
 def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
@@ -236,7 +237,9 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     if batch.segments is not None:
         sizes = batch.answer_sizes.flatten().tolist()
         lengths, segments = torch.tensor(sizes, dtype=torch.float32), torch.from_numpy(batch.segments)
-        packed = PackedAnswers(copy_to(device, segments), tuple(sizes), copy_to(device, lengths))
+        apart = batch.rows_per_sample > 1
+        shared = None if apart else copy_to(device, segments)
+        packed = PackedAnswers(shared, tuple(sizes), copy_to(device, lengths), apart)
     return DeviceBatch(inputs, copy_to(device, labels), copy_to(device, counted), extras, values, sequence, packed, own)
 
 

@@ -360,7 +360,6 @@ def test_labels_cannot_be_compared_as_pairs(tmp_path: Path) -> None:
             r"data\.mixture\.a\.kind=text has no",
         ),
         ("pairs", {"eval_sets": {"a": {"path": "x", "kind": "text"}}}, "causal_lm", r"data\.eval_sets\.a\.kind=text"),
-        ("labeled", {"packing": True}, "causal_lm", r"data\.packing=true packs pairs that share a prompt"),
         ("labeled", {"margin_column": "m"}, "causal_lm", r"data\.margin_column=m is for reward models"),
         ("labeled", {}, CLASSIFICATION, "An objective that compares answers with a label is for"),
         ("pairs", {}, "seq2seq", r"data\.kind=preference does not fit model\.task=seq2seq"),

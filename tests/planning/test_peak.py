@@ -148,6 +148,8 @@ _SETTINGS = {
     "dpo, LoRA": Setting(objective=OBJECTIVES["dpo"](), adapter=_LORA),
     "kto": Setting(objective=OBJECTIVES["kto"]()),
     "kto, LoRA": Setting(objective=OBJECTIVES["kto"](), adapter=_LORA),
+    "packed kto": Setting(objective=OBJECTIVES["kto"](), is_packed=True),
+    "packed kto, reference": Setting(objective=OBJECTIVES["kto"](reference="sharded"), is_packed=True, rows=3),
     "orpo, prompts too": Setting(objective=OBJECTIVES["orpo"](learn_prompts=True)),
     "simpo": Setting(objective=OBJECTIVES["simpo"]()),
     "orpo": Setting(objective=OBJECTIVES["orpo"]()),

@@ -361,7 +361,7 @@ def _data(config: PretrainedConfig, run: PlannedRun) -> Any:
     if run.objective.samples == "pairs":
         return _Rows(windows, _packed_pairs if run.is_packed else _in_pairs)
     if run.objective.samples == "labeled":
-        return _Rows(windows, _labeled)
+        return _Rows(windows, _packed_labeled if run.is_packed else _labeled)
     if getattr(config, "is_encoder_decoder", False):
         return _Rows(windows, _for_encoder_decoder)
     return _Rows(windows, _packed) if run.is_packed else windows
@@ -374,10 +374,21 @@ def _in_pairs(batch: Batch) -> Batch:
 
 def _labeled(batch: Batch) -> Batch:
     """The same with whether each answer is good, and what a precomputed reference says."""
-    rows = len(batch.labels)
-    extras = {"desirable": np.arange(rows) % 2.0, "reference_log_probs": np.zeros((rows, 2))}
     found = _in_pairs(batch)
-    return Batch(found.inputs, found.labels, {name: value.astype(np.float32) for name, value in extras.items()})
+    return Batch(found.inputs, found.labels, _of_labeled(len(batch.labels)))
+
+
+def _of_labeled(count: int) -> dict[str, Any]:
+    extras = {"desirable": np.arange(count) % 2.0, "reference_log_probs": np.zeros((count, 2))}
+    return {name: value.astype(np.float32) for name, value in extras.items()}
+
+
+def _packed_labeled(batch: Batch) -> Batch:
+    """Two answers in each row, and in the row after it their prompts with others."""
+    packed, num_answers = _packed(_in_pairs(batch)), 2 * len(batch.labels)
+    documents = np.cumsum(packed.inputs["position_ids"] == 0, axis=1) - 1
+    segments = 3 * documents + 2 + np.arange(len(documents))[:, None] % 2
+    return Batch(packed.inputs, packed.labels, _of_labeled(num_answers), segments=segments, rows_per_sample=2)
 
 
 def _for_encoder_decoder(batch: Batch) -> Batch:

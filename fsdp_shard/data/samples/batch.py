@@ -17,7 +17,8 @@ Values: TypeAlias = npt.NDArray[Any]
 
 MASKED = -100  # the label that the losses of torch and transformers ignore
 # What a token of packed pairs belongs to, a segment, is a number: 0 is padding, and the prompt, the chosen and the
-# rejected answer of pair k of its row are 3k + 1, 3k + 2 and 3k + 3.
+# rejected answer of pair k of its sample are 3k + 1, 3k + 2 and 3k + 3. Answers in rows of their own have their prompts
+# in them.
 PROMPT_PART, CHOSEN_PART, REJECTED_PART, NUM_PARTS = 1, 2, 3, 3
 NO_WINDOW = -1  # the index of a sample in which every label is masked
 
@@ -35,7 +36,8 @@ class Sample:
         decoder_start: The token before the labels in the input of a decoder, for models that have one.
         extras: Other values by name, float32 [] or [2]; of packed pairs [num_pairs] or [num_pairs, 2].
         token_values: Values of each label that is not masked, by name, [num_predictions, ...].
-        segments: Of packed pairs, what each token belongs to, int64 [length] (`CHOSEN_PART`).
+        segments: Of packed pairs, what each token belongs to (`CHOSEN_PART`), int64 [length]; [2, length] where the
+            answers of pairs are in rows of their own.
     """
 
     inputs: Mapping[str, Ints]
@@ -52,7 +54,12 @@ class Sample:
         if self.inputs["input_ids"].ndim == 1:
             return [self]
         return [
-            replace(self, inputs={name: array[row] for name, array in self.inputs.items()}, labels=np.asarray(labels))
+            replace(
+                self,
+                inputs={name: array[row] for name, array in self.inputs.items()},
+                labels=np.asarray(labels),
+                segments=None if self.segments is None else self.segments[row],
+            )
             for row, labels in enumerate(self.labels)
         ]
 
@@ -70,7 +77,8 @@ class Batch:
             of packed pairs those of one pair after the other.
         token_values: Values of each label that is not masked, by name, [num_predictions, ...], in the order of the flat
             labels.
-        segments: Of packed pairs, as in `Sample`, int64 [num_samples, length].
+        segments: Of packed pairs, as in `Sample`, with the shape of `input_ids`.
+        rows_per_sample: Number of rows of each sample, 1 or 2.
     """
 
     inputs: Mapping[str, Ints]
@@ -78,6 +86,7 @@ class Batch:
     extras: Mapping[str, Floats] = field(default_factory=dict)
     token_values: Mapping[str, Values] = field(default_factory=dict)
     segments: Ints | None = None
+    rows_per_sample: int = 1
 
     @property
     def input_ids(self) -> Ints:
@@ -95,9 +104,12 @@ class Batch:
         counted = self.labels != MASKED
         if self.segments is None:
             return np.asarray(counted.reshape(len(counted), -1).sum(axis=1).reshape(-1, 2), np.int64)
-        rows, _ = np.nonzero(counted)
-        segments = self.segments[counted] + rows * (self.segments.max(initial=0) + 1)
-        return np.asarray(np.unique(segments, return_counts=True)[1].reshape(-1, 2), np.int64)
+        num_pairs = self.segments.reshape(len(counted) // self.rows_per_sample, -1).max(axis=1) // NUM_PARTS
+        firsts = np.repeat(np.cumsum(num_pairs) - num_pairs, self.rows_per_sample)
+        pairs, parts = np.divmod(self.segments[counted] - 1, NUM_PARTS)
+        sizes = np.zeros((int(num_pairs.sum()), 2), np.int64)
+        np.add.at(sizes, (firsts[np.nonzero(counted)[0]] + pairs, parts - (CHOSEN_PART - 1)), 1)
+        return sizes
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -111,14 +123,14 @@ def collate(samples: Sequence[Sample]) -> Batch:
         inputs[name] = _stack([row.inputs[name] for row in rows], padding)
     labels = _stack([row.labels for row in rows], MASKED)
     segments = None if first.segments is None else _stack([row.segments for row in rows if row.segments is not None], 0)
-    # A row of packed pairs has values of several.
+    # A sample of packed pairs has values of several.
     join: Callable[..., Floats] = np.stack if segments is None else np.concatenate
     extras = {name: join([sample.extras[name] for sample in samples]) for name in first.extras}
     values = {name: np.concatenate([sample.token_values[name] for sample in samples]) for name in first.token_values}
     if first.decoder_start is not None:
         before = np.where(labels == MASKED, first.decoder_start, labels)[:, :-1]
         inputs["decoder_input_ids"] = np.insert(before, 0, first.decoder_start, axis=1)
-    return Batch(inputs, labels, extras, values, segments)
+    return Batch(inputs, labels, extras, values, segments, len(rows) // len(samples))
 
 
 def _stack(arrays: Sequence[Ints], padding: int) -> Ints:

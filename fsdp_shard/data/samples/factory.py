@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_shard.data.config import DataConfig, is_running_text
-from fsdp_shard.data.kinds.kind import CLASSIFICATION, ROWS, SEQ2SEQ
+from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, ROWS, SEQ2SEQ
+from fsdp_shard.data.samples.packed_answers import PackedLabeledAnswers
 from fsdp_shard.data.samples.packed_pairs import PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.packing import PackedRows
 from fsdp_shard.data.samples.preferences import cut_answers, preference_samples
@@ -75,7 +76,7 @@ class SampleFactory:
         """
         if self.task.samples != ROWS:
             found = cut_answers(examples, classes, self.task, self.config.window_length, self.config.where)
-            if not self.config.packing:
+            if not self.config.packing or self.task.samples == LABELED:
                 return found
             return fitting_pairs(found, examples, self.config.window_length, self._scored_padding)
         first, lengths, longest = examples.first, examples.lengths, self.config.window_length
@@ -100,7 +101,9 @@ class SampleFactory:
         task, given = self.task, (examples, cut.kept, self.config.window_length)
         if task.samples != ROWS:
             found = preference_samples(*given, classes, task)
-            return found if cut.shared is None else PackedPairs.pack(found, cut.shared, self._scored_padding)
+            if cut.shared is not None:
+                return PackedPairs.pack(found, cut.shared, self._scored_padding)
+            return PackedLabeledAnswers.pack(found) if self.config.packing else found
         if task.name == SEQ2SEQ:
             return Seq2SeqRows(*given, "", self._target_length, task.decoder_start, task.padding)
         if task.name == CLASSIFICATION:

@@ -22,6 +22,7 @@ from fsdp_shard.data.samples.batch import (
     NUM_PARTS,
     PROMPT_PART,
     REJECTED_PART,
+    Floats,
     Ints,
     Sample,
     padded,
@@ -36,19 +37,49 @@ _PAIRS_AT_ONCE = 1024  # whose tokens are in memory together
 
 
 @dataclass(frozen=True)
-class PackedPairs(ComparedRows):
-    """Several pairs per window: window i has the pairs `kept[starts[i] : starts[i + 1]]`.
+class PackedCompared(ComparedRows):
+    """Samples of several pairs of texts: sample i has the pairs `kept[starts[i] : starts[i + 1]]`.
 
     Attributes:
         extras: Other values of each pair by name, float32 [num_pairs] or [num_pairs, 2].
+        starts: Where the pairs of each sample begin, and where those of the last one end [num_samples + 1].
+    """
+
+    starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def slice(self, first: int, last: int) -> Self:
+        begin, end = int(self.starts[first]), int(self.starts[last])
+        return replace(
+            self,
+            kept=self.kept[begin:end],
+            extras={name: values[begin:end] for name, values in self.extras.items()},
+            starts=self.starts[first : last + 1] - begin,
+            part=f"{self.part}+{first}",
+        )
+
+    def pairs_of(self, index: int | None) -> range:
+        """Return the numbers of the pairs of a sample, of which None has none."""
+        return range(0) if index is None else range(int(self.starts[index]), int(self.starts[index + 1]))
+
+    def extras_of(self, index: int | None) -> dict[str, Floats]:
+        pairs = self.pairs_of(index)
+        return {name: values[pairs.start : pairs.stop] for name, values in self.extras.items()}
+
+
+@dataclass(frozen=True)
+class PackedPairs(PackedCompared):
+    """Several pairs per window, each with one prompt for both answers.
+
+    Attributes:
         shared: Number of tokens of each pair that both answers share [num_pairs].
-        starts: Where the pairs of each window begin, and where those of the last one end [num_windows + 1].
         padding: The padding token of a reward model, which reads the last other token of a text; None where the tokens
             of answers are predicted.
     """
 
     shared: Ints = field(default_factory=lambda: np.empty(0, np.int64))
-    starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     padding: int | None = None
 
     @classmethod
@@ -58,10 +89,7 @@ class PackedPairs(ComparedRows):
         order, starts = packed_windows(lengths, rows.sequence_length)
         extras = {name: values[order] for name, values in rows.extras.items()}
         where = (rows.examples, rows.kept[order], rows.sequence_length, "")
-        return cls(*where, extras, shared[order], starts, padding)
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
+        return cls(*where, extras, starts, shared[order], padding)
 
     @property
     def identity(self) -> str:
@@ -80,26 +108,14 @@ class PackedPairs(ComparedRows):
         )
 
     def slice(self, first: int, last: int) -> Self:
-        begin, end = int(self.starts[first]), int(self.starts[last])
-        return replace(
-            self,
-            kept=self.kept[begin:end],
-            extras={name: values[begin:end] for name, values in self.extras.items()},
-            shared=self.shared[begin:end],
-            starts=self.starts[first : last + 1] - begin,
-            part=f"{self.part}+{first}",
-        )
-
-    def pairs_of(self, index: int) -> range:
-        return range(int(self.starts[index]), int(self.starts[index + 1]))
+        return replace(super().slice(first, last), shared=self.shared[self.starts[first] : self.starts[last]])
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
         """Join pairs; without one there is padding only, which attends to itself."""
         length, end = self.sequence_length, 0
         ids, labels = padded([], length, self.padding or 0), padded([], length, MASKED)
         positions, segments = padded([], length), padded([], length)
-        pairs = range(0) if index is None else self.pairs_of(index)
-        for number, pair in enumerate(pairs):
+        for number, pair in enumerate(self.pairs_of(index)):
             num_shared = int(self.shared[pair])
             chosen, rejected = (self._inputs_and_labels(int(example)) for example in self.kept[pair])
             prompt = tuple(array[:num_shared] for array in chosen)
@@ -112,7 +128,7 @@ class PackedPairs(ComparedRows):
                 ids[span], labels[span], segments[span] = inputs, targets, NUM_PARTS * number + part
                 positions[span] = np.arange(first, first + len(inputs))
         positions[end:] = np.arange(length - end)
-        extras = {name: values[pairs.start : pairs.stop] for name, values in self.extras.items()}
+        extras = self.extras_of(index)
         return Sample({"input_ids": ids, "position_ids": positions}, labels, extras=extras, segments=segments)
 
     def _inputs_and_labels(self, example: int) -> tuple[Ints, Ints]:

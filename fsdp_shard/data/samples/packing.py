@@ -7,6 +7,7 @@ given. `models.check_packing` refuses models that do not support this.
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
@@ -14,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from fsdp_shard.data.sample_order import permutation
-from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, padded
+from fsdp_shard.data.samples.batch import MASKED, NUM_PARTS, Ints, Sample, padded
 from fsdp_shard.data.samples.rows import RowDataset, next_tokens
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
@@ -106,12 +107,24 @@ class PackedRows(RowDataset):
         return self.kept[self.starts[index] : self.starts[index + 1]]
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        """Join examples, with `position_ids`; padding is one more in which nothing is predicted."""
-        ids, labels = padded([], self.sequence_length), padded([], self.sequence_length, MASKED)
-        positions, end = padded([], self.sequence_length), 0
-        for example in [] if index is None else self.examples_of(index).tolist():
-            inputs, targets = next_tokens(self.examples, example, self.sequence_length)
-            span = slice(end, end := end + len(inputs))
-            ids[span], labels[span], positions[span] = inputs, targets, np.arange(len(inputs))
-        positions[end:] = np.arange(self.sequence_length - end)
-        return Sample({"input_ids": ids, "position_ids": positions}, labels)
+        numbers = [] if index is None else self.examples_of(index).tolist()
+        documents = [next_tokens(self.examples, number, self.sequence_length) for number in numbers]
+        return joined(documents, self.sequence_length)
+
+
+def joined(documents: Iterable[tuple[Ints, Ints]], length: int, part: int | None = None) -> Sample:
+    """Return a window of documents, with `position_ids`; padding is one more in which nothing is predicted.
+
+    Args:
+        documents: Inputs and labels of each.
+        length: Number of tokens of the window.
+        part: Which part of a pair each document is, such as CHOSEN_PART; None if they are no parts of pairs.
+    """
+    ids, labels, positions = padded([], length), padded([], length, MASKED), padded([], length)
+    segments, end = padded([], length), 0
+    for number, (inputs, targets) in enumerate(documents):
+        span = slice(end, end := end + len(inputs))
+        ids[span], labels[span], positions[span] = inputs, targets, np.arange(len(inputs))
+        segments[span] = NUM_PARTS * number + (part or 0)
+    positions[end:] = np.arange(length - end)
+    return Sample({"input_ids": ids, "position_ids": positions}, labels, segments=None if part is None else segments)

@@ -150,6 +150,8 @@ def planned_batch(
         batch = _with_pairs(batch)
     if objective.samples == "labeled":
         batch.extras["desirable"] = torch.zeros(size.num_rows // 2)
+        if size.is_packed:
+            batch = _with_an_answer_a_row(batch)
     recorder.ignore([*batch.tensors()])
     reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
     return PlannedBatch(plain, batch, objective, reference)
@@ -171,6 +173,15 @@ def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -
     return DeviceBatch(inputs, labels, counted, sequence=WholeSequence(ranks, whole))
 
 
+def _with_an_answer_a_row(batch: DeviceBatch) -> DeviceBatch:
+    """The batch with a window of one answer in each row, of which passes take every other one."""
+    num_rows, _ = batch.inputs["input_ids"].shape
+    num_counted = min(len(batch.counted), batch.labels[0::2].numel())
+    sizes = _shares(num_counted, num_rows // 2)
+    of_both = tuple(size for size in sizes for _ in range(2))
+    return replace(batch, packed=PackedAnswers(None, of_both, torch.ones(num_rows), has_two_rows=True))
+
+
 def _with_pairs(batch: DeviceBatch) -> DeviceBatch:
     """The batch with a pair in each row that share a prompt; the model makes a mask of the same size by itself."""
     num_rows, length = batch.inputs["input_ids"].shape
@@ -178,9 +189,13 @@ def _with_pairs(batch: DeviceBatch) -> DeviceBatch:
     if batch.labels.ndim == 1:  # a classifier, which reads the last token of each answer
         labels, counted = torch.zeros((num_rows, length), dtype=torch.long), torch.zeros(num_answers, dtype=torch.long)
         batch = replace(batch, labels=labels, counted=counted)
-    size, rest = divmod(len(batch.counted), num_answers)
-    sizes = (*(size for _ in range(num_answers - 1)), size + rest)
-    return replace(batch, packed=PackedAnswers(None, sizes, torch.ones(num_answers)))
+    return replace(batch, packed=PackedAnswers(None, _shares(len(batch.counted), num_answers), torch.ones(num_answers)))
+
+
+def _shares(number: int, num_parts: int) -> tuple[int, ...]:
+    """Divide `number` into `num_parts` parts; the last one has the rest."""
+    size, rest = divmod(number, num_parts)
+    return (*(size for _ in range(num_parts - 1)), size + rest)
 
 
 def most_chosen(model: PreTrainedModel) -> int:

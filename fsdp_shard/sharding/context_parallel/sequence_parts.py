@@ -191,6 +191,11 @@ class WholeSequence:
         documents = None if self.documents is None else function(self.documents)
         return replace(self, positions=function(self.positions), documents=documents)
 
+    def rows(self, row: int) -> Self:
+        """Row 0 or 1 of each sample of two rows."""
+        edges = None if self.edges is None else self.edges[row::2]
+        return replace(self.map(lambda tensor: tensor[row::2]), edges=edges)
+
     def tensors(self) -> list[torch.Tensor]:
         """The tensors on the device."""
         return [self.positions] if self.documents is None else [self.positions, self.documents]

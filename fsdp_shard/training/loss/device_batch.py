@@ -11,18 +11,25 @@ from fsdp_shard.sharding import WholeSequence
 
 @dataclass(frozen=True)
 class PackedAnswers:
-    """Which tokens of a micro-batch are those of which answer, where rows have several pairs that share prompts.
+    """Which tokens of a micro-batch are those of which answer, where rows have several answers.
 
     Attributes:
-        segments: What each token belongs to, as in `Batch`, int64 [num_rows, length]; None where a plan needs no
-            values.
-        sizes: Number of labels that count of each answer, in their order; the chosen answer of a pair is first.
+        segments: What each token belongs to, as in `Batch`, int64 [num_rows, length], where answers share prompts; None
+            where they do not, and where a plan needs no values.
+        sizes: Number of labels that count of each answer; the chosen answer of a pair is first.
         lengths: The same on the device, float32 [num_answers].
+        has_two_rows: Whether both answers of pairs are in rows of their own, of which a pass takes one
+            (`DeviceBatch.of_row`).
     """
 
     segments: torch.Tensor | None
     sizes: tuple[int, ...]
     lengths: torch.Tensor
+    has_two_rows: bool = False
+
+    def of_row(self, row: int) -> "PackedAnswers":
+        """Return the answers in row 0 or 1 of each sample of two rows."""
+        return replace(self, sizes=self.sizes[row::2], lengths=self.lengths[row::2], has_two_rows=False)
 
 
 @dataclass(frozen=True)
@@ -45,10 +52,8 @@ class OwnPart:
 
     def rows(self, row: int, labels: torch.Tensor) -> "OwnPart":
         """Return row 0 or 1 of each sample of two rows; `labels` are theirs, of whole sequences."""
-        assert self.sequence.documents is None, "answers with a label are not packed"
         inputs = {name: value[row::2] for name, value in self.inputs.items()}
-        sequence = self.sequence.map(lambda tensor: tensor[row::2])
-        return replace(self, inputs=inputs, sequence=sequence).of(labels)
+        return replace(self, inputs=inputs, sequence=self.sequence.rows(row)).of(labels)
 
     def of(self, labels: torch.Tensor) -> "OwnPart":
         """Return this part for other labels of the whole sequences, int64 [num_rows, length]."""
@@ -84,7 +89,7 @@ class DeviceBatch:
         extras: Other values of each sample as in `Batch`, float32.
         token_values: Values of each label that counts as in `Batch`.
         sequence: What this rank must know of the whole sequences, where it has parts of them.
-        packed: The answers of packed pairs.
+        packed: The answers, where rows have several.
         own: This rank's tokens, where sequences are divided and all else here is of the whole ones.
     """
 
@@ -109,10 +114,25 @@ class DeviceBatch:
         """
         if self.packed is None:
             return values.sum(-1)
+        if self.packed.has_two_rows:
+            raise ValueError("the answers of a pair are in two rows; take one of them")
         if not self.packed.sizes:
             return values.flatten()[:0]
         parts = values.flatten()[self.counted].split(self.packed.sizes)
         return torch.stack([part.sum() for part in parts])
+
+    def of_row(self, row: int) -> "DeviceBatch":
+        """Return row 0 or 1 of each sample of two rows. A GPU is waited for to count the labels."""
+        labels = self.labels[row::2]
+        return replace(
+            self,
+            inputs={name: value[row::2] for name, value in self.inputs.items()},
+            labels=labels,
+            counted=torch.nonzero(labels.flatten() != MASKED).flatten(),
+            extras={name: value[:, row : row + 1] for name, value in self.extras.items() if value.ndim > 1},
+            packed=None if self.packed is None else self.packed.of_row(row),
+            own=None if self.own is None else self.own.rows(row, labels),
+        )
 
     def with_labels(self, labels: torch.Tensor) -> "DeviceBatch":
         """Return the batch with other labels, int64 [num_rows, length]. A GPU is waited for to count them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.training.objectives.answer_pairs import add_metrics, num_pairs
@@ -27,7 +27,8 @@ class KtoConfig(ReferenceConfig):
     KL is the mean log-ratio of prompts with the answers to other prompts, over the whole batch of a step, at least 0
     and without a gradient.
 
-    Samples have two rows: a prompt with its answer, and the same prompt with the answer to another one.
+    Samples have two rows: a prompt with its answer, and the same prompt with the answer to another one. Packed, these
+    are a window of several answers, and a window of their prompts with other answers.
     """
 
     name: ClassVar[str] = "kto"
@@ -58,14 +59,14 @@ class KtoConfig(ReferenceConfig):
         """Return the KL of all batches of all ranks, a scalar; a collective."""
         import torch
 
-        from fsdp_shard.training.loss.forward_loss import forward_log_probs
+        from fsdp_shard.training.loss.forward_loss import forward_answers
 
         assert reference is not None
         total = torch.zeros(2, dtype=torch.float64, device=context.device)
         with torch.no_grad():
             for batch in batches:
-                others = rows_of(batch, 1)
-                ratios = forward_log_probs(model, others).sum(-1) - reference.log_probs(others)
+                others = batch.of_row(1)
+                ratios = forward_answers(model, others) - reference.log_probs(others)
                 is_sample = others.answer_lengths > 0
                 total += torch.stack([torch.where(is_sample, ratios, 0.0).sum(), is_sample.sum()]).double()
         context.all_reduce_(total)
@@ -75,11 +76,11 @@ class KtoConfig(ReferenceConfig):
         """Run the forward pass of the answers and return the sum of their losses over the divisor, [1]."""
         import torch
 
-        from fsdp_shard.training.loss.forward_loss import forward_log_probs
+        from fsdp_shard.training.loss.forward_loss import forward_answers
 
         assert step.reference is not None
-        own, kl = rows_of(step.batch, 0), step.shared
-        log_probs, lengths = forward_log_probs(step.model, own).sum(-1), own.answer_lengths
+        own, kl = step.batch.of_row(0), step.shared
+        log_probs, lengths = forward_answers(step.model, own), own.answer_lengths
         ratios = log_probs - step.reference.log_probs(own)
         is_sample, is_good = lengths > 0, step.batch.extras["desirable"] > 0
         good = self.desirable_weight * (1 - torch.sigmoid(self.beta * (ratios - kl)))
@@ -91,20 +92,3 @@ class KtoConfig(ReferenceConfig):
         add_metrics(step, {"kl": kl.expand(len(ratios))}, is_sample)
         losses = torch.where(is_sample, torch.where(is_good, good, bad), 0.0)
         return (losses.sum() / step.divisors[0]).reshape(1)
-
-
-def rows_of(batch: DeviceBatch, row: int) -> DeviceBatch:
-    """Return row 0 or 1 of each sample of two rows, as a batch."""
-    import torch
-
-    from fsdp_shard.data import MASKED
-
-    labels = batch.labels[row::2]
-    return replace(
-        batch,
-        inputs={name: value[row::2] for name, value in batch.inputs.items()},
-        labels=labels,
-        counted=torch.nonzero(labels.flatten() != MASKED).flatten(),
-        extras={name: value[:, row : row + 1] for name, value in batch.extras.items() if value.ndim > 1},
-        own=None if batch.own is None else batch.own.rows(row, labels),
-    )

@@ -284,6 +284,13 @@ def _write(file: Path, values: torch.Tensor) -> None:
         raise DataError(f"The data cache {file.parent} cannot be written ({error}); set data.cache_dir.") from error
 
 
+def _log_probs(reference: Reference, batch: DeviceBatch) -> torch.Tensor:
+    """The log-probabilities of both answers of each pair, float32 [num_pairs, 2]."""
+    if batch.packed is None or not batch.packed.has_two_rows:
+        return reference.log_probs(batch).view(-1, 2)
+    return torch.stack([reference.log_probs(batch.of_row(row)) for row in (0, 1)], dim=1)
+
+
 def _compute(reference: Reference, source: ComparedRows, config: FinetuneSettings, start: Start) -> torch.Tensor:
     """Compute the log-probabilities of both answers of each pair, or rows of each sample, float32 [num_pairs, 2].
 
@@ -298,7 +305,7 @@ def _compute(reference: Reference, source: ComparedRows, config: FinetuneSetting
     with progress as count:
         for indices in evaluation_batches(len(source), size, context.data_rank, context.num_data_ranks):
             batch = own_part(source.batch(indices), divided, keeps_whole=True)
-            found = reference.log_probs(to_device(batch, context.device)).view(-1, 2).cpu()
+            found = _log_probs(reference, to_device(batch, context.device)).cpu()
             # Samples that only fill up a batch come last.
             pairs = [pair for index in indices.tolist() if index != NO_WINDOW for pair in source.pairs_of(index)]
             values[pairs] = found[: len(pairs)]

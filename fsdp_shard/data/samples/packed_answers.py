@@ -1,0 +1,62 @@
+"""Labeled answers, several in a window, and in a second one beside it their prompts with the answers of other samples.
+
+Answer k of the first window and answer k of the second belong to sample k, and each has its prompt before it: an
+objective runs one window with gradients and the other without. Positions restart at each answer, which keeps them
+apart as in `packing`. Answers are truncated as they are without packing, so that losses are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from fsdp_shard.data.samples.batch import CHOSEN_PART, REJECTED_PART, Ints, Sample
+from fsdp_shard.data.samples.packed_pairs import PackedCompared
+from fsdp_shard.data.samples.packing import ORDER, joined, packed_windows
+from fsdp_shard.data.samples.preferences import ComparedRows, LabeledAnswers
+from fsdp_shard.data.samples.rows import next_labels
+from fsdp_shard.utils import format_count
+
+
+@dataclass(frozen=True)
+class PackedLabeledAnswers(PackedCompared, LabeledAnswers):
+    """Samples of two windows: one of answers, and one of their prompts with other answers."""
+
+    @classmethod
+    def pack(cls, rows: ComparedRows) -> Self:
+        """Pack the answers of `rows` by best fit, such that both windows have space for them."""
+        order, starts = packed_windows(_input_lengths(rows).max(axis=1), rows.sequence_length)
+        extras = {name: values[order] for name, values in rows.extras.items()}
+        return cls(rows.examples, rows.kept[order], rows.sequence_length, "", extras, starts)
+
+    @property
+    def identity(self) -> str:
+        answers = f"{self.examples.name}:{len(self.kept)}/{self.sequence_length}"
+        return f"packed-answers-{ORDER}{self.part}:{len(self)}:{answers}"
+
+    @property
+    def summary(self) -> str:
+        full = int(_input_lengths(self)[:, 0].sum()) / (len(self) * self.sequence_length)
+        windows = f"{format_count(len(self), 'window')} of {self.sequence_length} ({full:.1%} full)"
+        return f"{format_count(len(self.kept), 'answer')} packed into {windows}, each with one of other answers"
+
+    def _sample(self, index: int | None, epoch: int) -> Sample:
+        answers = [self.answers_of(pair) for pair in self.pairs_of(index)]
+        rows = [
+            joined((next_labels(*answer[row], self.sequence_length) for answer in answers), self.sequence_length, part)
+            for row, part in enumerate((CHOSEN_PART, REJECTED_PART))
+        ]
+        inputs = {name: np.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
+        labels = np.stack([row.labels for row in rows])
+        segments = np.stack([row.segments for row in rows if row.segments is not None])
+        return Sample(inputs, labels, extras=self.extras_of(index), segments=segments)
+
+
+def _input_lengths(rows: ComparedRows) -> Ints:
+    """Return the number of inputs of each answer, and of its prompt with the other answer, [num_answers, 2]."""
+    first, lengths = rows.examples.first, rows.examples.lengths
+    own, other = rows.kept.T
+    inputs = np.stack([lengths[own], first[own] + lengths[other] - first[other]], axis=1) - 1
+    return np.asarray(np.minimum(inputs, rows.sequence_length), np.int64)
