@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_shard.data import Dataset
+from fsdp_shard.data import LABELED, Dataset
 from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.models import check_vocabulary
@@ -69,7 +69,7 @@ def fill_eva(
     """
     module, size = model.module, config.train.micro_batch_size
     ranks = {fqn: shard.shape[0] for fqn, shard in _matrices(model, layers).items()}
-    batches = _batches(module, dataset, size, context)
+    batches = _batches(module, dataset, size, context, is_labeled=config.objective.samples == LABELED)
     is_compiled = config.shard.compile is not False
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # graphs have no hooks
     with evaluating(model), adapters_disabled(module), eager:
@@ -107,16 +107,20 @@ def _matrices(model: ShardedModel, layers: Sequence[str]) -> dict[str, Any]:
 
 
 def _batches(
-    module: nn.Module, dataset: Dataset, micro_batch_size: int, context: DistributedContext
+    module: nn.Module, dataset: Dataset, micro_batch_size: int, context: DistributedContext, *, is_labeled: bool
 ) -> Iterator[DeviceBatch]:
-    """The micro-batches of this rank, in the order of training; each is a collective."""
+    """The micro-batches of this rank, in the order of training; each is a collective.
+
+    Of answers with a label, only those that are trained on, not the prompts with other answers.
+    """
     first, config = 0, getattr(module, "config", None)
 
     def read(first: int) -> DeviceBatch:
         batch = dataset.batch(np.arange(first, first + micro_batch_size))
         if config is not None:
             check_vocabulary(batch.inputs["input_ids"], config)
-        return to_device(batch, context.device)
+        found = to_device(batch, context.device)
+        return found.of_row(0) if is_labeled else found
 
     while True:
         total = micro_batch_size * context.num_data_ranks
