@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow faults gpu models check lint docs site first-hour coverage bench-convert bench-train bench-save bench-load bench-checkpointer bench-inference bench-coverage bench-scale clean
+.PHONY: help install demo test check slow faults gpu models lint docs site first-hour coverage bench-convert bench-train bench-save bench-load bench-checkpointer bench-inference bench-coverage bench-scale clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
 	@echo "make demo      fine-tune, convert, evaluate and generate with a real model, in a few minutes"
-	@echo "make test      what CI runs: lint, types, tests"
+	@echo "make test      lint, types, and the tests that take seconds: ten minutes"
+	@echo "make check     what CI runs: the same with all tests but the slow ones (half an hour)"
 	@echo "make slow      the tests that take longer: sweeps, tutorials, benchmarks on tiny models (40 minutes)"
 	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make test (30 minutes)"
 	@echo "make gpu       the checks that need a GPU, in ten minutes, also without $(VENV); GPU_WHEELS=DIR has what is missing"
@@ -37,7 +38,10 @@ $(STAMP): pyproject.toml constraints.txt scripts/install
 demo: $(STAMP)
 	@$(VENV)/bin/python demo/run.py
 
-test check: $(STAMP)
+test: $(STAMP)
+	@scripts/check -m "not slow and not long"
+
+check: $(STAMP)
 	@scripts/check
 
 slow: $(STAMP)

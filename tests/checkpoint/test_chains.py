@@ -94,6 +94,7 @@ def content(path: Path) -> tuple[dict[str, str], dict[str, str]]:
         return tensor_digests(index), index.aliases
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writer", sampled(WRITERS, 3, lambda writer: writer.__name__))
 @settings(max_examples=NUM_CHECKPOINTS // len(WRITERS), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())

@@ -36,6 +36,7 @@ def assert_equal_weights(one: Path, two: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.long
 def test_a_plain_loop_and_back(tmp_path: Path) -> None:
     """Weights go into it as DCP with its nesting, unchanged where it trains no step; what it trains comes out."""
     save_model(tmp_path / "model")

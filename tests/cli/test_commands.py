@@ -430,6 +430,7 @@ def test_a_recipe_can_import_its_siblings_while_it_runs(place: Path) -> None:
     assert (done.status, done.err) == (0, "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [(), ("run_dir=kept",), ("output=o.jsonl",)])
 def test_what_only_prints_leaves_no_directory(given: tuple[str, ...], tiny_model: Path, place: Path) -> None:
     words = ("generate", f"checkpoint={tiny_model}", "prompt=Hello, world", "generation.max_new_tokens=1", *given)
@@ -454,6 +455,7 @@ def test_what_libraries_quote_from_files_is_escaped(tiny_model: Path, place: Pat
     assert "\x1b" not in done.err + done.out
 
 
+@pytest.mark.long
 def test_a_plan_leaves_no_directory(tiny_model: Path, place: Path) -> None:
     words = ("plan", f"model.path={tiny_model}", "data.sequence_length=16")
     assert fsdp_shard(*words, cwd=place).status == 0

@@ -169,6 +169,7 @@ def test_no_repository_for_a_conversion_that_cannot_be(hub: HubStandIn, tiny_mod
     assert hub.repositories == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("headers", "seconds"),
     [({"RateLimit": '"api";r=0;t=1', "Retry-After": "90"}, 2), ({"Retry-After": "1"}, 1), ({}, 5)],

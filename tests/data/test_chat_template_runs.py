@@ -28,6 +28,7 @@ def settings(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return [f"model.path={tiny_model}", "launch.device=cpu", *data, *train]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_run_and_its_resumption(settings: list[str], tmp_path: Path, streaming: bool) -> None:
     given = [*settings, f"data.streaming={streaming}", "checkpoint.layout=gathered"]

@@ -77,6 +77,7 @@ def test_a_mixture_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_p
     assert "differ from those of the run to resume" in refused.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "packed mixture"])
 def test_a_stream_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_path: Path, kind: str) -> None:
     """Also two of them by weights: on 4 ranks, one of them is given all samples of `two`."""

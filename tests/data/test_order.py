@@ -72,6 +72,7 @@ def alone(data: Path) -> Any:
     return on_ranks(1, _samples, [config_of(data, *case) for case in CASES])[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "workers"), [(2, 0), (3, 0), (4, 0), (1, 2), (2, 2), (3, 2), (4, 2)])
 def test_any_ranks_and_workers(data: Path, alone: Any, tmp_path: Path, num_ranks: int, workers: int) -> None:
     (tmp_path / "one").symlink_to(data / "one")

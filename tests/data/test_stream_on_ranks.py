@@ -180,6 +180,7 @@ def _train_all(context: DistributedContext, configs: dict[str, tuple[DataConfig,
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "tensor_parallel"), [(2, 1), (3, 1), (4, 1), (4, 2)])
 def test_each_row_is_tokenized_on_one_rank(tmp_path: Path, num_ranks: int, tensor_parallel: int) -> None:
     configs = {name: config_of(tmp_path / name, name) for name in CASES}
@@ -214,6 +215,7 @@ def test_one_exchange_ahead_and_no_more(tmp_path: Path, monkeypatch: pytest.Monk
     assert counts["tokenized"] == 900
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["text", "packed", "mixture", "packed mixture", "masked", "ordered"])
 def test_it_goes_on_from_any_sample(tmp_path: Path, name: str) -> None:
     config, task = config_of(tmp_path, name)

@@ -279,6 +279,7 @@ def test_a_killed_worker_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.long
 def test_nothing_of_a_killed_writer_is_taken_for_complete(tmp_path: Path, tokenizer: Any) -> None:
     """The process is killed while it tokenizes; the next one makes the same tokens, in a directory of its own."""
     rows = [{"text": f"{number} " + "word " * 2000} for number in range(600)] + [{"text": "kill"}]

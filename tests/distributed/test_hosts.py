@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=f"hosts: {why_no_ho
 _PORT = 29400
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "delay_ms"), [(2, 30), pytest.param(4, 5, marks=pytest.mark.slow)])
 def test_machines_meet_at_the_name_of_one(count: int, delay_ms: float, tmp_path: Path) -> None:
     """Their ranks too, which find each other's addresses by the names of their hosts."""
@@ -37,6 +38,7 @@ _SLURM = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST
 _TORCHRUN = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_ranks_of_other_launchers_join_across_machines(launcher: str, tmp_path: Path) -> None:
     """srun starts a task with its variables on each machine, torchrun a launcher that sets those of torch."""

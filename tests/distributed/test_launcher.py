@@ -253,6 +253,7 @@ def test_a_stop_that_torch_sees_before_us_is_no_reason_to_restart(tmp_path: Path
     assert {file.name for file in tmp_path.glob("attempt-*")} == {"attempt-0-rank-0", "attempt-0-rank-1"}
 
 
+@pytest.mark.long
 def test_ranks_can_be_spawned_as_gpus_need(tmp_path: Path) -> None:
     done = run(_program(tmp_path, "pass", "start_method='spawn'"), tmp_path)
     assert (done.status, done.out, done.err) == (0, "", "")
@@ -314,6 +315,7 @@ def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> 
     assert out == "Interrupted: Stopped by SIGTERM.\n"
 
 
+@pytest.mark.long
 def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_path: Path) -> None:
     body = """
     from fsdp_shard.distributed import init_distributed
@@ -451,6 +453,7 @@ def test_a_failed_rank_reports_before_it_destroys_its_group(tmp_path: Path) -> N
     assert done.out == "RankError: Rank 0 raised ValueError: out of memory.\n"
 
 
+@pytest.mark.long
 def test_a_rank_that_nccl_ended_is_not_to_blame(tmp_path: Path) -> None:
     """Its watchdog aborts the ranks that wait, later than launch.timeout_seconds; which rank hangs is still to see."""
     body = """

@@ -126,6 +126,7 @@ def test_a_disk_and_a_memory_that_are_too_small(settings: list[str], tmp_path: P
     assert "1,000,000,000 checkpoints" in lines["space"][0][1]
 
 
+@pytest.mark.long
 def test_a_run_that_has_begun_and_one_that_is_finished(settings: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_recipe("finetune", run, *settings).status == 0

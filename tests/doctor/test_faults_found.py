@@ -516,6 +516,7 @@ def test_there_are_forty_faults_and_more() -> None:
     assert len(FAULTS) >= 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", sampled(FAULTS, 3, lambda fault: fault.breaks.__name__))
 def test_a_fault_is_found(fault: Fault, setup: Setup) -> None:
     fault.breaks(setup)

@@ -202,12 +202,14 @@ def usual_variables_of_a_cluster(setup: Setup) -> None:
     setup.settings["launch.ranks"] = "2"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", sampled(HEALTHY, 3, lambda make: make.__name__))
 def test_nothing_is_said_against_it(make: Callable[[Setup], None], setup: Setup) -> None:
     make(setup)
     _is_healthy(setup.doctor())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("starter", ["torchrun", "srun"])
 def test_ranks_that_others_started(starter: str, setup: Setup) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from fsdp_shard import open_checkpoint
@@ -43,6 +44,7 @@ def _run(directory: Path, name: str, run_dir: str, steps: int) -> Done:
     return fsdp_shard("run", name, *settings, cwd=directory)
 
 
+@pytest.mark.long
 def test_what_people_change(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("an optimizer and a layer of one's own. " * 40)
@@ -68,6 +70,7 @@ def test_what_people_change(tmp_path: Path) -> None:
     assert not any("layers.0." in name for name in changed)
 
 
+@pytest.mark.long
 def test_a_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("an optimizer of one's own. " * 40)

@@ -68,6 +68,7 @@ def _done(run_dir: Path, *settings: str) -> Ended:
     return ended
 
 
+@pytest.mark.long
 def test_what_the_teacher_says_is_computed_once(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, f"data.cache_dir={tmp_path}/cache"]
     first = _done(tmp_path / "first", *given)
@@ -89,6 +90,7 @@ def test_what_the_teacher_says_is_computed_once(settings: list[str], tmp_path: P
     assert "16 samples: 16 computed" in fewer.err
 
 
+@pytest.mark.long
 def test_ranks_wrappers_and_teachers_on_disk_agree(settings: list[str], tmp_path: Path) -> None:
     _done(tmp_path / "one", *settings)
     expected = _figures(tmp_path / "one")
@@ -106,6 +108,7 @@ def test_ranks_wrappers_and_teachers_on_disk_agree(settings: list[str], tmp_path
             assert " disk " in next(line for line in ended.err.splitlines() if line.startswith("teacher: ")), ended.err
 
 
+@pytest.mark.long
 def test_the_student_may_be_divided_by_tensor_parallelism(settings: list[str], tmp_path: Path) -> None:
     model = llama_config()
     model.num_attention_heads, model.num_key_value_heads = 6, 2  # two ranks can share them
@@ -122,6 +125,7 @@ def test_the_student_may_be_divided_by_tensor_parallelism(settings: list[str], t
         assert _figures(tmp_path / name) == pytest.approx(expected, rel=2e-4, abs=1e-5), name
 
 
+@pytest.mark.long
 def test_losses_are_those_of_whole_logits(settings: list[str], tiny_model: Path, teacher: Path, tmp_path: Path) -> None:
     """The first loss, of packed conversations, from both models and the exact divergence."""
     rows = [{"instruction": f"{n} plus {n}", "output": f"is {2 * n}, " * (1 + n % 3)} for n in range(30)]
@@ -153,6 +157,7 @@ def test_losses_are_those_of_whole_logits(settings: list[str], tiny_model: Path,
     assert _rows(tmp_path / "rows")[0]["metrics"]["kl"] == pytest.approx(total / number, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("teacher_logits", ["precomputed", "computed"])
 def test_resumes_bit_for_bit(teacher_logits: str, settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "train.schedule=constant", f"objective.teacher_logits={teacher_logits}", "adapter=lora"]
@@ -164,6 +169,7 @@ def test_resumes_bit_for_bit(teacher_logits: str, settings: list[str], tmp_path:
     assert _rows(tmp_path / "all")[0]["loss"] != _rows(tmp_path / "all")[3]["loss"]
 
 
+@pytest.mark.long
 def test_mixtures_sets_and_streams(settings: list[str], texts: Path, tmp_path: Path) -> None:
     short = settings[1].removeprefix("data.path=")
     own = [one for one in settings if not one.startswith(("data.path", "data.eval_fraction"))]
@@ -200,6 +206,7 @@ def test_a_student_gets_nearer_to_a_tuned_teacher_than_by_plain_training(
     assert nearer["agreement"] > other.result["metrics_before"]["agreement"]
 
 
+@pytest.mark.long
 def test_an_adapter_teaches(settings: list[str], teacher: Path, tmp_path: Path) -> None:
     """Its weights count: what its base said before is not used for it."""
     _done(tmp_path / "base", *settings)
@@ -251,6 +258,7 @@ def test_a_teacher_of_another_vocabulary(settings: list[str], teacher: Path, tmp
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("overrides", "said"), [
     (("objective.teacher=???",), "is not set. Add objective.teacher=VALUE"),
     (("objective.teacher=/nowhere/at/all",), "objective.teacher=/nowhere/at/all: "),

@@ -48,6 +48,7 @@ def train(run_dir: Path, *overrides: str) -> Ended:
     return ended
 
 
+@pytest.mark.long
 def test_steps_epochs_and_tokens_are_told(whole: Ended, settings: list[str], tmp_path: Path) -> None:
     assert "train.epochs=2.5 of 10 samples: 7 steps" in whole.err
     rows, result = whole.metrics, whole.result
@@ -67,6 +68,7 @@ def test_steps_epochs_and_tokens_are_told(whole: Ended, settings: list[str], tmp
     ]
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_a_whole_one(whole: Ended, settings: list[str], tmp_path: Path) -> None:
     half = f"resume={whole.run_dir}/checkpoints/step-00000003"
     rest = train(tmp_path / "rest", *settings, "train.epochs=2.5", half, "launch.ranks=2")
@@ -83,6 +85,7 @@ def test_a_resumed_run_equals_a_whole_one(whole: Ended, settings: list[str], tmp
     assert (other.result["steps"], other.result["epoch"]) == (3 + 7, 2.6), "13 samples were left"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_more_epochs(settings: list[str], tmp_path: Path) -> None:
     first = train(tmp_path, *settings, "train.epochs=1")
     result, metrics = first.result, first.metrics

@@ -170,6 +170,7 @@ def test_resume_on_the_same_ranks_is_bit_equal(
         assert tensor_digests(one) == tensor_digests(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrapper", "layout", "to_wrapper", "to_ranks"),
     [
@@ -199,6 +200,7 @@ def test_resume_under_another_wrapper_on_another_number_of_ranks(
     assert rest.losses == pytest.approx(whole.losses[10:], abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_interrupted_goes_on_where_it_was(
     runs: dict[tuple[str, int, str], Ended], settings: list[str], tmp_path: Path, ranks: int
@@ -255,6 +257,7 @@ def test_a_tokenizer_that_brings_its_own_code(tiny_model: Path, settings: list[s
     assert ended.status == 0, ended.err
 
 
+@pytest.mark.long
 def test_parts_of_a_model_that_text_does_not_reach_have_no_state(settings: list[str], tmp_path: Path) -> None:
     """A multimodal model trained on text: what sees pictures never has a gradient, before and after a resume."""
     torch.manual_seed(0)
@@ -351,6 +354,7 @@ def test_steps_of_a_run_are_not_written_over(
     assert f"run_dir={tmp_path} already holds checkpoints up to step 4" in again.err
 
 
+@pytest.mark.long
 def test_ddp_goes_on_from_another_wrapper_and_back(
     runs: dict[tuple[str, int, str], Ended], settings: list[str], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_each_set_has_the_loss_that_it_has_alone(settings: list[str], texts: Path, tmp_path: Path) -> None:
     lines = (texts / "held_out.txt").read_text().splitlines()
     pairs = [{"source": "a", "target": line[:20]} for line in lines[:9] if line.strip()]

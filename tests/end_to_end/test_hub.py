@@ -27,6 +27,7 @@ def hub(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
+@pytest.mark.long
 def test_a_plan_downloads_no_weights_and_who_reads_them_gets_them_later(hub: Hub, tmp_path: Path) -> None:
     where = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     plan = run([*FSDP_SHARD, "plan", "model.path=org/name", f"run_dir={tmp_path / 'plan'}"], tmp_path, **where)
@@ -40,6 +41,7 @@ def test_a_plan_downloads_no_weights_and_who_reads_them_gets_them_later(hub: Hub
     assert len([name for name in hub.served if name.endswith((".safetensors", ".bin"))]) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hub", ["safetensors"], indirect=True)
 def test_one_rank_of_a_machine_asks_the_hub(hub: Hub, tmp_path: Path) -> None:
     """Of the ranks of torchrun, too, each of which is a process with a config of its own."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import fsdp_shard
 from tests.support.tiny import save_model
 
@@ -18,6 +20,7 @@ def focal(output, batch):
 """
 
 
+@pytest.mark.long
 def test_a_loss_by_its_name(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("a loss of one's own, on text that is short. " * 40)

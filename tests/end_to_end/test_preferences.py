@@ -59,6 +59,7 @@ def _done(run_dir: Path, *settings: str) -> Ended:
     return ended
 
 
+@pytest.mark.long
 def test_references_agree_and_are_computed_once(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "objective=dpo"]
     first = _done(tmp_path / "first", *given)
@@ -85,6 +86,7 @@ def test_an_adapter_needs_no_second_model(settings: list[str], tmp_path: Path) -
     assert _rows(tmp_path / "adapter")[-1]["metrics"]["rewards/margins"] != 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overrides", [
     ("shard.replicas=2", "launch.ranks=4", "train.micro_batch_size=1"),
     ("shard.tensor_parallel=2", "launch.ranks=2"),
@@ -106,6 +108,7 @@ def test_the_same_under_every_parallelism(overrides: tuple[str, ...], settings: 
     assert divided == pytest.approx(alone, rel=2e-4)
 
 
+@pytest.mark.long
 def test_a_quantized_base_is_its_own_reference(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "objective=dpo", "adapter=lora", "adapter.quantize=nf4"]
     _done(tmp_path / "adapter", *given, "launch.ranks=2")
@@ -114,6 +117,7 @@ def test_a_quantized_base_is_its_own_reference(settings: list[str], tmp_path: Pa
     assert _figures(tmp_path / "adapter") == pytest.approx(_figures(tmp_path / "precomputed"), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_resumes_bit_for_bit_against_the_model_of_the_start(
     objective: str, settings: list[str], tmp_path: Path
@@ -127,6 +131,7 @@ def test_resumes_bit_for_bit_against_the_model_of_the_start(
     assert [row["loss"] for row in _rows(tmp_path / "parts")] == [row["loss"] for row in _rows(tmp_path / "all")]
 
 
+@pytest.mark.long
 def test_a_reward_model_with_a_new_head(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "objective=reward", "model.task=sequence_classification", "model.labels=[reward]"]
     ended = _done(tmp_path / "run", *given)
@@ -155,6 +160,7 @@ def _rewards(model: Any, rows: Path) -> list[float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft
 def test_a_reward_model_as_an_adapter_with_its_new_head(settings: list[str], tiny_model: Path, tmp_path: Path) -> None:
     rows = Path(settings[1].partition("=")[2])
@@ -212,6 +218,7 @@ def test_a_reward_model_as_an_adapter_with_its_new_head(settings: list[str], tin
         assert "adapter_base.json is damaged: head must have" in refused.err
 
 
+@pytest.mark.long
 def test_a_classifier_with_a_new_head_is_planned(settings: list[str], tmp_path: Path) -> None:
     given = [settings[0], "model.task=sequence_classification", "model.labels=[a,b,c]", "adapter=lora"]
     ended = run_recipe("plan", tmp_path / "plan", *given, "data.sequence_length=32")
@@ -252,6 +259,7 @@ def _all_figures(run_dir: Path) -> list[dict[str, float]]:
 REWARD = ("objective=reward", "model.task=sequence_classification", "model.labels=[reward]", "adapter=lora")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "others"), [
     (("objective=dpo", "adapter=lora"), [("launch.ranks=2",)]),
     pytest.param(("objective=dpo", "objective.beta=0.3"), [
@@ -322,6 +330,7 @@ def test_packed_answers_train_as_rows_do(
         assert [row["loss"] for row in _rows(tmp_path / "parts")] == [row["loss"] for row in _rows(tmp_path / "0")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("overrides", "said"), [
     (("objective=dpo", "data.kind=pairs"), "data.kind=pairs"),
     ((), "objective=dpo"),
@@ -359,6 +368,7 @@ def test_another_objective_is_another_run(settings: list[str], tmp_path: Path) -
     assert "was trained with objective=simpo, so a run with objective=orpo cannot resume from it" in ended.err
 
 
+@pytest.mark.long
 def test_the_reference_of_an_adapter_is_that_of_its_scale_and_base(settings: list[str], tmp_path: Path) -> None:
     """An adapter as model.path is merged; one with the same tensors and another scale is another model."""
     _done(tmp_path / "tuned", *settings, "objective=simpo", "adapter=lora")
@@ -373,6 +383,7 @@ def test_the_reference_of_an_adapter_is_that_of_its_scale_and_base(settings: lis
     assert _rows(tmp_path / "two")[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
 
 
+@pytest.mark.long
 def test_the_classes_of_a_head_stay_in_their_order(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "objective=reward", "model.task=sequence_classification"]
     for adapter in ("none", "lora"):

@@ -29,6 +29,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         yield f"{bucket}/run"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_the_remote_store_alone(
     address: str, tiny_model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

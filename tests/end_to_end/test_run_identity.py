@@ -69,6 +69,7 @@ def _without_records(step: Path) -> None:
     (step / MANIFEST).write_text(replace(manifest, files=kept).to_json())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [STEPS, STEPS + 1])
 def test_another_model_is_refused(
     settings: list[str], run_dir: Path, tiny_model: Path, other_model: Path, steps: int
@@ -97,6 +98,7 @@ def test_a_model_that_was_moved_is_the_same(
     assert f"model.path {tiny_model} -> {moved}" in ended.err
 
 
+@pytest.mark.long
 def test_a_model_that_is_gone_and_what_later_steps_keep(settings: list[str], tiny_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model")
     given = [*settings, f"model.path={model}"]
@@ -150,6 +152,7 @@ def _save_mixtral(directory: Path, seed: int) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_an_adapter_of_0_1_0_knows_its_mixture_of_experts(settings: list[str], tmp_path: Path) -> None:
     """Its fingerprint is that of stacked experts; other weights are still refused."""
     model, other = (_save_mixtral(tmp_path / str(seed), seed) for seed in (0, 1))
@@ -178,6 +181,7 @@ def test_an_adapter_of_0_1_0_knows_its_mixture_of_experts(settings: list[str], t
     assert json.loads((ended.checkpoint / ADAPTER_BASE).read_text()) == recorded, "of the weights as they are stored"
 
 
+@pytest.mark.long
 def test_the_settings_are_those_of_the_newest_step(settings: list[str], run_dir: Path) -> None:
     before = _contents(run_dir)
     first = (_step(run_dir, STEPS) / RUN_CONFIG).read_bytes()
@@ -209,6 +213,7 @@ def test_a_run_that_is_refused_before_its_first_step_changes_nothing(settings: l
     assert _contents(run_dir) == before
 
 
+@pytest.mark.long
 def test_a_finished_run_says_so(settings: list[str], run_dir: Path) -> None:
     before, step = _contents(run_dir), _step(run_dir, STEPS)
     ended = run_recipe("finetune", run_dir, *settings, "launch.ranks=2")
@@ -227,6 +232,7 @@ def test_a_finished_run_says_so(settings: list[str], run_dir: Path) -> None:
     assert f"is finished after step {STEPS}" in doctor.out
 
 
+@pytest.mark.long
 def test_a_resume_says_what_changed(settings: list[str], run_dir: Path) -> None:
     same = run_recipe("finetune", run_dir, *settings, "train.steps=3")
     assert _resumed(same) == (
@@ -243,6 +249,7 @@ def test_a_resume_says_what_changed(settings: list[str], run_dir: Path) -> None:
     assert "shard.reshard_after_forward" not in _resumed(ended), "DDP has no such setting"
 
 
+@pytest.mark.long
 def test_the_ranks_of_torchrun_are_counted(settings: list[str], run_dir: Path) -> None:
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", ROOT / "recipes" / "finetune.py")
     done = run([*command, *settings, "train.steps=3", f"run_dir={run_dir}"], run_dir, OMP_NUM_THREADS="1")
@@ -280,6 +287,7 @@ def _lines(text: str, word: str) -> list[str]:
     return [line for line in text.splitlines() if word in line]
 
 
+@pytest.mark.long
 def test_the_length_of_samples_is_the_context_wherever_it_is_shown(settings: list[str], tmp_path: Path) -> None:
     given = [setting for setting in settings if not setting.startswith("data.sequence_length")]
     doctor = run_recipe("doctor", tmp_path / "run", *given)
@@ -296,6 +304,7 @@ def test_the_length_of_samples_is_the_context_wherever_it_is_shown(settings: lis
     assert "sequence_length: 128" in (plan.run_dir / "config.yaml").read_text()
 
 
+@pytest.mark.long
 def test_a_length_beyond_rotary_positions_is_a_warning_everywhere(
     settings: list[str], tiny_model: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -326,6 +335,7 @@ def test_an_evaluation_has_the_context_by_default(tiny_model: Path, texts: Path,
     assert ended.result["sequence_length"] == 128
 
 
+@pytest.mark.long
 def test_a_resume_without_a_length_keeps_that_of_its_step(settings: list[str], run_dir: Path) -> None:
     given = [setting for setting in settings if not setting.startswith("data.sequence_length")]
     plan = run_recipe("plan", run_dir, given[0])

@@ -37,6 +37,7 @@ def settings(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFac
     ]
 
 
+@pytest.mark.long
 def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_path: Path) -> None:
     arguments = [*settings, "train.steps=60", "train.eval_every=1", "optim.lr=1", "launch.ranks=2"]
     first = run_recipe("finetune", tmp_path, *arguments, "train.patience=3")
@@ -95,6 +96,7 @@ def test_a_signal_in_the_last_step_costs_no_evaluation(
     assert "perplexity_before" not in other.result, "it was not measured before training"
 
 
+@pytest.mark.long
 def test_an_evaluation_that_a_signal_came_before_is_made_by_the_next_run(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_an_evaluation_that_a_signal_came_before_is_made_by_the_next_run(
     assert (tmp_path / "again/checkpoints/best").read_text() == (tmp_path / "whole/checkpoints/best").read_text()
 
 
+@pytest.mark.long
 def test_a_last_step_is_kept_when_a_later_run_does_better(settings: list[str], tmp_path: Path) -> None:
     for steps in (1, 2, 4):
         ended = run_recipe(
@@ -145,6 +148,7 @@ def test_a_loss_that_is_not_finite(settings: list[str], tmp_path: Path) -> None:
     assert not (ended.run_dir / "result.json").exists()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_a_step_before_which_all_were_skipped(
     settings: list[str], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +167,7 @@ def test_a_run_goes_on_from_a_step_before_which_all_were_skipped(
     assert "step 2 changed no weights" not in ended.err, "it went on from there"
 
 
+@pytest.mark.long
 def test_what_else_is_written(settings: list[str], tmp_path: Path) -> None:
     """Figures in TensorBoard as in metrics.jsonl, a trace of each rank, and the same bits in a second run."""
     watch = ["train.trackers=[tensorboard]", "train.profile=[2]", "train.deterministic=true"]

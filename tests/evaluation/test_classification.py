@@ -90,6 +90,7 @@ def figures(labels: list[int], likely: np.ndarray[Any, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["directory", "2 rank files on disk", "dcp in less", "2 ranks"])
 def test_figures_are_those_of_a_plain_loop(way: str, classifier: Path, rows: Path, tmp_path: Path) -> None:
     given, settings = classifier, ["batch_size=4"]

@@ -56,6 +56,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "documents.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stride", [None, 20, 1])
 @pytest.mark.parametrize("begins", [False, True])
 def test_each_document_is_scored_alone(
@@ -156,6 +157,7 @@ def test_chats_are_masked_as_in_training(tiny_model: Path, tmp_path: Path) -> No
     assert longer["num_tokens"] == alone["num_tokens"], "nothing is cut"
 
 
+@pytest.mark.long
 def test_a_tuned_model_against_its_base(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", seed=1)
     given: dict[str, Any] = {"by": "documents", "batch_size": 2}

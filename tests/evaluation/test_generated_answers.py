@@ -93,6 +93,7 @@ def answers(model: Path, prompts: list[str], auto: Any = AutoModelForCausalLM) -
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["directory", "2 rank files on disk", "2 ranks"])
 def test_answers_of_a_causal_model(way: str, llama: Path, pairs: Path, tmp_path: Path) -> None:
     settings = ["data.kind=pairs", f"data.path={pairs}", "batch_size=2", "scoring.metrics=[exact_match,f1]"]
@@ -146,6 +147,7 @@ def test_answers_in_chats(llama: Path, tmp_path: Path) -> None:
     assert ended.result["left_out"] == {"without prompt or answer": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_logits_that_are_not_finite_are_an_error(ranks: int, llama: Path, pairs: Path, tmp_path: Path) -> None:
     broken = tmp_path / "model"

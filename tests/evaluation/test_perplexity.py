@@ -52,6 +52,7 @@ def test_it_is_the_mean_over_all_tokens(
     assert row["bits_per_byte"] == pytest.approx(float(losses.sum()) / math.log(2) / row["num_bytes"], rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("length", "stride"), [(48, 48), (48, 24), (48, 17), (48, 5), (16, 1)])
 def test_with_a_stride_it_is_that_of_the_guide(
     tiny_model: Path, data: DataConfig, tmp_path: Path, length: int, stride: int

@@ -181,6 +181,7 @@ def test_the_command_names_what_is_no_run(tmp_path: Path) -> None:
     assert fsdp_shard("report", "gone", cwd=tmp_path).error.startswith("error: gone is not a directory")
 
 
+@pytest.mark.long
 def test_what_runs_really_leave(tmp_path: Path) -> None:
     """Files by `finetune` on two ranks and by `evaluate`, whose weights are found again in a copy elsewhere."""
     save_model(tmp_path / "model")

@@ -1,6 +1,6 @@
 """The corpus of damaged and hostile files through the commands: a clear error or rightly accepted, and no harm.
 
-In `make test` each case goes through one command, which changes from case to case; in `make faults` through all, and
+In `make check` each case goes through one command, which changes from case to case; in `make faults` through all, and
 the table by class is printed.
 """
 
@@ -74,6 +74,7 @@ def _run(jobs: list[Job], idle: SimpleQueue[WarmProcess]) -> list[list[Outcome]]
         idle.put(process)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1500 if LONG else 300)
 @pytest.mark.parametrize("subject", subjects())
 def test_every_case_is_refused_or_rightly_accepted(subject: str, warm: list[WarmProcess]) -> None:

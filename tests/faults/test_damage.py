@@ -67,6 +67,7 @@ def _copy(saved: Ended, target: Path) -> Path:
     return target / saved.checkpoint.relative_to(saved.run_dir)
 
 
+@pytest.mark.long
 def test_a_step_without_one_of_its_files_is_refused(saved: Ended, settings: list[str], tmp_path: Path) -> None:
     names = _files(saved.checkpoint)
     assert len(names) > 6
@@ -81,6 +82,7 @@ def test_a_step_without_one_of_its_files_is_refused(saved: Ended, settings: list
         assert error, f"{name} was not missed"
 
 
+@pytest.mark.long
 def test_every_flipped_bit_is_found(saved: Ended, settings: list[str], tmp_path: Path) -> None:
     chance = random.Random(saved.run_dir.name)
     step = _copy(saved, tmp_path / "flipped")

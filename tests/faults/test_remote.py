@@ -70,6 +70,7 @@ def read_back(url: str, place: Path) -> list[int]:
     return copies.steps()
 
 
+@pytest.mark.long
 def test_a_kill_at_each_point_of_an_upload(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, newest = tmp_path / "checkpoints", 0
     kills = [(point, number % 2) for number, point in enumerate(REMOTE_POINTS[:2])]

@@ -51,6 +51,7 @@ def test_an_adapter_does_not_name_an_address_as_its_base(tiny_model: Path, tmp_p
     load_dispatched(adapter, base=tiny_model)
 
 
+@pytest.mark.long
 def test_a_model_whose_code_downloads_kernels_is_refused_where_they_can_be(tmp_path: Path) -> None:
     script = (
         "from transformers import RwkvConfig; from fsdp_shard.models import build_on_meta\n"

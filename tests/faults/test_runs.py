@@ -79,6 +79,7 @@ def _disturb(number: signal.Signals, step: int, victims: list[int]) -> Callable[
     return act
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 def test_a_lost_rank_changes_nothing(fault: str, settings: list[str], undisturbed: Ended, tmp_path: Path) -> None:
     chance = random.Random(fault)
@@ -95,6 +96,7 @@ def test_a_lost_rank_changes_nothing(fault: str, settings: list[str], undisturbe
         assert not LONG or seconds < _TIMEOUT + 35, seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("resume", ["never", "PATH"])
 def test_a_lost_rank_of_a_run_that_began_elsewhere(
     resume: str, settings: list[str], undisturbed: Ended, tmp_path: Path
@@ -120,6 +122,7 @@ def _hooks() -> Iterator[Callable[[str], None]]:
         yield hook
 
 
+@pytest.mark.long
 def test_an_exception_on_a_rank_changes_nothing(
     settings: list[str], undisturbed: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +139,7 @@ def test_an_exception_on_a_rank_changes_nothing(
         assert ended.err.count("not foreseen") == 1, ended.err
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_or_to_all_loses_at_most_the_step_in_flight(
     settings: list[str], undisturbed: Ended, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def _rehearse(out: Path, *arguments: str) -> dict[str, list[str]]:
     return outcomes
 
 
+@pytest.mark.long
 def test_some_checks_are_rehearsed(tmp_path: Path) -> None:
     names = "streamed or background or vocabulary"
     outcomes = _rehearse(tmp_path, "-k", names)

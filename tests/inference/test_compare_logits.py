@@ -64,6 +64,7 @@ def _diff(one: Path, two: Path, *arguments: str) -> None:
     run_command(["diff", str(one), str(two), "--logits", _PROMPT, *arguments])
 
 
+@pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = save_model(tmp_path / "one"), save_model(tmp_path / "two", seed=1)
     with pytest.raises(DifferenceError, match="differ in"):
@@ -80,6 +81,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         _diff(one, two)
 
 
+@pytest.mark.long
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     one, other = save_model(tmp_path / "one"), tmp_path / "other"
     with pytest.raises(DataError, match="--logits '' has no tokens"):

@@ -79,6 +79,7 @@ def _save(context: DistributedContext, directory: Path, model_dir: Path) -> None
 SOURCES = ("one file", "pieces", "2 ranks", "8 ranks", "gathered by 2", "gathered by 8", "dcp of 2", "dcp of 8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", SOURCES)
 @pytest.mark.parametrize("wanted", list(MAPS))
 def test_logits_are_those_of_the_plain_model(sources: dict[str, Path], format: str, wanted: str) -> None:

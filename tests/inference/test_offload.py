@@ -110,6 +110,7 @@ def _run(path: Path, wanted: dict[str, Any], limit: int | None) -> tuple[list[in
     return tokens(model).tolist(), max(grown), max(peaks)
 
 
+@pytest.mark.long
 def test_weights_are_seen_in_their_own_files_and_budgets_are_held(sources: dict[str, Path]) -> None:
     plain = AutoModelForCausalLM.from_pretrained(sources["whole"])
     weights = sum(param.nbytes for param in plain.parameters())

@@ -119,6 +119,7 @@ def compare(context: DistributedContext, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_one_rank(name: str, num_ranks: int) -> None:

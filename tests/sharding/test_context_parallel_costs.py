@@ -139,6 +139,7 @@ def peak(context: DistributedContext, method: str, length: int) -> int:
     return found.peak - own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [2048, pytest.param(8192, marks=pytest.mark.slow)])
 def test_peak_of_activations(length: int) -> None:
     """Of forward and backward pass, with all that is in memory for a moment only: 0.6 and 0.35 of one rank's."""

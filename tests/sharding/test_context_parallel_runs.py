@@ -77,6 +77,7 @@ def plain(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ende
     return run(tmp_path_factory.mktemp("plain") / "run", settings)
 
 
+@pytest.mark.long
 def test_runs_are_those_of_one_rank_and_checkpoints_do_not_know_of_it(
     plain: Ended, settings: list[str], tmp_path: Path
 ) -> None:
@@ -98,12 +99,14 @@ def test_runs_are_those_of_one_rank_and_checkpoints_do_not_know_of_it(
     assert run(tmp_path / "ddp", settings, half, *two, "shard=ddp", "shard.context_method=ring").losses == rest
 
 
+@pytest.mark.long
 def test_a_ring_in_each_of_two_replicas_under_fsdp1(plain: Ended, settings: list[str], tmp_path: Path) -> None:
     ring = ["shard.context_parallel=2", "shard.context_method=ring", "shard.replicas=2", "launch.ranks=4"]
     given = [*ring, "shard=fsdp1", "shard.activation_checkpointing=true", "model.chunked_loss=true"]
     assert_alike(run(tmp_path / "run", settings, *given), plain)
 
 
+@pytest.mark.long
 def test_packed_documents_and_an_adapter(settings: list[str], tmp_path: Path) -> None:
     rows = [{"text": "All work and no play makes Jack a dull boy. "[: 9 + number % 31]} for number in range(120)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,6 +126,7 @@ def refused(settings: list[str], target: Path, *overrides: str) -> str:
     return ended.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

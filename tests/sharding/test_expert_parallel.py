@@ -155,6 +155,7 @@ def plain() -> dict[str, dict[str, Any]]:
     return {family: trained_plain(family) for family in FAMILIES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_divided_experts_train_like_whole_ones(plain: dict[str, dict[str, Any]], root: Path, mesh: str) -> None:
     ranks, replicas, families, _ = MESHES[mesh]
@@ -197,6 +198,7 @@ def run(target: Path, settings: list[str], *overrides: str) -> Ended:
     return ended
 
 
+@pytest.mark.long
 def test_divided_runs_resume_bit_equal_and_as_others(root: Path, texts: Path, tmp_path: Path) -> None:
     settings = [*SETTINGS, f"model.path={root}/mixtral", f"data.path={texts}/train.txt", f"data.cache_dir={tmp_path}/c"]
     two = ["shard.expert_parallel=2", "launch.ranks=2"]
@@ -250,6 +252,7 @@ def test_what_cannot_be_divided_is_named() -> None:
         check_ranks(replace(two, replicas=2), 6, on_gpu=False)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_trained_is_told(root: Path, texts: Path, tmp_path: Path) -> None:
     """Of a model in a wrapper that hides its config, too."""
     asks = AutoModelForCausalLM.from_config(config("mixtral", output_router_logits=True))

@@ -160,6 +160,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[tuple[str, 
     return {"sharded": sharded, "plain": {case: plain_losses(fresh(case[0]), data_of(case[0])) for case in CASES}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_losses_are_those_of_one_process(runs: dict[str, Any], case: tuple[str, str]) -> None:
     plain = runs["plain"][case]

@@ -36,6 +36,7 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
 def test_loading_holds_a_shard_and_little_more(wrapper: str, large_model: Path, texts: Path, tmp_path: Path) -> None:
     arguments = [

@@ -62,10 +62,12 @@ def train_cases(context: DistributedContext, cases: list[tuple[ShardConfig, bool
     return results
 
 
+@pytest.mark.long
 def test_each_mode_trains_like_a_plain_model() -> None:
     compare([(config, False) for config in CASES])
 
 
+@pytest.mark.long
 def test_compiled_blocks_train_like_a_plain_model() -> None:
     compare([(config, False) for config in COMPILED])
 
@@ -218,6 +220,7 @@ def test_what_is_computed_again() -> None:
     assert (again["selective"][cheap], again["selective"][attention], again["selective"][product]) == (4, 0, 0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recomputed", ["none", 2], ids=["kept", "recomputed"])

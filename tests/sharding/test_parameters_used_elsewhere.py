@@ -114,6 +114,7 @@ def results() -> list[dict[tuple[str, str, str], dict[str, Any]]]:
     return on_ranks(2, run_cases, timeout_seconds=300)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_training_equals_one_process(results: list[Any], case: tuple[str, str, str]) -> None:
     losses, weights = train_plain(case[0])

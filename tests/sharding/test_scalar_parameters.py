@@ -147,6 +147,7 @@ def results() -> list[list[dict[str, Any]]]:
     return on_ranks(2, run_cases)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{w} {o} {s}" for w, o, s in CASES])
 def test_training_equals_one_process(results: list[Any], number: int) -> None:
     ranks = [result[number] for result in results]
@@ -206,6 +207,7 @@ def load(context: DistributedContext, run_dir: Path) -> dict[str, float]:
     return held(model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["gathered", "sharded"])
 def test_saved_and_resumed_on_other_ranks(layout: str, tmp_path: Path) -> None:
     saved = on_ranks(2, save, tmp_path, layout)

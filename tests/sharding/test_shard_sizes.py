@@ -49,6 +49,7 @@ def local_elements(context: DistributedContext, shard: ShardConfig) -> dict[str,
     return found | {"memory": sum(memory)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("shard", [Fsdp2Config(), Fsdp1Config(), Fsdp1Config(param_dtype="float32")])
 def test_the_wrappers_cut_as_planned(shard: ShardConfig, num_ranks: int) -> None:

@@ -69,6 +69,7 @@ def runs(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sharded", "gathered"])
 def test_divided_layers_train_like_whole_ones(runs: dict[str, Ended], name: str) -> None:
     plain, found = runs["plain"], runs[name]
@@ -87,6 +88,7 @@ def test_divided_layers_train_like_whole_ones(runs: dict[str, Ended], name: str)
                 torch.testing.assert_close(one.read(tensor), other.read(tensor), rtol=0, atol=2e-3)
 
 
+@pytest.mark.long
 def test_divided_runs_resume_bit_equal_and_under_other_wrappers(
     runs: dict[str, Ended], settings: list[str], tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_divided_runs_resume_bit_equal_and_under_other_wrappers(
     assert rest("plain", "replicas", *replicas) == plain
 
 
+@pytest.mark.long
 def test_biases_that_each_tensor_rank_has_are_saved_once(settings: list[str], tmp_path: Path) -> None:
     """A layer that is cut by rows adds its bias after the sum, so every tensor rank has the whole of it."""
     model = tmp_path / "model"

@@ -101,6 +101,7 @@ def test_every_error_is_explained() -> None:
         assert status == expected, name
 
 
+@pytest.mark.long
 def test_the_reference_has_every_public_name(site: Path) -> None:
     ids = _Anchors(site / "reference" / "python" / "index.html").ids
     assert {f"fsdp_shard.{name}" for name in public_names()} - ids == set()

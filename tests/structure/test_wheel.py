@@ -95,6 +95,7 @@ def test_every_extra_is_documented() -> None:
     assert documented == set(extras)
 
 
+@pytest.mark.long
 def test_every_command_works_away_from_the_checkout(command: Path, tmp_path: Path) -> None:
     where = _run([command.parent / "python", "-c", "import fsdp_shard; print(fsdp_shard.__file__)"], tmp_path)
     assert str(command.parent.parent) in where.out
@@ -106,6 +107,7 @@ def test_every_command_works_away_from_the_checkout(command: Path, tmp_path: Pat
     assert "did you mean train.steps?" in _run([command, "finetune", "train.stepz=1"], tmp_path).err
 
 
+@pytest.mark.long
 def test_recipes_and_configs_come_along(command: Path, tmp_path: Path) -> None:
     done = _run([command, "ls"], tmp_path)
     assert (done.status, done.err) == (0, "")

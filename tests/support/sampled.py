@@ -1,4 +1,4 @@
-"""Sweeps of many cases, of which `make test` runs some and `make slow` the others."""
+"""Sweeps of many cases, of which `make check` runs some and `make slow` the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def sampled(cases: Iterable[Any], every: int, name: Callable[[Any], str] = str) 
 
     Args:
         cases: A value, or a tuple of the values, of each case.
-        every: How many cases `make test` runs one of.
+        every: How many cases `make check` runs one of.
         name: The name of a case in the test's id.
     """
     return [

@@ -145,6 +145,7 @@ def logits_of(model: Any) -> torch.Tensor:
         return model(token_batch(5)).logits  # type: ignore[no-any-return]  # untyped in transformers
 
 
+@pytest.mark.long
 def test_is_trained_as_by_peft(run: Any, plain: dict[str, tuple[list[float], Any]], base: Path) -> None:
     (kind, _, _), ended = run
     losses, logits = plain[kind]
@@ -167,6 +168,7 @@ def test_is_merged_as_by_peft(run: Any, base: Path, tmp_path: Path) -> None:
     assert generated.status == 0, generated.err
 
 
+@pytest.mark.long
 def test_resume_is_bit_equal(run: Any, settings: list[str], tmp_path: Path) -> None:
     (kind, wrapper, ranks), ended = run
     step = f"resume={ended.run_dir}/checkpoints/step-{STEPS // 2:08d}"
@@ -291,6 +293,7 @@ def plain_from_weights(
     return found
 
 
+@pytest.mark.long
 def test_begins_and_trains_as_by_peft(
     from_weights: Any, plain_from_weights: dict[str, tuple[list[float], Any]], base: Path, tmp_path: Path
 ) -> None:
@@ -312,6 +315,7 @@ def test_begins_and_trains_as_by_peft(
     torch.testing.assert_close(logits_of(merged), logits_of(loaded), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_resume_divides_what_was_combined(from_weights: Any, tmp_path: Path) -> None:
     _, overrides, ended = from_weights
     rest = run_recipe("finetune", tmp_path, *overrides, f"resume={ended.run_dir}/checkpoints/step-{STEPS // 2:08d}")

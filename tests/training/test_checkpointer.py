@@ -130,6 +130,7 @@ def run(
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_losses_after_a_restore_are_those_of_one_run(wrapper: str, optimizer: str, tmp_path: Path) -> None:

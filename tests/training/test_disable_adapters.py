@@ -78,6 +78,7 @@ def found(request: pytest.FixtureRequest, tiny_model: Path) -> list[dict[Any, An
     return on_ranks(request.param, run_cases, tiny_model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_the_base_is_computed_and_training_goes_on_as_without(
     found: list[dict[Any, Any]], case: tuple[str, str]

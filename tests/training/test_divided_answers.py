@@ -56,6 +56,7 @@ def _done(run_dir: Path, *settings: str) -> Ended:
     return ended
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overrides", [
     ("objective=dpo",),
     ("objective=dpo", "adapter=lora", "shard=fsdp1", "shard.param_dtype=float32"),
@@ -71,6 +72,7 @@ def test_answers_are_compared_as_on_one_rank(overrides: tuple[str, ...], setting
     assert _figures(tmp_path / "divided") == pytest.approx(_figures(tmp_path / "alone"), rel=2e-4, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logits", ["precomputed", "computed"])
 def test_a_student_of_divided_sequences(logits: str, settings: list[str], tmp_path: Path) -> None:
     model = settings[0].partition("=")[2]

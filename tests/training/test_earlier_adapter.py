@@ -89,6 +89,7 @@ def test_a_run_begins_with_an_adapter_of_peft(settings: list[str], tiny_model: P
     assert "the scale of" in _refused(tmp_path / "scale", *given, *remedy.split(), "adapter.alpha=8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["auto", "sharded", "dispatched"])
 def test_the_reference_is_the_model_with_the_earlier_adapter(
     settings: list[str], earlier: Path, tmp_path: Path, kind: str
@@ -135,6 +136,7 @@ def test_a_plan_says_that_it_does_not_read_it(tiny_model: Path, tmp_path: Path) 
     assert "adapter.path=/nowhere is not read" in ended.out
 
 
+@pytest.mark.long
 def test_a_resumed_run_began_with_the_same(settings: list[str], earlier: Path, tmp_path: Path) -> None:
     given = [*settings, "adapter.modules_to_save=[model.norm]", "resume=auto"]
     _done(tmp_path / "run", *given, f"adapter.path={earlier}")

@@ -65,6 +65,7 @@ def without(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> En
     return run_recipe("finetune", tmp_path_factory.mktemp("runs") / "without", *settings)
 
 
+@pytest.mark.long
 def test_losses_are_those_of_transformers_noise(
     runs: dict[tuple[str, int], Ended], tiny_model: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_wrappers_have_the_same_noise(runs: dict[tuple[str, int], Ended]) -> Non
         assert runs[wrapper, 2].losses == pytest.approx(runs["fsdp2", 2].losses, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: " ".join(map(str, run)))
 def test_resume_is_bit_equal(
     run: tuple[str, int], runs: dict[tuple[str, int], Ended], settings: list[str], tmp_path: Path

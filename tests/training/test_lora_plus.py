@@ -109,6 +109,7 @@ def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", RUNS[:3], ids=lambda run: " ".join(map(str, run)))
 def test_losses_are_those_of_peft(run: tuple[str, str, int], runs: Any, plain: list[float]) -> None:
     assert runs[run].losses == pytest.approx(plain, rel=1e-4)
@@ -122,6 +123,7 @@ def test_it_changes_training(runs: Any, settings: list[str], tmp_path: Path) -> 
     assert abs(ended.losses[-1] - runs[RUNS[0]].losses[-1]) > 5e-3  # ten times what the comparison with peft allows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: " ".join(map(str, run)))
 def test_resume_is_bit_equal(run: tuple[str, str, int], runs: Any, settings: list[str], tmp_path: Path) -> None:
     step = f"resume={runs[run].run_dir}/checkpoints/step-{STEPS // 2:08d}"

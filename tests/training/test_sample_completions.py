@@ -146,6 +146,7 @@ def test_settings_without_effect_are_errors() -> None:
         check_held_out(TrainConfig(eval_every=2), DataConfig())
 
 
+@pytest.mark.long
 def test_a_run_shows_and_keeps_them(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     (tmp_path / "text.txt").write_text("abcabcabcabc" * 100)

@@ -79,6 +79,7 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
         return {name: index.read(name) for name in index.names}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_is_the_average_of_the_weights_of_all_steps(name: str, runs: dict[str, Ended], tiny_model: Path) -> None:
     average = read(step_of(runs[name], 1) / "ema")  # after one update; before it the weights are those of the model
@@ -95,6 +96,7 @@ def test_is_the_average_of_the_weights_of_all_steps(name: str, runs: dict[str, E
     assert any(not torch.equal(weights[key], found[key]) for key in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_resume_is_bit_equal(name: str, runs: dict[str, Ended], settings: list[str], tmp_path: Path) -> None:
     step = f"resume={step_of(runs[name], STEPS // 2)}"
@@ -130,6 +132,7 @@ def test_is_restored_on_any_number_of_ranks(ranks: int, wrapper: str, runs: dict
     assert all(on_ranks(ranks, _restored, tiny_model, runs["lora fsdp1"].checkpoint, wrapper, adapter))
 
 
+@pytest.mark.long
 def test_is_opened_as_a_model(runs: dict[str, Ended], texts: Path, tmp_path: Path) -> None:
     """By convert, generate and evaluate, of a model and of an adapter; the run itself leads to its weights."""
     losses = {}

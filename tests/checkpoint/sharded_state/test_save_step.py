@@ -51,6 +51,7 @@ def train_and_save(context: DistributedContext, config: ShardConfig, root: Path,
     return {"shards": {name: (s.start, s.data.clone(), s.writes) for name, s in shards.items()}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_reader_sees_the_training_state(

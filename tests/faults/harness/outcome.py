@@ -27,7 +27,7 @@ def cpu_budget() -> float:
     """The processor time that a small file may cost on this machine.
 
     Virtual processors are at times three times as slow, and a few cases take nearly the two seconds that they may. So
-    in `make test` the budget grows by what a loop takes longer; in `make faults` it does not.
+    in `make check` the budget grows by what a loop takes longer; in `make faults` it does not.
     """
     if os.environ.get("FAULTS") == "long":
         return CPU_SECONDS
