@@ -52,6 +52,7 @@ def test_a_plain_loop_and_back(tmp_path: Path) -> None:
     assert {key for key in keys_of(tmp_path / "trained") if key.startswith("app.model.")} == keys_of(tmp_path / "again")
 
 
+@pytest.mark.long
 def test_the_layout_of_torchtitan_and_back(tmp_path: Path) -> None:
     """Flat names. Its checkpoints are found in the directory of the run, the newest step first."""
     save_model(tmp_path / "model")

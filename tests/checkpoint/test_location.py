@@ -217,6 +217,7 @@ def test_other_commands_do_so_too(command: str, ranks: Path, counts: Counter[str
     assert counts == (ONCE if command == "inspect" else ONCE | {"index of rank files": 2})
 
 
+@pytest.mark.long
 def test_a_logit_comparison_opens_each_checkpoint_once(ranks: Path, tiny_model: Path, counts: Counter[str]) -> None:
     run_command(["diff", str(ranks), str(tiny_model), "--logits", "abc"])
     assert counts == ONCE | {f"resolved {tiny_model.name}": 1, "model.safetensors": 1}
@@ -235,6 +236,7 @@ def write_alone(kind: str, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["weights.pt", "pytorch_model.bin", "dcp", "accelerate"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_weights_that_lie_alone(

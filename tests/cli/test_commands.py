@@ -277,6 +277,7 @@ def test_a_sweep_runs_one_after_the_other_and_goes_on_after_a_failure(place: Pat
     assert _left(place) == [f"run/{n}/{file}" for n in (0, 1, 2) for file in ("config.yaml", "rank-0")] + ["text.txt"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["run", "torchrun"])
 def test_wrong_input_is_said_once_before_anything_is_written(start: str, place: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -295,6 +296,7 @@ def test_wrong_input_is_said_once_before_anything_is_written(start: str, place: 
             assert len(done.err.splitlines()) == 1, "no traceback"
 
 
+@pytest.mark.long
 def test_torchrun_and_python_do_the_same(place: Path) -> None:
     done = run([sys.executable, OWN_RECIPE, *_GIVEN, "run_dir=python", "launch.ranks=2"], place)
     assert (done.status, done.err) == (0, "")
@@ -307,6 +309,7 @@ def test_torchrun_and_python_do_the_same(place: Path) -> None:
     assert sorted(path.name for path in made.iterdir()) == ["config.yaml", "rank-0", "rank-1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("act", "ranks", "status", "said"),
     [
@@ -323,6 +326,7 @@ def test_what_a_rank_raises_is_said_once(act: str, ranks: int, status: int, said
     assert "Traceback" not in done.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("how", "ranks"), [("--debug", 1), ("debug=true", 2)])
 def test_debug_shows_the_traceback_of_the_rank(how: str, ranks: int, place: Path) -> None:
     done = _own(place, "act=bug", f"launch.ranks={ranks}", how)
@@ -340,6 +344,7 @@ def test_a_rank_that_is_killed_is_named(place: Path) -> None:
     assert "memory" in done.error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGHUP, 2)]
 )
@@ -445,6 +450,7 @@ def test_what_only_prints_leaves_no_directory(given: tuple[str, ...], tiny_model
         assert {written, "text.txt"} < set(_left(place))
 
 
+@pytest.mark.long
 def test_what_libraries_quote_from_files_is_escaped(tiny_model: Path, place: Path) -> None:
     model = shutil.copytree(tiny_model, place / "model")
     config = json.loads((model / "config.json").read_text())

@@ -49,6 +49,7 @@ def test_the_examples_of_the_docs_run(name: str, tiny_model: Path, texts: Path, 
     assert doctest.DocTestRunner(checker=_AfterWhatIsPrinted()).run(found).failed == 0
 
 
+@pytest.mark.long
 def test_what_a_run_leaves_is_evaluated_and_generated_from(
     tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

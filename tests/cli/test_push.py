@@ -302,6 +302,7 @@ def test_evaluations_of_other_weights_are_left_out(trained: Path, tmp_path: Path
     assert problems == ["1 run, not evaluated with these weights: run."]
 
 
+@pytest.mark.long
 def test_convert_pushes(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     command = [*FSDP_SHARD, "convert", f"source={trained / 'run'}@best", "push_to=org/name", "run_dir=c"]
     hub.fail = lambda method, path, count: Failure(403) if path == "/api/repos/create" else None

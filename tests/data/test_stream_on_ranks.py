@@ -271,6 +271,7 @@ def _fail(context: DistributedContext, config: DataConfig, other: Path | None) -
         return num, str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("bad", ['{"instruction": "a", "output": 7}', '{"instruction": "a"}', "no JSON"])
 def test_a_bad_row_ends_all_ranks(tmp_path: Path, bad: str, workers: int) -> None:
@@ -319,6 +320,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_workers_end_with_their_rank(tmp_path: Path) -> None:
     """Although more is ready than a pipe holds, which nobody reads once the rank is killed."""
     path = rows(tmp_path / "many", 0, 20_000)

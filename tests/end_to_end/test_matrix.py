@@ -152,6 +152,7 @@ def _refusal(cell: Cell) -> str | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(vars(cell).values()))
 def test_a_cell_trains_as_without_sharding_or_is_refused(cell: Cell, losses: dict[Cell, list[list[float]]]) -> None:
     if cell.memory == "offload":

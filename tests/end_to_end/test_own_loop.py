@@ -45,6 +45,7 @@ def whole(place: Path) -> dict[int, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", _SCRIPTS)
 def test_nothing_is_lost_when_it_is_killed(script: str, place: Path, tmp_path: Path) -> None:
     def begin(run_dir: str) -> ForkedScript:

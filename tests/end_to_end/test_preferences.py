@@ -77,6 +77,7 @@ def test_references_agree_and_are_computed_once(settings: list[str], tmp_path: P
     assert result["perplexity"] is None
 
 
+@pytest.mark.long
 def test_an_adapter_needs_no_second_model(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "objective=dpo", "adapter=lora"]
     ended = _done(tmp_path / "adapter", *given, "launch.ranks=2")

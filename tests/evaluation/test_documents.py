@@ -134,6 +134,7 @@ def test_a_document_whose_loss_is_no_number_is_named(tiny_model: Path, data: Dat
         measure(tiny_model, data, tmp_path / "run", load, by="documents", batch_size=1)
 
 
+@pytest.mark.long
 def test_chats_are_masked_as_in_training(tiny_model: Path, tmp_path: Path) -> None:
     turns = [("Hi", "Hello!"), ("How?", "Like this."), ("Why", "")]
     rows = [

@@ -81,6 +81,7 @@ def test_every_token_is_scored_once(num_tokens: int, stride: int | None) -> None
     assert scored.max(initial=0) <= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "ranks", "device_map"), [("sharded", 2, "cpu"), ("sharded", 3, "disk"), ("dcp", None, "budget")]
 )

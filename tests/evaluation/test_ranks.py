@@ -34,6 +34,7 @@ def losses(run_dir: Path, name: str = "losses.jsonl") -> list[tuple[list[int], l
     return [(line["windows"], line["losses"]) for line in lines[1:]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [(), BY_DOCUMENTS, ("dispatch.device_map=disk",)])
 def test_ranks_have_the_figures_of_one_process(
     tiny_model: Path, texts: Path, tmp_path: Path, more: tuple[str, ...]
@@ -48,6 +49,7 @@ def test_ranks_have_the_figures_of_one_process(
     assert divided.out.count("tokens in") == 1
 
 
+@pytest.mark.long
 def test_what_two_ranks_have_begun_goes_on_alone_and_the_other_way(
     tiny_model: Path, texts: Path, tmp_path: Path
 ) -> None:

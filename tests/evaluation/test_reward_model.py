@@ -109,6 +109,7 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name not in ("seconds", "provenance")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["directory", "2 rank files on disk", "dcp in less", "2 ranks"])
 def test_figures_are_those_of_a_plain_loop(way: str, reward_model: Path, rows: Path, tmp_path: Path) -> None:
     checkpoint, settings = reward_model, list[str]()

@@ -106,6 +106,7 @@ def test_the_corpus_covers_every_format() -> None:
     assert len(list(all_cases())) >= 300
 
 
+@pytest.mark.long
 def test_the_limits_are_far_above_what_a_sound_model_takes(warm: list[WarmProcess]) -> None:
     ((outcome,),) = warm[0].run([Job("sound", "model", ["generate"])])
     assert outcome.status == 0

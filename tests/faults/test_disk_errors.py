@@ -65,6 +65,7 @@ def _failing_saves(place: Path, layout: str, victim: int) -> list[list[Outcome]]
     return [pickle.loads((place / f"outcomes-{rank}").read_bytes()) for rank in (0, 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "victim"), [("sharded", 0), ("gathered", 1), ("sharded", 1), ("gathered", 0)])
 def test_each_operation_that_fails_is_one_error_on_all_ranks(layout: str, victim: int, tmp_path: Path) -> None:
     first, second = _failing_saves(tmp_path, layout, victim)

@@ -61,6 +61,7 @@ def test_a_kill_at_each_point(layout: str, asynchronous: bool, tmp_path: Path, m
             assert not wrong, (point, victim, wrong)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "asynchronous"), _WAYS)
 def test_a_kill_at_any_moment(layout: str, asynchronous: bool, tmp_path: Path) -> None:
     chance = random.Random(f"{layout} {asynchronous}")

@@ -40,6 +40,7 @@ def _traced_saves(place: Path, disk: Path, layout: str) -> list[Operation]:
     return sorted((operation for trace in traces for operation in trace), key=lambda operation: operation[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["sharded", "gathered"])
 def test_no_power_cut_loses_a_step(layout: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"

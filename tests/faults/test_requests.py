@@ -17,6 +17,7 @@ from tests.support.tiny import save_adapter
 _STAND_INS = Path(__file__).parent / "harness" / "stand_ins"
 
 
+@pytest.mark.long
 def test_a_kernel_and_a_request_would_be_seen(tiny_model: Path, tmp_path: Path) -> None:
     """By what watches the corpus: the stand-in for the package `kernels`, and sockets that refuse."""
     script = f"""

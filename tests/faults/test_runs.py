@@ -166,6 +166,7 @@ def test_a_signal_to_one_rank_or_to_all_loses_at_most_the_step_in_flight(
         assert same, ended.err
 
 
+@pytest.mark.long
 def test_a_finished_run_is_left_as_it_is(settings: list[str], undisturbed: Ended) -> None:
     def snapshot() -> dict[str, tuple[int, int]]:
         files = [file for file in undisturbed.run_dir.rglob("*") if file.is_file()]

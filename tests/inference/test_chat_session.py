@@ -206,6 +206,7 @@ def test_a_sliding_window_is_not_cut_back(tmp_path: Path) -> None:
     assert [passes[0] for passes in decoder.computed] == [6, 7, 6, 7]
 
 
+@pytest.mark.long
 def test_a_terminal(tmp_path: Path) -> None:
     """On a real pty: Ctrl-C stops the answer and not the program, which /quit then ends."""
     path = save_model(tmp_path / "model")

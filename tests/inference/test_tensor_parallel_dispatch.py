@@ -69,6 +69,7 @@ def test_logits_are_those_of_the_whole_model(name: str, request: pytest.FixtureR
     assert torch.equal(found[0][0], found[1][0])  # else they could draw different tokens
 
 
+@pytest.mark.long
 def test_groups_of_ranks_share_the_prompts(checkpoint: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abc\nde\na longer one\nfgh\nx\n")

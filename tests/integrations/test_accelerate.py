@@ -93,6 +93,7 @@ def whole(place: Path) -> dict[int, str]:
     return found
 
 
+@pytest.mark.long
 def test_nothing_is_lost_when_it_is_killed(place: Path) -> None:
     expected: dict[int, str] = on_ranks(2, loop, place / "dropout-whole", "dropout")[0]
     run_dir = place / "killed"
@@ -114,6 +115,7 @@ def test_nothing_is_lost_when_it_is_killed(place: Path) -> None:
     assert (place / "converted" / "config.json").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_stops_when_it_is_asked_to_and_goes_on_with_other_ranks(
     place: Path, whole: dict[int, str], ranks: int

@@ -95,6 +95,7 @@ def whole(place: Path) -> list[float]:
     return losses(place / "whole")
 
 
+@pytest.mark.long
 def test_nothing_is_lost_when_it_is_killed(place: Path) -> None:
     assert on_ranks(2, train, place / "dropout-whole", "dropout") == ["", ""]
     run_dir = place / "killed"

@@ -124,6 +124,7 @@ def test_recipes_and_configs_come_along(command: Path, tmp_path: Path) -> None:
         assert (shown.status, shown.err) == (0, "")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="nothing is missing where torchao is installed")
 def test_the_command_that_an_error_names_installs_the_extra(command: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")

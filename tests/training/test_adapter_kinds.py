@@ -156,6 +156,7 @@ def test_is_trained_as_by_peft(run: Any, plain: dict[str, tuple[list[float], Any
     torch.testing.assert_close(logits_of(loaded), logits, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
 def test_is_merged_as_by_peft(run: Any, base: Path, tmp_path: Path) -> None:
     _, ended = run
     convert(ended.checkpoint, tmp_path / "merged")

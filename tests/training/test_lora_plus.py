@@ -117,6 +117,7 @@ def test_losses_are_those_of_peft(run: tuple[str, str, int], runs: Any, plain: l
     assert rates[0] == LR, "the rate of the A matrices is reported"
 
 
+@pytest.mark.long
 def test_it_changes_training(runs: Any, settings: list[str], tmp_path: Path) -> None:
     without = [setting for setting in settings if "lora_plus" not in setting]
     ended = run_recipe("finetune", tmp_path, *without, *overrides(*RUNS[0]))

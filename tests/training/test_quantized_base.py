@@ -204,6 +204,7 @@ def whole(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ende
     return ended
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_equal_and_leaves_a_plain_adapter(
     whole: Ended, settings: list[str], tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -124,6 +124,7 @@ def _restored(context: DistributedContext, base: Path, step: Path, wrapper: str,
     return bool(average.trained())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "wrapper"), [(1, "ddp"), (3, "fsdp2"), (3, "fsdp1")])
 def test_is_restored_on_any_number_of_ranks(ranks: int, wrapper: str, runs: dict[str, Ended], tiny_model: Path) -> None:
     step = runs["fsdp2"].checkpoint

@@ -93,6 +93,7 @@ def test_the_commands_say_so(command: str, tmp_path: Path, texts: Path, monkeypa
         run_command([command, *settings, f"run_dir={tmp_path / 'run'}"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_a_plan_is_of_what_a_conversion_makes(has_weights: bool, tmp_path: Path) -> None:
     source = write(tmp_path / "model", fp8, "fp8")

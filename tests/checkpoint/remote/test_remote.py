@@ -101,6 +101,7 @@ def test_steps_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
     assert remote._all_steps() == [2]
 
 
+@pytest.mark.long
 def test_what_was_changed_there_is_refused(url: str, tmp_path: Path) -> None:
     remote = RemoteStore(url)
     names = [name for name in remote._sizes(2) if name != MANIFEST]

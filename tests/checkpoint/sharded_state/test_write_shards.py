@@ -70,6 +70,7 @@ def test_chunks_that_ranks_share_are_hashed_whoever_holds_their_parts(
     check_digests(written(tmp_path, layout, ranks), data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_columns_of_a_matrix_are_hashed_as_rows_of_the_tensor(layout: str, tmp_path: Path) -> None:
     data = torch.arange(NUM_ELEMENTS, dtype=torch.float32).view(-1, 10)
