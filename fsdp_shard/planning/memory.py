@@ -17,7 +17,18 @@ from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_an
 from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun, RankMemory
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.device_overhead import device_overhead
-from fsdp_shard.planning.step.moment import ACTIVATIONS, BUFFERS, GATHERED, LOSS_TERM, UNREDUCED, Moment, highest
+from fsdp_shard.planning.step.moment import (
+    ACTIVATIONS,
+    BUFFERS,
+    GATHERED,
+    LOADING,
+    LOSS_TERM,
+    TEMPORARIES,
+    UNREDUCED,
+    ZEROS,
+    Moment,
+    highest,
+)
 from fsdp_shard.planning.step.shard_state import (
     RankPart,
     ShardState,
@@ -144,8 +155,19 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared,
         schedule=shared.moments,
         highest_moments=shared.highest,
         own={name: num for name, num in own.items() if num},
-        updates_bytes=0 if is_offloaded else state.updates,
+        own_in=_own_in_phases(state, run),
     )
+
+
+def _own_in_phases(state: ShardState, run: PlannedRun) -> dict[str, dict[str, int]]:
+    """Bytes by phase and term that a rank has in one phase only."""
+    if run.shard.cpu_offload:
+        return {}
+    updates = {TEMPORARIES: state.updates} if state.updates else {}
+    found = {"load": {LOADING: state.padding}} if state.padding else {}
+    # The optimizer's state is made by a step with gradients of zeros, before it is read.
+    resumed = {ZEROS: state.trained, "optimizer": state.optimizer, **updates}
+    return found | {"resume": resumed, "optimizer": updates}
 
 
 def _sum(moment: Moment, *terms: str) -> int:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 GATHERED, UNREDUCED, BUFFERS, GRADIENTS = "gathered", "unreduced gradients", "reduce buffers", "gradients"
 ACTIVATIONS, LOSS_TERM, TEMPORARIES = "activations", "loss", "optimizer temporaries"
-EVALUATION, BUFFERS_OF_SAVE = "evaluation", "save buffers"
+EVALUATION, BUFFERS_OF_SAVE, LOADING = "evaluation", "save buffers", "load buffers"
+ZEROS = "gradients of zeros"
 
 
 @dataclass(frozen=True, slots=True)

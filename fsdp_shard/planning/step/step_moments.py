@@ -15,6 +15,7 @@ from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
+from fsdp_shard.planning.step.loading import FIGURES_BYTES, loading_moments, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.moment import GRADIENTS, Moment
 from fsdp_shard.planning.step.players.player import StepRules
@@ -25,8 +26,6 @@ from fsdp_shard.planning.step.tape.recording import record_tape
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
-
-_FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     terms = {} if run.shard.cpu_offload else {"parameters": parameters}
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
-    load = Moment("load", "", dict(terms))
+    before = loading_moments(config, part, run, in_units, terms)
     of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.is_packed)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
     of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu)
@@ -60,13 +59,13 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
             tapes = facts.of("tape", of_tape, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        return PlayedStep((load,), problem=first_line(error))
+        return PlayedStep((*before,), problem=first_line(error))
     if run.on_gpu:
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
         if run.objective.is_cross_entropy and not has_loss_head:
             tapes = _with_chunks_of_gpus(tapes, model, run)
     terms["batch"] = 2 * batch_bytes(model, _batch_size(run)) * run.num_micro_batches  # those of the next step too
-    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + _FIGURES_BYTES
+    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + FIGURES_BYTES
     if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
         terms["attention scores"] = _score_bytes(config, run)
     if not run.shard.is_sharded:
@@ -80,15 +79,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     player.step(tapes)
     player.update()
     player.evaluate(tapes)
-    return PlayedStep((load, *_resume(model, run, load), *player.moments), player.most_offloaded)
-
-
-def _resume(model: PreTrainedModel, run: PlannedRun, load: Moment) -> list[Moment]:
-    """The optimizer's state is made by a step with gradients of zeros, before it is read."""
-    if not run.resumes:
-        return []
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return [replace(load, phase="resume", terms={**load.terms, GRADIENTS: gradients})]
+    return PlayedStep((*before, *player.moments), player.most_offloaded)
 
 
 def _batch_size(run: PlannedRun) -> BatchSize:
@@ -161,8 +152,7 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         copies_reduced=not run.on_gpu,
         offloads_activations=shard.activation_offload,
         has_host_gradients=shard.cpu_offload,
-        # DTensor finds the place of a rank's rows by the numbers of all of them.
-        save_bytes=8 * max((param.shape[0] for param in model.parameters() if param.ndim), default=0) // run.num_shards,
+        save_bytes=place_bytes(model, run),
     )
 
 
