@@ -73,7 +73,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), shared.problem, tree
-    return MemoryPlan(type(model).__name__, *sizes, _overhead(part, run, per_rank), shards, run.shard.tensor_parallel)
+    besides = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
+    return MemoryPlan(type(model).__name__, *sizes, *besides)
 
 
 def built_model(
@@ -110,6 +111,7 @@ class _Shared:
         activations: The most bytes of activations and of the loss; None if they could not be measured.
         offloaded: The most bytes of activations in host memory.
         problem: Why activations could not be measured, if so.
+        uncounted: As in `MemoryPlan`.
     """
 
     moments: tuple[Moment, ...]
@@ -118,6 +120,7 @@ class _Shared:
     activations: int | None
     offloaded: int
     problem: str | None
+    uncounted: Mapping[str, str]
 
     @classmethod
     def of(cls, played: PlayedStep) -> Self:
@@ -129,7 +132,7 @@ class _Shared:
         activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in moments), default=0)
         known = None if played.problem else activations
         tops = tuple(map(highest, by_phase.values()))
-        return cls(moments, tops, unsharded, known, played.offloaded_bytes, played.problem)
+        return cls(moments, tops, unsharded, known, played.offloaded_bytes, played.problem, played.uncounted)
 
 
 def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:

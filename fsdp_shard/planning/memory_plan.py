@@ -204,6 +204,7 @@ class MemoryPlan:
         overhead: Bytes by term that a GPU holds besides tensors; none on CPUs.
         shards: The shards of each unit; None in a plan that was made without.
         tensor_ranks: Number of neighboring ranks that have the same rows.
+        uncounted: Why a phase besides the step could not be measured, by phase; the peak is without it.
     """
 
     model_class: str
@@ -216,6 +217,7 @@ class MemoryPlan:
     overhead: Mapping[str, int] = field(default_factory=dict)
     shards: UnitShards | None = None
     tensor_ranks: int = 1
+    uncounted: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fullest(self) -> RankMemory:

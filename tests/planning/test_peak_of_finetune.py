@@ -115,3 +115,30 @@ def test_a_resumed_run_takes_what_was_planned(name: str, home: Path, tmp_path: P
     run_finetune(first, 2)
     plan = plan_of(config, num_ranks)
     check(name, plan, measure_finetune(config, num_ranks), "load", "resume", "optimizer")
+
+
+_PROMPTS = {"sample_prompts": ["fox " * 60, "dog " * 60, "the quick"], "sample_tokens": 5, "eval_every": 1}
+_COMPLETING: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "fsdp2, LoRA": ("fsdp2", 2, _LORA),
+    "fsdp1, LoRA": ("fsdp1", 2, _LORA),
+    "fsdp2": ("fsdp2", 2, {}),
+    "fsdp1": ("fsdp1", 2, {}),
+    "fsdp2, float32": ("fsdp2", 2, {"shard": {"param_dtype": "float32"}}),
+    "ddp": ("ddp", 2, {}),
+    "recomputed": ("fsdp2", 2, {"shard": {"activation_checkpointing": True}}),
+    "kept after forward": ("fsdp2", 2, {"shard": {"reshard_after_forward": False}}),
+    "sequences over 2": ("fsdp2", 2, {"shard": {"context_parallel": 2}}),
+    "layers over 2": ("fsdp2", 2, {"shard": {"tensor_parallel": 2}}),
+    "many tokens": ("fsdp2", 2, _LORA | {"train": _PROMPTS | {"sample_prompts": ["fox", "dog"], "sample_tokens": 120}}),
+    "two tokens": ("fsdp2", 2, _LORA | {"train": _PROMPTS | {"sample_tokens": 1}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(_COMPLETING, 12))
+def test_completions_take_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
+    wrapper, num_ranks, sections = _COMPLETING[name]
+    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": _PROMPTS, **sections}
+    config = config_of(home, tmp_path / "run", wrapper, num_ranks, **sections)
+    config.data.sequence_length = 16  # so that a step takes less
+    plan = plan_of(config, num_ranks)
+    check(name, plan, measure_finetune(config, num_ranks), "completions")

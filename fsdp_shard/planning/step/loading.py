@@ -62,6 +62,8 @@ def _read_bytes(config: PretrainedConfig, model: nn.Module, run: PlannedRun) -> 
         is_read = ".lora_" not in name and not (run.resumes and param.requires_grad)  # a step has its own dtypes
         if is_read and name not in encoded and param.is_floating_point() and param.dtype != stored:
             most = max(most, min(-(-param.numel() // run.num_shards) * stored.itemsize, READ_STAGE_BYTES))
+        elif ".lora_A." in name and not run.resumes:  # drawn whole, of which the rank takes its part
+            most = max(most, param.numel() * param.element_size())
     if encoded:
         largest = max(encoded.values(), key=lambda module: module.num_weights)
         number = min(-(-largest.num_weights // run.num_shards), ENCODED_AT_ONCE)

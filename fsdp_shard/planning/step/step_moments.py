@@ -1,8 +1,8 @@
 """The moments of a planned run: what one micro-batch keeps, played over the units of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,16 +13,17 @@ from fsdp_shard import sharding
 from fsdp_shard.planning.facts import Facts, of_one_rank
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
 from fsdp_shard.planning.step.loading import FIGURES_BYTES, loading_moments, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
-from fsdp_shard.planning.step.moment import GRADIENTS, Moment
+from fsdp_shard.planning.step.moment import COMPLETIONS, GRADIENTS, Moment
 from fsdp_shard.planning.step.players.player import StepRules
 from fsdp_shard.planning.step.players.registry import PLAYERS
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.tape.events import DONE, LOSS, Event, Tapes
-from fsdp_shard.planning.step.tape.recording import record_tape
+from fsdp_shard.planning.step.tape.recording import ExtraPasses, record_tape
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
@@ -36,11 +37,13 @@ class PlayedStep:
         moments: The moments.
         offloaded_bytes: The most bytes of activations that are in host memory.
         problem: Why activations could not be measured, if so; then there are no moments of a step.
+        uncounted: Why a phase besides could not be measured, by phase.
     """
 
     moments: tuple[Moment, ...]
     offloaded_bytes: int = 0
     problem: str | None = None
+    uncounted: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> PlayedStep:
@@ -53,8 +56,9 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     before = loading_moments(config, part, run, in_units, terms)
     of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.is_packed)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
-    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu)
-    record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part))
+    extra = _extra_passes(run)
+    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra)
+    record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part, extra))
     try:
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
             tapes = facts.of("tape", of_tape, record)
@@ -79,7 +83,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     player.step(tapes)
     player.update()
     player.evaluate(tapes)
-    return PlayedStep((*before, *player.moments), player.most_offloaded)
+    return PlayedStep((*before, *player.moments), player.most_offloaded, uncounted=tapes.uncounted)
 
 
 def _batch_size(run: PlannedRun) -> BatchSize:
@@ -156,7 +160,15 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
     )
 
 
-def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Callable[[], Tapes], bool]:
+def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
+    """The passes without gradients that are no evaluations, by phase."""
+    completions = Completions.of(run)
+    return {} if completions is None else {COMPLETIONS: completions}
+
+
+def _tape(
+    config: PretrainedConfig, run: PlannedRun, part: RankPart, extra: Mapping[str, ExtraPasses]
+) -> tuple[Callable[[], Tapes], bool]:
     """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
     model = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
     if run.shard.flattens_units:
@@ -173,5 +185,7 @@ def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Ca
     if num_parts > 1:
         sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
     make = partial(planned_batch, model, run.objective, run.reference_kind, _batch_size(run))
-    record = partial(record_tape, model, run.shard, part.units, make, uncast=part.experts, is_packed=run.is_packed)
+    record = partial(
+        record_tape, model, run.shard, part.units, make, uncast=part.experts, is_packed=run.is_packed, extra=extra
+    )
     return record, has_loss_head

@@ -7,7 +7,15 @@ its wrapper, as torch's code handles it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.planning.step.moment import ACTIVATIONS, BUFFERS_OF_SAVE, EVALUATION, LOSS_TERM, UNREDUCED, Moment
+from fsdp_shard.planning.step.moment import (
+    ACTIVATIONS,
+    BUFFERS_OF_SAVE,
+    COMPLETIONS,
+    EVALUATION,
+    LOSS_TERM,
+    UNREDUCED,
+    Moment,
+)
 from fsdp_shard.planning.step.tape.events import BEGIN, ENTER, LEAVE, Event, Tapes
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
@@ -75,7 +83,7 @@ class Player:
         self.in_backward = False
         self.is_synced = True
         self.finished: set[str] = set()
-        self.phase, self.is_evaluation = "forward", False
+        self.phase, self.without_gradients = "forward", ""  # of a pass without them, the phase
         self._offloaded: dict[str, tuple[int, int]] = {}  # bytes on the device, and in host memory
         self._last_block: tuple[str, tuple[int, int]] | None = None
 
@@ -95,15 +103,17 @@ class Player:
         self.note("", "optimizer")
 
     def evaluate(self, tapes: Tapes) -> None:
-        """Play two batches of an evaluation after a step, and a save after that.
+        """Play two batches of an evaluation after a step, completions, and a save after that.
 
         What the first batch leaves gathered, the second one has.
         """
-        self.is_evaluation = True
-        self._play_all(tapes.evaluation)
-        self._play_all(tapes.evaluation)
-        self.end_evaluation()
-        self.is_evaluation = False
+        for phase, parts in ((EVALUATION, [tapes.evaluation] * 2), (COMPLETIONS, tapes.extra.get(COMPLETIONS, ()))):
+            self.without_gradients, kept = phase, self.terms.get(ACTIVATIONS, 0)
+            for part in parts:
+                self._play_all(part)
+                self.terms[ACTIVATIONS] = kept
+            self.end_evaluation()
+        self.without_gradients = ""
         self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
 
     def _play_all(self, tape: Sequence[Event]) -> None:
@@ -121,7 +131,7 @@ class Player:
         for name, num in (extra or {}).items():
             if num:
                 terms[name] = terms.get(name, 0) + num
-        self.moments.append(Moment(EVALUATION if self.is_evaluation else phase or self.phase, where, terms))
+        self.moments.append(Moment(self.without_gradients or phase or self.phase, where, terms))
 
     def _play(self, event: Event) -> None:
         self.play_bytes(event)
