@@ -20,6 +20,8 @@ from fsdp_shard.planning.step.device_overhead import device_overhead
 from fsdp_shard.planning.step.moment import (
     ACTIVATIONS,
     BUFFERS,
+    DIRECTIONS,
+    EVA,
     GATHERED,
     LOADING,
     LOSS_TERM,
@@ -112,6 +114,7 @@ class _Shared:
         offloaded: The most bytes of activations in host memory.
         problem: Why activations could not be measured, if so.
         uncounted: As in `MemoryPlan`.
+        directions: As in `PlayedStep`.
     """
 
     moments: tuple[Moment, ...]
@@ -121,6 +124,7 @@ class _Shared:
     offloaded: int
     problem: str | None
     uncounted: Mapping[str, str]
+    directions: Sequence[int]
 
     @classmethod
     def of(cls, played: PlayedStep) -> Self:
@@ -132,7 +136,9 @@ class _Shared:
         activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in moments), default=0)
         known = None if played.problem else activations
         tops = tuple(map(highest, by_phase.values()))
-        return cls(moments, tops, unsharded, known, played.offloaded_bytes, played.problem, played.uncounted)
+        return cls(
+            moments, tops, unsharded, known, played.offloaded_bytes, played.problem, played.uncounted, played.directions
+        )
 
 
 def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:
@@ -158,16 +164,17 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared,
         schedule=shared.moments,
         highest_moments=shared.highest,
         own={name: num for name, num in own.items() if num},
-        own_in=_own_in_phases(state, run),
+        own_in=_own_in_phases(state, run, shared.directions[rank] if shared.directions else 0),
     )
 
 
-def _own_in_phases(state: ShardState, run: PlannedRun) -> dict[str, dict[str, int]]:
-    """Bytes by phase and term that a rank has in one phase only."""
+def _own_in_phases(state: ShardState, run: PlannedRun, directions: int) -> dict[str, dict[str, int]]:
+    """Bytes by phase and term that a rank has in one phase only; `directions` are those of `eva`."""
+    found: dict[str, dict[str, int]] = {EVA: {DIRECTIONS: directions}} if directions else {}
     if run.shard.cpu_offload:
-        return {}
+        return found
     updates = {TEMPORARIES: state.updates} if state.updates else {}
-    found = {"load": {LOADING: state.padding}} if state.padding else {}
+    found |= {"load": {LOADING: state.padding}} if state.padding else {}
     # The optimizer's state is made by a step with gradients of zeros, before it is read.
     resumed = {ZEROS: state.trained, "optimizer": state.optimizer, **updates}
     return found | {"resume": resumed, "optimizer": updates}

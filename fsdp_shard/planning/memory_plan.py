@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.step.moment import Moment
+from fsdp_shard.planning.step.moment import EVA, Moment
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
@@ -163,7 +163,7 @@ class RankMemory:
 
     def _terms(self, moment: Moment) -> dict[str, int]:
         """Bytes by term at a moment, with what only this rank has."""
-        own = {} if moment.phase in ("load", "resume") else self.own
+        own = {} if moment.phase in ("load", EVA, "resume") else self.own
         return {**own, **moment.terms, **self.own_in.get(moment.phase, {})}
 
 

@@ -142,3 +142,29 @@ def test_completions_take_what_was_planned(name: str, home: Path, tmp_path: Path
     config.data.sequence_length = 16  # so that a step takes less
     plan = plan_of(config, num_ranks)
     check(name, plan, measure_finetune(config, num_ranks), "completions")
+
+
+_EVA: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "fsdp2": ("fsdp2", 2, {}),
+    "fsdp1": ("fsdp1", 2, {}),
+    "ddp": ("ddp", 2, {}),
+    "one rank": ("fsdp2", 1, {}),
+    "three ranks": ("fsdp2", 3, {"train": {"micro_batch_size": 2}}),
+    "float32": ("fsdp1", 2, {"shard": {"param_dtype": "float32"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(_EVA, 6))
+def test_finding_directions_takes_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
+    wrapper, num_ranks, sections = _EVA[name]
+    adapter = LoraConfig(rank=8, init="eva")
+    sections = {"adapter": adapter, "optim": OPTIMIZERS["adamw"](), **sections}
+    train = {"steps": 1} | sections.pop("train", {})
+    train["global_batch_size"] = num_ranks * train.get("micro_batch_size", 1)
+    config = config_of(home, tmp_path / "run", wrapper, num_ranks, train=train, **sections)
+    plan, measured = plan_of(config, num_ranks), measure_finetune(config, num_ranks)
+    planned = [max(m.total_bytes for m in rank.moments if m.phase == "eva") for rank in plan.per_rank]
+    found = [each.by_phase["eva"] for each in measured]
+    _TABLE.append(f"{name:30} eva         {max(planned):12}{max(found):14}  {max(planned) / max(found) - 1:+.2%}")
+    assert all(one >= other for one, other in zip(planned, found, strict=True)), (planned, found)
+    assert max(planned) / max(found) <= 1.05, (planned, found)

@@ -31,8 +31,8 @@ class RunBytes:
 
     Attributes:
         peak: The most that were live at one time, after the model was loaded.
-        by_phase: The same in each phase: load, resume, forward, loss, backward, optimizer, evaluation, completions,
-            save. `resume` is also what a run that begins does there.
+        by_phase: The same in each phase: load, resume or eva, forward, loss, backward, optimizer, evaluation,
+            completions, save.
         by_maker: What was live at the peak, by what made it, the largest first.
     """
 
@@ -66,7 +66,7 @@ def _run(context: DistributedContext, config: FinetuneConfig, live: LiveBytes) -
         optimizer = build_optimizer(config.optim, loaded.model, start.context, loaded.adapter)
         by_phase = dict(live.most_by_phase)
         live.reset()
-        live.phase = "resume"
+        live.phase = "resume" if start.step is not None else "eva"
         run = open_run(config, start, loaded, optimizer, data.train)
         live.phase = "start"
         complete = run.functions.samples

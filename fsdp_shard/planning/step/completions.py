@@ -30,6 +30,7 @@ class Completions:
 
     prompt_length: int
     num_new: int
+    is_packed = False
 
     @classmethod
     def of(cls, run: PlannedRun) -> Completions | None:

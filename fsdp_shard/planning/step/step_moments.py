@@ -16,16 +16,17 @@ from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
+from fsdp_shard.planning.step.eva_pass import EvaPass
 from fsdp_shard.planning.step.loading import FIGURES_BYTES, loading_moments, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
-from fsdp_shard.planning.step.moment import COMPLETIONS, GRADIENTS, Moment
-from fsdp_shard.planning.step.players.player import StepRules
+from fsdp_shard.planning.step.moment import COMPLETIONS, EVA, GRADIENTS, Moment
+from fsdp_shard.planning.step.players.player import Player, StepRules
 from fsdp_shard.planning.step.players.registry import PLAYERS
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.tape.events import DONE, LOSS, Event, Tapes
 from fsdp_shard.planning.step.tape.recording import ExtraPasses, record_tape
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
-from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
+from fsdp_shard.training import LoraConfig, cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
 
 
@@ -38,12 +39,14 @@ class PlayedStep:
         offloaded_bytes: The most bytes of activations that are in host memory.
         problem: Why activations could not be measured, if so; then there are no moments of a step.
         uncounted: Why a phase besides could not be measured, by phase.
+        directions: Bytes of the directions that `adapter.init=eva` has found on each rank, while it finds them.
     """
 
     moments: tuple[Moment, ...]
     offloaded_bytes: int = 0
     problem: str | None = None
     uncounted: Mapping[str, str] = field(default_factory=dict)
+    directions: Sequence[int] = ()
 
 
 def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> PlayedStep:
@@ -76,14 +79,21 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
         terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
             terms["buckets of the first step"] = terms[GRADIENTS]
-    player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
+    begin, rules = PLAYERS[run.shard.wrapper], _rules(model, run)
+    if isinstance(eva := extra.get(EVA), EvaPass) and EVA in tapes.extra:
+        before += _find_directions(begin(in_units, rules, {**terms}), tapes)
+        directions = eva.state_bytes(tapes.extra[EVA][0], dict(model.named_parameters()))
+    else:
+        directions = []
+    player = begin(in_units, rules, terms)
     if type(run.shard.reshard_after_forward) is int:
         player.evaluate(tapes)  # as before the first step; some of what it gathers stays
         player.moments.clear()
     player.step(tapes)
     player.update()
     player.evaluate(tapes)
-    return PlayedStep((*before, *player.moments), player.most_offloaded, uncounted=tapes.uncounted)
+    moments = (*before, *player.moments)
+    return PlayedStep(moments, player.most_offloaded, None, tapes.uncounted, directions)
 
 
 def _batch_size(run: PlannedRun) -> BatchSize:
@@ -162,8 +172,19 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
 
 def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
     """The passes without gradients that are no evaluations, by phase."""
-    completions = Completions.of(run)
-    return {} if completions is None else {COMPLETIONS: completions}
+    found: dict[str, ExtraPasses] = {}
+    if (completions := Completions.of(run)) is not None:
+        found[COMPLETIONS] = completions
+    if isinstance(run.adapter, LoraConfig) and run.adapter.init == EVA and not run.resumes:
+        found[EVA] = EvaPass(_batch_size(run), run.num_ranks)
+    return found
+
+
+def _find_directions(player: Player, tapes: Tapes) -> list[Moment]:
+    """The moments of finding the initial values of an adapter."""
+    player.terms.pop("reference", None)  # it is opened later
+    player.play_without_gradients(EVA, tapes.extra[EVA])
+    return player.moments
 
 
 def _tape(

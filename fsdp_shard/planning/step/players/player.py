@@ -107,14 +107,18 @@ class Player:
 
         What the first batch leaves gathered, the second one has.
         """
-        for phase, parts in ((EVALUATION, [tapes.evaluation] * 2), (COMPLETIONS, tapes.extra.get(COMPLETIONS, ()))):
-            self.without_gradients, kept = phase, self.terms.get(ACTIVATIONS, 0)
-            for part in parts:
-                self._play_all(part)
-                self.terms[ACTIVATIONS] = kept
-            self.end_evaluation()
-        self.without_gradients = ""
+        self.play_without_gradients(EVALUATION, [tapes.evaluation] * 2)
+        self.play_without_gradients(COMPLETIONS, tapes.extra.get(COMPLETIONS, ()))
         self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
+
+    def play_without_gradients(self, phase: str, parts: Sequence[Sequence[Event]]) -> None:
+        """Play passes in eval mode, in parts that each begin at the same state."""
+        self.without_gradients, kept = phase, self.terms.get(ACTIVATIONS, 0)
+        for part in parts:
+            self._play_all(part)
+            self.terms[ACTIVATIONS] = kept
+        self.end_evaluation()
+        self.without_gradients = ""
 
     def _play_all(self, tape: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"

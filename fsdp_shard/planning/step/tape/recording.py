@@ -28,10 +28,14 @@ from fsdp_shard.utils import FakeTensorMode, first_line, replace_tensors
 class ExtraPasses(Protocol):
     """Passes without gradients of another phase than an evaluation."""
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several documents."""
+
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
         """How the model is set meanwhile."""
 
-    def run(self, model: nn.Module, recorder: Recorder) -> None:
+    def run(self, model: PreTrainedModel, recorder: Recorder) -> None:
         """Run the model, in eval mode."""
 
     def parts(self, tape: Sequence[Event]) -> Sequence[Sequence[Event]]:
@@ -117,7 +121,7 @@ def _run_extra(
     for phase, passes in extra.items():
         begun = len(recorder.events)
         try:
-            attending = attending_without_values(model, is_packed=False)
+            attending = attending_without_values(model, is_packed=passes.is_packed)
             with passes.setting(model), attending, fake, recorder, torch.no_grad():
                 passes.run(model, recorder)
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
