@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     T5Config,
 )
@@ -32,6 +33,7 @@ _MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(num_hidden_layers=6, **_HEADS),
     "gpt2": GPT2Config(n_embd=128, n_layer=5, n_head=4, vocab_size=600, n_positions=512),
     "gemma3": Gemma3TextConfig(num_hidden_layers=14, sliding_window=32, **_HEADS),
+    "mixtral": MixtralConfig(num_hidden_layers=5, num_local_experts=4, num_experts_per_tok=2, **_HEADS),
     "t5": T5Config(d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=512, decoder_start_token_id=0),
 }
 
@@ -52,6 +54,9 @@ def saved(name: str, directory: Path) -> PretrainedConfig:
         pytest.param("gpt2", "cpu", "keep", 4, 128, marks=pytest.mark.slow),
         pytest.param("gemma3", "cpu", "keep", 2, 100, marks=pytest.mark.slow),
         ("t5", "cpu", "keep", 2, 24),
+        ("mixtral", "cpu", "keep", 2, 128),
+        pytest.param("mixtral", "cpu", "bfloat16", 2, 128, marks=pytest.mark.slow),
+        pytest.param("mixtral", "disk", "bfloat16", 2, 128, marks=pytest.mark.slow),
     ],
 )
 def test_generation_takes_what_was_planned(

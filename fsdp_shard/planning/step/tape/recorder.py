@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
             number = number if self.most_chosen is None else min(number, self.most_chosen)
             result = torch.empty((number, args[0].ndim), dtype=torch.long)
         else:
-            result = func(*args, **(kwargs or {}))
+            result = run_fake(func, args, kwargs or {})
         for storage in storages_of(result):
             self._count(storage)
         self._most = max(self._most, self._now)
@@ -100,6 +100,22 @@ class Recorder(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self._now -= self._live.pop(key, 0)
         self._born.pop(key, None)
+
+
+def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on fake tensors."""
+    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        # Experts: kernels take other dtypes too, but torch says what they return for bfloat16 only.
+        return torch.empty(_grouped_shape(*args[:3]), dtype=args[0].dtype)
+    return func(*args, **kwargs)
+
+
+def _grouped_shape(one: torch.Tensor, two: torch.Tensor, ends: torch.Tensor | None = None) -> tuple[int, ...]:
+    """The shape of products of groups: of rows [rows, in] by [groups, in, out], or of columns that are summed over."""
+    if one.ndim == two.ndim == 2:
+        assert ends is not None, "what is summed over is divided into groups"
+        return len(ends), one.shape[0], two.shape[1]
+    return (*one.shape[-two.ndim + 1 : -1], two.shape[-1]) if one.ndim == two.ndim else (one.shape[-2], two.shape[-1])
 
 
 def pinned_bytes(num_bytes: int) -> int:
