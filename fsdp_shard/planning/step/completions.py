@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,10 @@ class Completions:
         second = more[0]
         left = _LOOP_BYTES + sum(event.change for event in tape[first + 1 : second + 1])
         return tape[: first + 1], (Event(DONE, "", left, left, left, 0), *tape[second + 1 :])
+
+    def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
+        """None: all is on the tape."""
+        return []
 
 
 def _next(ids: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -16,7 +16,6 @@ from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
-from fsdp_shard.planning.step.eva_pass import EvaPass
 from fsdp_shard.planning.step.loading import FIGURES_BYTES, loading_moments, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.moment import COMPLETIONS, EVA, GRADIENTS, Moment
@@ -80,11 +79,10 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
         if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
             terms["buckets of the first step"] = terms[GRADIENTS]
     begin, rules = PLAYERS[run.shard.wrapper], _rules(model, run)
-    if isinstance(eva := extra.get(EVA), EvaPass) and EVA in tapes.extra:
+    directions: list[int] = []
+    if EVA in tapes.extra:
         before += _find_directions(begin(in_units, rules, {**terms}), tapes)
-        directions = eva.state_bytes(tapes.extra[EVA][0], dict(model.named_parameters()))
-    else:
-        directions = []
+        directions = extra[EVA].state_bytes(tapes.extra[EVA][0], dict(model.named_parameters()))
     player = begin(in_units, rules, terms)
     if type(run.shard.reshard_after_forward) is int:
         player.evaluate(tapes)  # as before the first step; some of what it gathers stays
@@ -176,6 +174,8 @@ def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
     if (completions := Completions.of(run)) is not None:
         found[COMPLETIONS] = completions
     if isinstance(run.adapter, LoraConfig) and run.adapter.init == EVA and not run.resumes:
+        from fsdp_shard.planning.step.eva_pass import EvaPass  # which few plans need
+
         found[EVA] = EvaPass(_batch_size(run), run.num_ranks)
     return found
 

@@ -41,6 +41,9 @@ class ExtraPasses(Protocol):
     def parts(self, tape: Sequence[Event]) -> Sequence[Sequence[Event]]:
         """The parts of the tape, which each begin at the same state."""
 
+    def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
+        """Bytes that each rank has meanwhile besides what is on the tape; none if no rank has any."""
+
 
 class MicroBatch(Protocol):
     """A micro-batch in a fake tensor mode."""
