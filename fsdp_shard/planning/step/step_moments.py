@@ -16,7 +16,7 @@ from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
-from fsdp_shard.planning.step.loading import FIGURES_BYTES, loading_moments, place_bytes
+from fsdp_shard.planning.step.load_moments import FIGURES_BYTES, loading_moments, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.moment import COMPLETIONS, EVA, GRADIENTS, Moment
 from fsdp_shard.planning.step.players.player import Player, StepRules

@@ -1,6 +1,6 @@
 """Counts the live bytes of fake tensors while operators run, and writes a tape."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import finalize
 
@@ -10,6 +10,7 @@ from torch import UntypedStorage
 from fsdp_shard.planning.step.tape.events import ENTER, LEAVE, Event
 from fsdp_shard.utils import TorchDispatchMode, storage_key
 
+GROUPED_PRODUCT = "aten::_grouped_mm"  # of experts
 _MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by token in Python
 
 
@@ -104,18 +105,20 @@ class Recorder(TorchDispatchMode):
 
 def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on fake tensors."""
-    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-        # Experts: kernels take other dtypes too, but torch says what they return for bfloat16 only.
-        return torch.empty(_grouped_shape(*args[:3]), dtype=args[0].dtype)
-    return func(*args, **kwargs)
+    is_other = func.name() == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16
+    return grouped_product(args, kwargs) if is_other else func(*args, **kwargs)
 
 
-def _grouped_shape(one: torch.Tensor, two: torch.Tensor, ends: torch.Tensor | None = None) -> tuple[int, ...]:
-    """The shape of products of groups: of rows [rows, in] by [groups, in, out], or of columns that are summed over."""
-    if one.ndim == two.ndim == 2:
-        assert ends is not None, "what is summed over is divided into groups"
-        return len(ends), one.shape[0], two.shape[1]
-    return (*one.shape[-two.ndim + 1 : -1], two.shape[-1]) if one.ndim == two.ndim else (one.shape[-2], two.shape[-1])
+def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> torch.Tensor:
+    """What `GROUPED_PRODUCT` returns; the operator itself knows it for few dtypes and widths only."""
+    left, right = args[:2]
+    ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+    shape = {
+        (2, 2): (len(ends), left.shape[0], right.shape[1]),
+        (2, 3): (left.shape[0], right.shape[-1]),
+        (3, 2): (left.shape[1 % left.ndim], right.shape[1]),
+    }
+    return torch.empty(shape[left.ndim, right.ndim], dtype=left.dtype, device=left.device)
 
 
 def pinned_bytes(num_bytes: int) -> int:
