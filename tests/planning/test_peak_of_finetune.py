@@ -117,7 +117,7 @@ def test_a_resumed_run_takes_what_was_planned(name: str, home: Path, tmp_path: P
     check(name, plan, measure_finetune(config, num_ranks), "load", "resume", "optimizer")
 
 
-_PROMPTS = {"sample_prompts": ["fox " * 60, "dog " * 60, "the quick"], "sample_tokens": 5, "eval_every": 1}
+_PROMPTS = {"sample_prompts": ["fox " * 60, "dog " * 60], "sample_tokens": 3}
 _COMPLETING: dict[str, tuple[str, int, dict[str, Any]]] = {
     "fsdp2, LoRA": ("fsdp2", 2, _LORA),
     "fsdp1, LoRA": ("fsdp1", 2, _LORA),
@@ -157,7 +157,7 @@ _EVA: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", sampled(_EVA, 6))
 def test_finding_directions_takes_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
     wrapper, num_ranks, sections = _EVA[name]
-    adapter = LoraConfig(rank=8, init="eva")
+    adapter = LoraConfig(rank=2, init="eva", target_modules=["q_proj", "k_proj", "down_proj"])
     sections = {"adapter": adapter, "optim": OPTIMIZERS["adamw"](), **sections}
     train = {"steps": 1} | sections.pop("train", {})
     train["global_batch_size"] = num_ranks * train.get("micro_batch_size", 1)
