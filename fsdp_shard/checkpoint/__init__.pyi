@@ -99,7 +99,12 @@ from .remote.hub_push import (
 from .remote.hub_requests import require_hub as require_hub
 from .remote.store import RemoteStore as RemoteStore, is_remote as is_remote, refuse_remote as refuse_remote
 from .remote.upload import catch_up as catch_up, prune_remote as prune_remote, upload_step as upload_step
-from .sharded_state.load_shards import encode_shards as encode_shards, load_shards as load_shards
+from .sharded_state.load_shards import (
+    ENCODED_AT_ONCE as ENCODED_AT_ONCE,
+    READ_STAGE_BYTES as READ_STAGE_BYTES,
+    encode_shards as encode_shards,
+    load_shards as load_shards,
+)
 from .sharded_state.optimizer_state import (
     check_slots as check_slots,
     create_state as create_state,

@@ -6,6 +6,8 @@ from .config import (
     DispatchConfig as DispatchConfig,
     GenerateSettings as GenerateSettings,
     GenerationSettings as GenerationSettings,
+    locate_adapters as locate_adapters,
+    parse_adapters as parse_adapters,
 )
 from .device_map.device_plan import DevicePlan as DevicePlan, device_name as device_name
 from .dispatch import (
@@ -14,6 +16,7 @@ from .dispatch import (
     load_dispatched as load_dispatched,
     model_from_config as model_from_config,
     plan_from_config as plan_from_config,
+    with_adapters as with_adapters,
 )
 from .generation.batching import complete as complete
 from .generation.decoder import Decoder as Decoder
@@ -21,6 +24,7 @@ from .generation.kv_cache_size import KVCacheBudget as KVCacheBudget
 from .generation.prompts import Completion as Completion, Prompt as Prompt
 from .generation.text_generation import complete_prompts as complete_prompts, join_ranks as join_ranks
 from .generation.tokenize_prompts import check_generates as check_generates
+from .named_adapters import inject_adapters as inject_adapters
 from .offload.mmap_tensors import MappedFiles as MappedFiles
 from .offload.tensor_reader import READ_BYTES as READ_BYTES
 from .preflight import check_checkpoint as check_checkpoint, check_generation as check_generation

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -105,6 +106,19 @@ def parse_adapters(value: Any, setting: str = "adapters") -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", str(name)):
             raise ConfigError(f"{setting} has the name {name!r}; give a letter, then letters, digits, - and _.")
     return {str(name): os.fspath(path) for name, path in value.items()}
+
+
+def locate_adapters(paths: Mapping[str, str]) -> dict[str, Location]:
+    """Return what `adapters` lead to, by name; InputError, which names the setting, for what is no adapter."""
+    found = {}
+    for name, path in paths.items():
+        try:
+            found[name] = locate(path)
+            if not found[name].is_adapter:
+                raise ConfigError(f"{found[name].weights} holds the weights of a model, not an adapter.")
+        except InputError as error:
+            raise type(error)(f"adapters.{name}={path}: {error}") from error
+    return found
 
 
 @dataclass
@@ -297,15 +311,7 @@ class GenerateSettings(SourceSettings):
     @cached_property
     def adapter_sources(self) -> dict[str, Location]:
         """What `adapters` lead to, by name; errors name the setting."""
-        found = {}
-        for name, path in self.adapter_paths.items():
-            try:
-                found[name] = locate(path)
-                if not found[name].is_adapter:
-                    raise ConfigError(f"{found[name].weights} holds the weights of a model, not an adapter.")
-            except InputError as error:
-                raise type(error)(f"adapters.{name}={path}: {error}") from error
-        return found
+        return locate_adapters(self.adapter_paths)
 
     @property
     def is_conversation(self) -> bool:

@@ -61,6 +61,22 @@ def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base:
     use_adapter(model, next(iter(adapters)))
 
 
+def inject_adapters(model: PreTrainedModel, adapters: Mapping[str, Location]) -> None:
+    """Add the matrices of adapters to a model on meta, without values; the one with the most bytes is active.
+
+    Raises:
+        CheckpointError: The model has no modules for one.
+    """
+    for name, location in adapters.items():
+        with torch.device("meta"):
+            _inject(model, name, location)
+    for name, param in model.named_parameters():
+        if ".lora_" in name:
+            param.data = param.data.float()  # as `_fill` has it
+    model.__dict__[_NAMES] = tuple(adapters)
+    use_adapter(model, max(adapters, key=lambda name: adapters_bytes({name: adapters[name]})))
+
+
 def use_adapter(model: PreTrainedModel, name: str | None) -> None:
     """Let a model compute with one of its adapters, or with None as if it had none; nothing for one without adapters.
 

@@ -2,13 +2,15 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.inference import DispatchConfig
+from fsdp_shard.inference import DispatchConfig, locate_adapters, parse_adapters
 from fsdp_shard.planning.devices import AutoDeviceConfig, DeviceConfig
-from fsdp_shard.utils import setting
+from fsdp_shard.utils import Parsed, setting
 
 
 @dataclass
@@ -117,14 +119,30 @@ class PlanSettings:
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
     checkpoint: PlanSavingConfig = field(default_factory=PlanSavingConfig)
     dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)
+    # Any, as in DispatchConfig.
+    adapters: Any = setting(
+        None, "As in generate: adapters by name that are loaded over the model, of which files give the sizes."
+    )
     trace: bool = setting(
         False,
         "Also trace two training steps of rank 0 on tensors without memory, operator by operator, and show the peak "
         "and that of the formula. It takes up to a minute for 80 layers.",
     )
 
+    adapter_paths = Parsed("adapters", parse_adapters)
+
+    @cached_property
+    def adapter_sources(self) -> dict[str, Location]:
+        """What `adapters` lead to, by name; errors name the setting."""
+        return locate_adapters(self.adapter_paths)
+
     def check(self, prefix: str) -> None:
         """Raise ConfigError for a range of ranks that nothing would search, or a search without a limit."""
+        if self.adapter_paths and self.dispatch.device_map is None:
+            raise ConfigError(
+                f"{prefix}adapters are those of generate, which is not planned without {prefix}dispatch.device_map; "
+                f"add {prefix}dispatch.device_map=auto. The adapter that is trained is {prefix}adapter=lora."
+            )
         if self.launch.is_range and not self.search:
             raise ConfigError(
                 f"{prefix}launch.ranks={self.launch.ranks} is a range, which only {prefix}search=true takes; add that, "

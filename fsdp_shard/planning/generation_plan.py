@@ -23,9 +23,9 @@ from fsdp_shard.planning.step.tape.recorder import Recorder, pinned_bytes, stora
 from fsdp_shard.planning.step.tape.recording import record_forward
 from fsdp_shard.utils import first_line, format_size, format_table, storage_key
 
-WEIGHTS, IN_FLIGHT, READ, CACHE = "weights", "blocks in flight", "read buffers", "KV cache"
+WEIGHTS, ADAPTERS, IN_FLIGHT, READ, CACHE = "weights", "adapters", "blocks in flight", "read buffers", "KV cache"
 _PHASES = ("prefill", "logits", "decode")
-_TERMS = (WEIGHTS, IN_FLIGHT, READ, CACHE, ACTIVATIONS)
+_TERMS = (WEIGHTS, ADAPTERS, IN_FLIGHT, READ, CACHE, ACTIVATIONS)
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,12 @@ class GenerationPlan:
     Attributes:
         peaks: Device -> its highest moment of each phase, in order.
         problem: Why activations could not be measured, if so; then there are no moments.
+        uncounted: What the peaks do not have, in a sentence, if anything.
     """
 
     peaks: Mapping[str, Sequence[Moment]] = field(default_factory=dict)
     problem: str | None = None
+    uncounted: str | None = None
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -48,7 +50,7 @@ class GenerationPlan:
     def figures(self) -> dict[str, Any]:
         """The figures of result.json."""
         peaks = {device: [asdict(moment) for moment in moments] for device, moments in self.peaks.items()}
-        return {"peak_bytes": self.peak_bytes, "peaks": peaks, "problem": self.problem}
+        return {"peak_bytes": self.peak_bytes, "peaks": peaks, "problem": self.problem, "uncounted": self.uncounted}
 
     def describe(self, budget: KVCacheBudget) -> str:
         """The plan for people, of the texts in `budget`."""
@@ -61,7 +63,8 @@ class GenerationPlan:
                 sizes = [moment.total_bytes, *(moment.terms.get(term, 0) for term in shown)]
                 rows.append([device, moment.phase, *map(format_size, sizes), moment.where or "(root)"])
         peaks = ", ".join(f"{format_size(size)} on {device}" for device, size in self.peak_bytes.items())
-        return "\n".join([*format_table(rows), "", f"Generation of {budget} takes up to {peaks}."])
+        told = f"Generation of {budget} takes up to {peaks}. {self.uncounted or ''}".rstrip()
+        return "\n".join([*format_table(rows), "", told])
 
 
 @dataclass
@@ -141,7 +144,7 @@ def _sizes(value: Any) -> dict[int, int]:
 
 
 def plan_generation(
-    model: PreTrainedModel, devices: DevicePlan, budget: KVCacheBudget, *, casts: bool = False
+    model: PreTrainedModel, devices: DevicePlan, budget: KVCacheBudget, *, casts: bool = False, quantize: str = "none"
 ) -> GenerationPlan:
     """Plan the memory of generating the texts in `budget`.
 
@@ -150,6 +153,7 @@ def plan_generation(
         devices: Where its blocks are.
         budget: Number and length of the texts.
         casts: Whether weights are loaded in another dtype than they are stored in.
+        quantize: As in `dispatch.quantize`; layers run as if they were not quantized.
 
     Returns:
         The plan.
@@ -164,17 +168,35 @@ def plan_generation(
         tape, like = record_forward(model, passes, has_mask=budget.batch_size > 1)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
         return GenerationPlan(problem=first_line(error))
+    adapters: dict[str, int] = {}
+    for name, param in model.named_parameters():
+        if ".lora_" in name:
+            fqn = max((block.fqn for block in blocks if name.startswith(f"{block.fqn}.")), key=len, default="")
+            adapters[fqn] = adapters.get(fqn, 0) + param.nbytes
     cached = dict(zip(repeated, passes.cached, strict=False))
     cached |= {fqn: cached.get(other, 0) for fqn, other in like.items() if fqn in repeated}
-    played = _Played(devices, buffers, cached, READ_BYTES if casts or devices.main != "cpu" else 0)
+    played = _Played(devices, buffers, cached, adapters, READ_BYTES if casts or devices.main != "cpu" else 0)
     played.play(tape)
-    return GenerationPlan(played.peaks())
+    return GenerationPlan(played.peaks(), uncounted=_uncounted(model, quantize))
+
+
+def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
+    """What the plan of a quantized model lacks: torchao's own memory, whose layers do not run on fake tensors."""
+    if quantize == "none":
+        return None
+    largest = max((m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)), default=0)
+    return (
+        f"With dispatch.quantize={quantize} that does not count what quantizing takes while weights are loaded, and "
+        f"copies of a weight that products make for a moment: {format_size(largest)} of the largest."
+    )
 
 
 class _Played:
     """Plays a tape: what is on each device at each moment."""
 
-    def __init__(self, devices: DevicePlan, buffers: int, cached: Mapping[str, int], read: int) -> None:
+    def __init__(
+        self, devices: DevicePlan, buffers: int, cached: Mapping[str, int], adapters: Mapping[str, int], read: int
+    ) -> None:
         self._devices, self._cached = devices, cached
         self._main = device_name(devices.main)
         self._moments: dict[str, dict[str, list[Moment]]] = {}
@@ -188,6 +210,9 @@ class _Played:
         if self._main != "cpu" and "disk" in devices.devices.values():  # through page-locked memory
             number = 1 + devices.prefetch
             self._state.setdefault("cpu", {})[IN_FLIGHT] = number * pinned_bytes(devices.buffer_bytes // number)
+        for fqn, num_bytes in adapters.items():
+            state = self._state.setdefault(self._device_of(fqn), {})
+            state[ADAPTERS] = state.get(ADAPTERS, 0) + num_bytes
         if read:
             self._state.setdefault("cpu", {})[READ] = read
         for device in self._state:

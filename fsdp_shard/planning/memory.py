@@ -17,7 +17,20 @@ from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_an
 from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun, RankMemory
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.device_overhead import device_overhead
-from fsdp_shard.planning.step.moment import ACTIVATIONS, BUFFERS, GATHERED, LOSS_TERM, UNREDUCED, Moment, highest
+from fsdp_shard.planning.step.moment import (
+    ACTIVATIONS,
+    BUFFERS,
+    DIRECTIONS,
+    EVA,
+    GATHERED,
+    LOADING,
+    LOSS_TERM,
+    TEMPORARIES,
+    UNREDUCED,
+    ZEROS,
+    Moment,
+    highest,
+)
 from fsdp_shard.planning.step.shard_state import (
     RankPart,
     ShardState,
@@ -62,7 +75,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), shared.problem, tree
-    return MemoryPlan(type(model).__name__, *sizes, _overhead(part, run, per_rank), shards, run.shard.tensor_parallel)
+    besides = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
+    return MemoryPlan(type(model).__name__, *sizes, *besides)
 
 
 def built_model(
@@ -99,6 +113,8 @@ class _Shared:
         activations: The most bytes of activations and of the loss; None if they could not be measured.
         offloaded: The most bytes of activations in host memory.
         problem: Why activations could not be measured, if so.
+        uncounted: As in `MemoryPlan`.
+        directions: As in `PlayedStep`.
     """
 
     moments: tuple[Moment, ...]
@@ -107,6 +123,8 @@ class _Shared:
     activations: int | None
     offloaded: int
     problem: str | None
+    uncounted: Mapping[str, str]
+    directions: Sequence[int]
 
     @classmethod
     def of(cls, played: PlayedStep) -> Self:
@@ -118,7 +136,9 @@ class _Shared:
         activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in moments), default=0)
         known = None if played.problem else activations
         tops = tuple(map(highest, by_phase.values()))
-        return cls(moments, tops, unsharded, known, played.offloaded_bytes, played.problem)
+        return cls(
+            moments, tops, unsharded, known, played.offloaded_bytes, played.problem, played.uncounted, played.directions
+        )
 
 
 def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:
@@ -144,8 +164,20 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared,
         schedule=shared.moments,
         highest_moments=shared.highest,
         own={name: num for name, num in own.items() if num},
-        updates_bytes=0 if is_offloaded else state.updates,
+        own_in=_own_in_phases(state, run, shared.directions[rank] if shared.directions else 0),
     )
+
+
+def _own_in_phases(state: ShardState, run: PlannedRun, directions: int) -> dict[str, dict[str, int]]:
+    """Bytes by phase and term that a rank has in one phase only; `directions` are those of `eva`."""
+    found: dict[str, dict[str, int]] = {EVA: {DIRECTIONS: directions}} if directions else {}
+    if run.shard.cpu_offload:
+        return found
+    updates = {TEMPORARIES: state.updates} if state.updates else {}
+    found |= {"load": {LOADING: state.padding}} if state.padding else {}
+    # The optimizer's state is made by a step with gradients of zeros, before it is read.
+    resumed = {ZEROS: state.trained, "optimizer": state.optimizer, **updates}
+    return found | {"resume": resumed, "optimizer": updates}
 
 
 def _sum(moment: Moment, *terms: str) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.step.moment import TEMPORARIES, Moment
+from fsdp_shard.planning.step.moment import EVA, Moment
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
@@ -116,8 +116,8 @@ class RankMemory:
         schedule: The moments of a run, without what only some ranks have; shared by ranks.
         highest_moments: Those of `schedule` with the most bytes in their phase: what a rank has besides is the same
             within a phase, so that its peak is one of them.
-        own: Bytes by term that this rank has besides, at each moment after the model is loaded.
-        updates_bytes: The most that a step of the optimizer takes for a moment.
+        own: Bytes by term that this rank has besides, at each moment from the first step on.
+        own_in: The same in one phase only, by phase.
     """
 
     rank: int
@@ -134,7 +134,7 @@ class RankMemory:
     schedule: tuple[Moment, ...] = ()
     highest_moments: tuple[Moment, ...] = ()
     own: Mapping[str, int] = field(default_factory=dict)
-    updates_bytes: int = 0
+    own_in: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:
@@ -163,10 +163,8 @@ class RankMemory:
 
     def _terms(self, moment: Moment) -> dict[str, int]:
         """Bytes by term at a moment, with what only this rank has."""
-        if moment.phase == "load":
-            return dict(moment.terms)
-        updates = {TEMPORARIES: self.updates_bytes} if moment.phase == "optimizer" and self.updates_bytes else {}
-        return {**self.own, **moment.terms, **updates}
+        own = {} if moment.phase in ("load", EVA, "resume") else self.own
+        return {**own, **moment.terms, **self.own_in.get(moment.phase, {})}
 
 
 @dataclass(frozen=True)
@@ -206,6 +204,7 @@ class MemoryPlan:
         overhead: Bytes by term that a GPU holds besides tensors; none on CPUs.
         shards: The shards of each unit; None in a plan that was made without.
         tensor_ranks: Number of neighboring ranks that have the same rows.
+        uncounted: Why a phase besides the step could not be measured, by phase; the peak is without it.
     """
 
     model_class: str
@@ -218,6 +217,7 @@ class MemoryPlan:
     overhead: Mapping[str, int] = field(default_factory=dict)
     shards: UnitShards | None = None
     tensor_ranks: int = 1
+    uncounted: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fullest(self) -> RankMemory:

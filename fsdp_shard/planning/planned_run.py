@@ -129,10 +129,13 @@ def _measured(config: PlannedSettings) -> MeasuredRun:
 
 
 def _notes(run: PlannedRun) -> str:
-    """Lines about the objective, and about an adapter that is not read."""
+    """Lines about the objective, about an adapter that is not read, and about prompts whose tokens are not known."""
     path = getattr(run.adapter, "path", None)
     of_adapter = "" if path is None else f"adapter.path={path} is not read: the adapter is that of the other settings\n"
-    return _objective_line(run) + of_adapter
+    of_prompts = ""
+    if run.train.sample_prompts:
+        of_prompts = "train.sample_prompts are taken to have a token for each byte, and data.kind to add none\n"
+    return _objective_line(run) + of_adapter + of_prompts
 
 
 def _objective_line(run: PlannedRun) -> str:

@@ -75,6 +75,8 @@ def summary_lines(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory |
     """The peak, what is in host memory, which shards are uneven, and whether it fits in `memory_bytes` and `host`."""
     besides = _overhead_lines(plan.overhead) if plan.overhead or plan.peak_bytes is None else [_NOT_COUNTED]
     lines = [*_host_lines(plan), *_peak_lines(plan.per_rank), *besides, *_uneven_lines(plan)]
+    for name, why in plan.uncounted.items():
+        lines.append(f"The phase {name} could not be measured ({why}); it is not counted.")
     lines.append(_verdict(plan, memory_bytes))
     if host is not None and not host.fits(plan):
         lines.append(f"Does NOT fit in the host memory of a machine: {host_misfit(plan, host)}.")

@@ -60,6 +60,10 @@ class PlannedSettings(Protocol):
     trace: bool
 
     @property
+    def adapter_sources(self) -> Mapping[str, Location]:
+        """The adapters of `generate`, by name."""
+
+    @property
     def kept_run_dir(self) -> str | None:
         """Where files are left, if any are."""
 

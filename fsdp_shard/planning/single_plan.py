@@ -79,19 +79,27 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     """Text and figures of the device map of `generate`, if one is asked for."""
     if config.dispatch.device_map is None:
         return "", {}
-    from fsdp_shard.inference import KVCacheBudget, model_from_config, plan_from_config
+    from fsdp_shard.inference import (
+        KVCacheBudget,
+        inject_adapters,
+        model_from_config,
+        plan_from_config,
+        with_adapters,
+    )
     from fsdp_shard.models import load_config
-    from fsdp_shard.planning.generation_plan import GenerationPlan, plan_generation
+    from fsdp_shard.planning.generation_plan import plan_generation
 
     budget = KVCacheBudget(config.train.micro_batch_size, length)
     model_config = load_config(model.source.directory, config.model.trust_remote_code)
-    settings = config.dispatch
+    settings, adapters = config.dispatch, config.adapter_sources
+    if adapters:
+        settings = with_adapters(settings, model.source, adapters)
     devices = plan_from_config(model_config, settings, budget)
-    if settings.quantize == "none":
-        stored = str(model_config.dtype or "float32").removeprefix("torch.")
-        casts = settings.dtype not in ("keep", stored)
-        found = plan_generation(model_from_config(model_config, settings), devices, budget, casts=casts)
-    else:
-        found = GenerationPlan(problem=f"quantized layers are not run, dispatch.quantize={settings.quantize}")
+    dispatched = model_from_config(model_config, settings)
+    if adapters:
+        inject_adapters(dispatched, adapters)
+    stored = str(model_config.dtype or "float32").removeprefix("torch.")
+    casts = settings.dtype not in ("keep", stored) or settings.quantize != "none"
+    found = plan_generation(dispatched, devices, budget, casts=casts, quantize=settings.quantize)
     text = f"\n\n{devices.table()}\n{devices.describe()} of {budget}\n\n{found.describe(budget)}"
     return text, {"device_map": devices.devices, "dispatch": asdict(devices) | {"generation": found.figures()}}

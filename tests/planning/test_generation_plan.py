@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,24 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     T5Config,
 )
 
-from fsdp_shard.inference import DispatchConfig, KVCacheBudget, load_dispatched, model_from_config, plan_from_config
+from fsdp_shard.inference import (
+    DispatchConfig,
+    KVCacheBudget,
+    inject_adapters,
+    load_dispatched,
+    locate_adapters,
+    model_from_config,
+    plan_from_config,
+)
 from fsdp_shard.planning.generation_plan import plan_generation
 from tests.support.live_bytes import LiveBytes
 from tests.support.runs import run_recipe
+from tests.support.tiny import save_adapter
 
 _HEADS: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32,
@@ -32,6 +41,7 @@ _MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(num_hidden_layers=6, **_HEADS),
     "gpt2": GPT2Config(n_embd=128, n_layer=5, n_head=4, vocab_size=600, n_positions=512),
     "gemma3": Gemma3TextConfig(num_hidden_layers=14, sliding_window=32, **_HEADS),
+    "mixtral": MixtralConfig(num_hidden_layers=5, num_local_experts=4, num_experts_per_tok=2, **_HEADS),
     "t5": T5Config(d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=512, decoder_start_token_id=0),
 }
 
@@ -52,6 +62,9 @@ def saved(name: str, directory: Path) -> PretrainedConfig:
         pytest.param("gpt2", "cpu", "keep", 4, 128, marks=pytest.mark.slow),
         pytest.param("gemma3", "cpu", "keep", 2, 100, marks=pytest.mark.slow),
         ("t5", "cpu", "keep", 2, 24),
+        ("mixtral", "cpu", "keep", 2, 128),
+        pytest.param("mixtral", "cpu", "bfloat16", 2, 128, marks=pytest.mark.slow),
+        pytest.param("mixtral", "disk", "bfloat16", 2, 128, marks=pytest.mark.slow),
     ],
 )
 def test_generation_takes_what_was_planned(
@@ -84,8 +97,60 @@ def test_the_command_shows_the_peak_of_generation(tmp_path: Path) -> None:
     assert [moment["phase"] for moment in generation["peaks"]["cpu"]] == ["load", "prefill", "logits", "decode"]
     assert generation["peak_bytes"]["cpu"] == max(sum(m["terms"].values()) for m in generation["peaks"]["cpu"])
     assert "Generation of 1 text of 64 tokens takes up to" in ended.out
-    if find_spec("torchao") is None:
-        return
-    quantized = run_recipe("plan", tmp_path / "int8", *given, "dispatch.quantize=int8")
-    assert quantized.status == 0, quantized.err
-    assert "could not be measured (quantized layers are not run" in quantized.out
+    assert "adapters" not in ended.out
+    save_adapter(tmp_path / "adapter", tmp_path / "model")
+    adapted = run_recipe("plan", tmp_path / "adapted", *given, f"adapters={{one: {tmp_path / 'adapter'}}}")
+    assert adapted.status == 0, adapted.err
+    (before, *_), (load, *_) = generation["peaks"]["cpu"], adapted.result["dispatch"]["generation"]["peaks"]["cpu"]
+    assert load["terms"] == before["terms"] | {"adapters": 4 * 6 * 2 * (128 + 128 + 320 + 128)}
+    refused = run_recipe("plan", tmp_path / "refused", *given[:2], f"adapters={{one: {tmp_path / 'adapter'}}}")
+    assert refused.status == 2
+    assert "add dispatch.device_map=auto" in refused.err
+
+
+def test_a_quantized_plan_says_what_it_lacks() -> None:
+    config, budget = _MODELS["llama"], KVCacheBudget(2, 128)
+    plans = []
+    for quantize in ("none", "int8"):
+        settings = DispatchConfig("cpu", {"cpu": "1GB"}, "bfloat16", quantize=quantize)
+        devices = plan_from_config(config, settings, budget)
+        plans.append(plan_generation(model_from_config(config, settings), devices, budget, quantize=quantize))
+    (load, *others), (quantized, *others_quantized) = (plan.peaks["cpu"] for plan in plans)
+    saved = load.terms["weights"] - quantized.terms["weights"]
+    per_layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 320
+    assert saved == 6 * (per_layer - 2 * (2 * 128 + 2 * 64 + 2 * 320 + 128)) + 512 * 128 - 2 * 512  # and the head
+    for one, two in zip(others, others_quantized, strict=True):
+        assert one.terms["activations"] == two.terms["activations"]
+    text = plans[1].describe(budget)
+    assert "does not count what quantizing takes while weights are loaded, and copies of a weight" in text
+    assert "128 KiB of the largest." in text
+    assert "does not count" not in plans[0].describe(budget)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "dtype"),
+    [("cpu", "keep"), pytest.param("disk", "bfloat16", marks=pytest.mark.slow)],
+)
+def test_adapters_take_what_was_planned(device_map: str, dtype: str, tmp_path: Path) -> None:
+    config, budget = saved("llama", tmp_path / "model"), KVCacheBudget(2, 128)
+    found = {}
+    for name in ("one", "two"):
+        save_adapter(tmp_path / name, tmp_path / "model")
+        found[name] = str(tmp_path / name)
+    budgets = {"cpu": "1GB"} if device_map == "disk" else None
+    settings = DispatchConfig(device_map, budgets, dtype)
+    devices, planned_model = plan_from_config(config, settings, budget), model_from_config(config, settings)
+    inject_adapters(planned_model, locate_adapters(found))
+    planned = plan_generation(planned_model, devices, budget)
+    assert planned.problem is None
+    ids = torch.randint(5, 500, (2, 124))
+    mask = torch.ones_like(ids)
+    mask[1:, :7] = 0
+    model = load_dispatched(tmp_path / "model", device_map, budgets, dtype, adapters=found)
+    with LiveBytes() as live:
+        for name in found:
+            model.set_adapter(name)
+            model.generate(ids[:, :8], max_new_tokens=2)  # so that all weights are known
+        live.reset()
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4)
+    assert 1.0 <= planned.peak_bytes["cpu"] / live.most <= 1.05, (planned.peaks, live.most)

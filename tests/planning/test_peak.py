@@ -159,6 +159,7 @@ _SETTINGS = {
     "t5": Setting(model=t5),
     "t5, recomputation": Setting(model=t5, shard={"activation_checkpointing": True}, rows=4),
     "mixture": Setting(model=mixture),
+    "mixture, float32": Setting(model=mixture, shard={"param_dtype": "float32"}),
     "layers over 2": Setting(shard={"tensor_parallel": 2}),
     "layers over 2 of 4": Setting(4, shard={"tensor_parallel": 2}),
     "experts over 2": Setting(model=mixture, shard={"expert_parallel": 2}),

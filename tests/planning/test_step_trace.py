@@ -60,6 +60,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "tensor": {"shard": Fsdp2Config(tensor_parallel=2), "num_ranks": 4, "layout": TENSOR},
     "ulysses": {"shard": Fsdp2Config(context_parallel=2), "layout": TENSOR, "train": TrainConfig(global_batch_size=1)},
     "experts": {"layout": {"num_local_experts": 4}, "sequence_length": 64},
+    "experts in float32": {
+        "shard": Fsdp2Config(param_dtype="float32"),
+        "layout": {"num_local_experts": 4},
+        "sequence_length": 64,
+    },
     "expert parallel": {
         "shard": Fsdp2Config(expert_parallel=2),
         "layout": {"num_local_experts": 4},

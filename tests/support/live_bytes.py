@@ -203,7 +203,7 @@ def _measure(
         saving = CheckpointConfig(every=run.saves_every, asynchronous=run.saves_asynchronously)
         where = (directory, saving, context, loaded, training.optimizer, {}, _Silent())
         gradients: list[int] = []
-        with _phases(live, training, gradients), new_saver(*where) as saver:
+        with step_phases(live, training, gradients), new_saver(*where) as saver:
             saver.average = training.average
             live.reset()
             live.phase = "start"
@@ -412,13 +412,13 @@ def _packed(batch: Batch) -> Batch:
 
 
 @contextmanager
-def _phases(live: LiveBytes, run: TrainingRun, gradients: list[int]) -> Iterator[None]:
-    """Tell `live` what runs, and collect the bytes of the gradients at the beginning of each update."""
+def step_phases(live: LiveBytes, run: TrainingRun, gradients: list[int] | None = None) -> Iterator[None]:
+    """Tell `live` what of a step runs, and collect the bytes of the gradients at the beginning of each update."""
     module = run.model.module
 
     def enters(name: str) -> Any:
         def set_phase(*args: Any, **kwargs: Any) -> None:
-            if live.phase != "evaluation":
+            if live.phase not in ("evaluation", "completions"):
                 live.phase = name
 
         return set_phase
@@ -426,7 +426,8 @@ def _phases(live: LiveBytes, run: TrainingRun, gradients: list[int]) -> Iterator
     def begins_update(*args: Any) -> None:
         live.phase = "optimizer"
         found = [param.grad for param in module.parameters() if param.grad is not None]
-        gradients.append(storage_bytes(plain_parts(found)))
+        if gradients is not None:
+            gradients.append(storage_bytes(plain_parts(found)))
 
     hooks = [
         module.register_forward_pre_hook(enters("forward")),

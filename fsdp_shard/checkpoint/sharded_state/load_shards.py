@@ -11,8 +11,8 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import QUANTIZATION_BLOCK, QuantizationCode
 
-_STAGE_BYTES = 16 << 20  # read at a time where the dtype or the device differs
-_ENCODED_AT_ONCE = 1 << 20  # weights; encoding them takes up to 20 bytes each
+READ_STAGE_BYTES = 16 << 20  # read at a time where the dtype or the device differs
+ENCODED_AT_ONCE = 1 << 20  # weights; encoding them takes up to 20 bytes each
 
 
 def load_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: Mapping[str, str] | None = None) -> None:
@@ -53,7 +53,7 @@ def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: Quan
     low = shard.start * shard.data.element_size()
     high = low + len(data)
     last = -(-high // code.row_bytes)
-    step = _ENCODED_AT_ONCE // QUANTIZATION_BLOCK
+    step = ENCODED_AT_ONCE // QUANTIZATION_BLOCK
     for row in range(low // code.row_bytes, last, step):
         first = row * QUANTIZATION_BLOCK
         weights = torch.empty(min(min(row + step, last) * QUANTIZATION_BLOCK, entry.num_elements) - first, dtype=dtype)
@@ -80,7 +80,7 @@ def _load_range(index: TensorIndex, stored: str, shard: LocalShard) -> None:
         if len(shard.data):
             index.read_into(stored, shard.start, tensor_bytes(shard.data))
         return
-    per_stage = _STAGE_BYTES // dtype.itemsize
+    per_stage = READ_STAGE_BYTES // dtype.itemsize
     stage = torch.empty(min(per_stage, len(shard.data)), dtype=dtype)
     for start in range(0, len(shard.data), per_stage):
         part = stage[: min(per_stage, len(shard.data) - start)]

@@ -23,12 +23,12 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fsdp_shard.models import attention_implementations
+from fsdp_shard.planning.step.tape.recorder import GROUPED_PRODUCT, grouped_product
 from fsdp_shard.sharding import is_saved_operator
 from fsdp_shard.utils import TorchDispatchMode, replace_tensors, tree_leaves, tree_map
 
 _LENGTHS = (64, 128, 192)  # multiples of the chunks that linear attention computes in
 _ATTENTION = "fsdp_shard_flops"
-_GROUPED = "aten::_grouped_mm"
 _NUMBERS_OF_A_LAYER = ("layer_idx", "layer_index", "layer_number", "block_idx")
 
 
@@ -142,7 +142,7 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "aten::_local_scalar_dense":  # a value that control flow depends on
             return 1.0 if args[0].is_floating_point() else 1
-        output = _grouped_product(args, kwargs) if func.name() == _GROUPED else func(*args, **(kwargs or {}))
+        output = grouped_product(args, kwargs) if func.name() == GROUPED_PRODUCT else func(*args, **(kwargs or {}))
         if flops := _operator_flops(func, args, kwargs or {}, output):
             self.counts.phase(self.phase).flops += flops
             if self.phase == "recomputed" and not is_saved_operator(func):
@@ -166,7 +166,9 @@ class _Counter(TorchDispatchMode):
 
 def _operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
     name = str(func.name())
-    if name == _GROUPED:  # of a product whose groups divide the rows of the first factor, or else what is summed over
+    if (
+        name == GROUPED_PRODUCT
+    ):  # of a product whose groups divide the rows of the first factor, or else what is summed over
         left, right = args[0].shape, args[1].shape
         return int(2 * left[-2] * left[-1] * right[-1])
     if name == "aten::convolution_backward":  # torch's formula multiplies all channels, of grouped ones too
@@ -175,18 +177,6 @@ def _operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], o
         return int(each * sum(args[10][:2]))
     formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
-
-
-def _grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> torch.Tensor:
-    """The shape of a grouped product; the operator itself has shapes for few dtypes and widths only."""
-    left, right = args[:2]
-    ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
-    shape = {
-        (2, 2): (len(ends), left.shape[0], right.shape[1]),
-        (2, 3): (left.shape[0], right.shape[-1]),
-        (3, 2): (left.shape[1 % left.ndim], right.shape[1]),
-    }
-    return torch.empty(shape[left.ndim, right.ndim], dtype=left.dtype, device=left.device)
 
 
 class _Attend(torch.autograd.Function):

@@ -28,7 +28,6 @@ _NOT_PLANNED: Mapping[str, tuple[Any, str]] = {
     "shard.compile": (False, "a compiler decides what is kept"),
     "data.streaming": (False, "samples are not known before"),
     "data.target_length": (None, "targets have another length"),
-    "train.sample_prompts": ([], "generating samples is not planned"),
     "train.neftune_alpha": (None, "the noise is not planned"),
     "train.profile": ([], "profiling takes memory of its own"),
     "objective.teacher": (None, "the teacher is not planned"),

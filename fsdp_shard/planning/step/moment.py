@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 GATHERED, UNREDUCED, BUFFERS, GRADIENTS = "gathered", "unreduced gradients", "reduce buffers", "gradients"
 ACTIVATIONS, LOSS_TERM, TEMPORARIES = "activations", "loss", "optimizer temporaries"
-EVALUATION, BUFFERS_OF_SAVE = "evaluation", "save buffers"
+EVALUATION, COMPLETIONS, EVA = "evaluation", "completions", "eva"
+DIRECTIONS = "principal directions"
+BUFFERS_OF_SAVE, LOADING = "save buffers", "load buffers"
+ZEROS = "gradients of zeros"
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,7 @@ class Moment:
     """What is in memory at one moment of a run.
 
     Attributes:
-        phase: load, resume, forward, loss, backward, reduce, optimizer, save or evaluation.
+        phase: load, eva, resume, forward, loss, backward, reduce, optimizer, evaluation, completions or save.
         where: FQN of the unit or block, "" for the root.
         terms: Bytes by term, such as parameters, gathered, gradients, unreduced gradients, optimizer, activations.
     """

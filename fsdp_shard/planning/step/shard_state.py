@@ -14,6 +14,7 @@ from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
 from fsdp_shard.planning.step.tape.recorder import pinned_bytes
+from fsdp_shard.planning.step.unit_bytes import padded_elements
 from fsdp_shard.planning.step.unit_holdings import UnitShards
 from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import balanced_partition
@@ -27,7 +28,8 @@ _STAGED_APART = 7 * 64
 class ShardState:
     """Bytes of the state of one shard, what its optimizer takes for a moment, and the copy that a save may make.
 
-    `pinned` is what the parameters and gradients of offloaded state take in page-locked memory.
+    `pinned` is what the parameters and gradients of offloaded state take in page-locked memory, `trained` what the
+    trained parameters have, and `padding` the largest parameter that `fully_shard` copies when it fills up its shards.
     """
 
     parameters: int
@@ -37,6 +39,8 @@ class ShardState:
     updates: int
     staged: int
     pinned: int
+    trained: int
+    padding: int
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,29 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
                 for name, shape in part_of_state.items()
             )
             staged = num_bytes(own) + optimizer + average + buffers + len(own) * _STAGED_APART
-            known[key] = ShardState(num_bytes(local), num_bytes(gradients), optimizer, average, taken, staged, pinned)
+            known[key] = ShardState(
+                num_bytes(local), num_bytes(gradients), optimizer, average, taken, staged, pinned, num_bytes(own),
+                _padded_bytes(local, shapes, dtypes, run),
+            )  # fmt: skip
         states.append(known[key])
     return states
+
+
+def _padded_bytes(
+    local: Mapping[str, sharding.Shape],
+    shapes: Mapping[str, sharding.Shape],
+    dtypes: Mapping[str, torch.dtype],
+    run: PlannedRun,
+) -> int:
+    """Bytes of the largest shard that has fewer rows than the others and is filled up to as many."""
+    if run.shard.flattens_units or not run.shard.is_sharded:
+        return 0
+    sizes = (
+        prod(shape) * dtypes[name].itemsize
+        for name, shape in local.items()
+        if prod(shape) < padded_elements(shapes[name], run.num_shards)
+    )
+    return max(sizes, default=0)
 
 
 def staged_bytes(part: RankPart, states: Sequence[ShardState], run: PlannedRun) -> list[int]:

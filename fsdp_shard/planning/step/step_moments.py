@@ -1,8 +1,8 @@
 """The moments of a planned run: what one micro-batch keeps, played over the units of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,20 +13,20 @@ from fsdp_shard import sharding
 from fsdp_shard.planning.facts import Facts, of_one_rank
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
+from fsdp_shard.planning.step.load_moments import FIGURES_BYTES, loading_moments, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
-from fsdp_shard.planning.step.moment import GRADIENTS, Moment
-from fsdp_shard.planning.step.players.player import StepRules
+from fsdp_shard.planning.step.moment import COMPLETIONS, EVA, GRADIENTS, Moment
+from fsdp_shard.planning.step.players.player import Player, StepRules
 from fsdp_shard.planning.step.players.registry import PLAYERS
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.tape.events import DONE, LOSS, Event, Tapes
-from fsdp_shard.planning.step.tape.recording import record_tape
+from fsdp_shard.planning.step.tape.recording import ExtraPasses, record_tape
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
-from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
+from fsdp_shard.training import LoraConfig, cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
-
-_FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,15 @@ class PlayedStep:
         moments: The moments.
         offloaded_bytes: The most bytes of activations that are in host memory.
         problem: Why activations could not be measured, if so; then there are no moments of a step.
+        uncounted: Why a phase besides could not be measured, by phase.
+        directions: Bytes of the directions that `adapter.init=eva` has found on each rank, while it finds them.
     """
 
     moments: tuple[Moment, ...]
     offloaded_bytes: int = 0
     problem: str | None = None
+    uncounted: Mapping[str, str] = field(default_factory=dict)
+    directions: Sequence[int] = ()
 
 
 def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> PlayedStep:
@@ -51,44 +55,43 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     terms = {} if run.shard.cpu_offload else {"parameters": parameters}
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
-    load = Moment("load", "", dict(terms))
+    before = loading_moments(config, part, run, in_units, terms)
     of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.is_packed)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
-    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu)
-    record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part))
+    extra = _extra_passes(run)
+    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra)
+    record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part, extra))
     try:
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
             tapes = facts.of("tape", of_tape, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        return PlayedStep((load,), problem=first_line(error))
+        return PlayedStep((*before,), problem=first_line(error))
     if run.on_gpu:
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
         if run.objective.is_cross_entropy and not has_loss_head:
             tapes = _with_chunks_of_gpus(tapes, model, run)
     terms["batch"] = 2 * batch_bytes(model, _batch_size(run)) * run.num_micro_batches  # those of the next step too
-    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + _FIGURES_BYTES
+    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + FIGURES_BYTES
     if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
         terms["attention scores"] = _score_bytes(config, run)
     if not run.shard.is_sharded:
         terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
             terms["buckets of the first step"] = terms[GRADIENTS]
-    player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
+    begin, rules = PLAYERS[run.shard.wrapper], _rules(model, run)
+    directions: list[int] = []
+    if EVA in tapes.extra:
+        before += _find_directions(begin(in_units, rules, {**terms}), tapes)
+        directions = extra[EVA].state_bytes(tapes.extra[EVA][0], dict(model.named_parameters()))
+    player = begin(in_units, rules, terms)
     if type(run.shard.reshard_after_forward) is int:
         player.evaluate(tapes)  # as before the first step; some of what it gathers stays
         player.moments.clear()
     player.step(tapes)
     player.update()
     player.evaluate(tapes)
-    return PlayedStep((load, *_resume(model, run, load), *player.moments), player.most_offloaded)
-
-
-def _resume(model: PreTrainedModel, run: PlannedRun, load: Moment) -> list[Moment]:
-    """The optimizer's state is made by a step with gradients of zeros, before it is read."""
-    if not run.resumes:
-        return []
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return [replace(load, phase="resume", terms={**load.terms, GRADIENTS: gradients})]
+    moments = (*before, *player.moments)
+    return PlayedStep(moments, player.most_offloaded, None, tapes.uncounted, directions)
 
 
 def _batch_size(run: PlannedRun) -> BatchSize:
@@ -161,12 +164,32 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         copies_reduced=not run.on_gpu,
         offloads_activations=shard.activation_offload,
         has_host_gradients=shard.cpu_offload,
-        # DTensor finds the place of a rank's rows by the numbers of all of them.
-        save_bytes=8 * max((param.shape[0] for param in model.parameters() if param.ndim), default=0) // run.num_shards,
+        save_bytes=place_bytes(model, run),
     )
 
 
-def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Callable[[], Tapes], bool]:
+def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
+    """The passes without gradients that are no evaluations, by phase."""
+    found: dict[str, ExtraPasses] = {}
+    if (completions := Completions.of(run)) is not None:
+        found[COMPLETIONS] = completions
+    if isinstance(run.adapter, LoraConfig) and run.adapter.init == EVA and not run.resumes:
+        from fsdp_shard.planning.step.eva_pass import EvaPass  # which few plans need
+
+        found[EVA] = EvaPass(_batch_size(run), run.num_ranks)
+    return found
+
+
+def _find_directions(player: Player, tapes: Tapes) -> list[Moment]:
+    """The moments of finding the initial values of an adapter."""
+    player.terms.pop("reference", None)  # it is opened later
+    player.play_without_gradients(EVA, tapes.extra[EVA])
+    return player.moments
+
+
+def _tape(
+    config: PretrainedConfig, run: PlannedRun, part: RankPart, extra: Mapping[str, ExtraPasses]
+) -> tuple[Callable[[], Tapes], bool]:
     """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
     model = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
     if run.shard.flattens_units:
@@ -183,5 +206,7 @@ def _tape(config: PretrainedConfig, run: PlannedRun, part: RankPart) -> tuple[Ca
     if num_parts > 1:
         sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
     make = partial(planned_batch, model, run.objective, run.reference_kind, _batch_size(run))
-    record = partial(record_tape, model, run.shard, part.units, make, uncast=part.experts, is_packed=run.is_packed)
+    record = partial(
+        record_tape, model, run.shard, part.units, make, uncast=part.experts, is_packed=run.is_packed, extra=extra
+    )
     return record, has_loss_head

@@ -27,6 +27,7 @@ class UnitBytes:
         reduced_from: What is reduced: the unsharded gradients in the dtype of the reduction.
         reduced: This rank's part of that.
         kept: This rank's part in the dtype of the parameters.
+        stored: The shard as it is stored.
         last: Elements of its last trained parameter, whose unsharded gradient a loop of torch's holds a little longer.
         is_kept: Whether it stays gathered after the forward pass whatever the settings say.
         is_scaled: Whether its gradient is divided by another number than that of its ranks.
@@ -41,6 +42,7 @@ class UnitBytes:
     reduced_from: int
     reduced: int
     kept: int
+    stored: int
     last: int = 0
     is_kept: bool = False
     is_scaled: bool = False
@@ -64,7 +66,7 @@ def unit_bytes(
     """
     if not shard.is_sharded:
         held = sum(param.numel() * param.element_size() for param in model.parameters())
-        return [UnitBytes(unit.fqn, 1, 0, 0, 0, 0, 0, 0, 0) for unit in units], held
+        return [UnitBytes(unit.fqn, 1, 0, 0, 0, 0, 0, 0, 0, 0) for unit in units], held
     head = model.get_output_embeddings()
     found, held = [], 0
     for unit in units:
@@ -72,17 +74,17 @@ def unit_bytes(
         is_kept = not unit.fqn or model.get_submodule(unit.fqn) is head
         measure = _flat_bytes if shard.flattens_units else _rows_bytes
         is_divided = unit.fqn in experts
-        of_unit, stored = measure(
+        of_unit = measure(
             unit, params, shard, num_shards // shard.expert_parallel if is_divided else num_shards, is_kept
         )
         found.append(replace(of_unit, is_scaled=is_divided))
-        held += stored
+        held += of_unit.stored
     return found, held
 
 
 def _rows_bytes(
     unit: Unit, params: Sequence[nn.Parameter], shard: ShardConfig, num_shards: int, is_kept: bool
-) -> tuple[UnitBytes, int]:
+) -> UnitBytes:
     """Of `fully_shard`: the rows of each parameter are divided, and filled up to as many on each rank."""
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
     stored = cast = largest = gathered = gradients = reduced = kept = last = 0
@@ -103,8 +105,8 @@ def _rows_bytes(
             reduced += padded * reduce
             kept += padded * param.element_size()
     reduced_from = reduced * num_shards
-    sizes = cast, largest, gathered, gradients, reduced_from, reduced, kept, last
-    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept), stored
+    sizes = cast, largest, gathered, gradients, reduced_from, reduced, kept, stored, last
+    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept)
 
 
 def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
@@ -114,7 +116,7 @@ def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
 
 def _flat_bytes(
     unit: Unit, params: Sequence[nn.Parameter], shard: ShardConfig, num_shards: int, is_kept: bool
-) -> tuple[UnitBytes, int]:
+) -> UnitBytes:
     """Of FullyShardedDataParallel: one flat parameter, whose gradient is that of all if any is trained."""
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
     end, multiple = 0, max(1, _FLAT_ALIGN_BYTES // compute)
@@ -129,8 +131,8 @@ def _flat_bytes(
     gradients = end * compute if trained else 0
     reduced_from, reduced, kept = (whole * reduce, length * reduce, length * wide) if trained else (0, 0, 0)
     cast = length * compute if is_cast else 0
-    sizes = cast, cast, gathered, gradients, reduced_from, reduced, kept
-    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept), length * wide
+    sizes = cast, cast, gathered, gradients, reduced_from, reduced, kept, length * wide
+    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept)
 
 
 def trained_dtype(model: nn.Module) -> torch.dtype:

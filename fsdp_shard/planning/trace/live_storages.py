@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.planning.step.tape.recorder import tensors_in
+from fsdp_shard.planning.step.tape.recorder import run_fake, tensors_in
 from fsdp_shard.planning.trace import known_values
 from fsdp_shard.utils import (
     FakeTensorMode,
@@ -130,7 +130,7 @@ class LiveStorages(TorchDispatchMode):
             given = list(tensors_in((args, kwargs)))
             for tensor in given:
                 self._count(tensor, phase, "inputs", is_buffer=False)
-            result = _all_of(args[0]) if name == "aten::nonzero" else func(*args, **kwargs)
+            result = _all_of(args[0]) if name == "aten::nonzero" else run_fake(func, args, kwargs)
         kind = _MADE_IN[phase]
         if phase == "backward" and torch.is_grad_enabled():  # a checkpointed block, computed again
             kind = "activations"

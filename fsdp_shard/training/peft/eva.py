@@ -85,8 +85,7 @@ def fill_eva(
             batch: DeviceBatch | None = first
             while batch is not None:
                 found.begin(batch.counted)
-                with _watching(module, found.moving, found.step):
-                    _forward(module, batch)
+                run_watching(module, batch, found.moving, found.step)
                 found.end()
                 count(context.num_data_ranks)
                 raise_if_stopped(stop, context, "the initial values of adapter.init=eva")
@@ -129,10 +128,14 @@ def _batches(
         first += total
 
 
-def _forward(module: nn.Module, batch: DeviceBatch) -> None:
-    """A forward pass, without logits where the output head allows it."""
+def run_watching(module: nn.Module, batch: DeviceBatch, layers: Sequence[str], seen: Seen) -> None:
+    """Call `seen` with the FQN and the input of each of `layers` in a forward pass.
+
+    There are no logits, where the output head allows it.
+    """
     nothing = batch.counted[:0]
-    forward_rows(module, replace(batch, counted=nothing), LabelLogProbs(nothing))
+    with _watching(module, layers, seen):
+        forward_rows(module, replace(batch, counted=nothing), LabelLogProbs(nothing))
 
 
 @contextmanager
@@ -170,8 +173,7 @@ def _leaders(
             wrong.append(fqn)
         order[fqn] = last[0]
 
-    with _watching(module, layers, seen):
-        _forward(module, batch)
+    run_watching(module, batch, layers, seen)
     wrong += [fqn for fqn in layers if fqn not in order]
     if everywhere := [fqn for of_rank in context.all_gather_object(wrong) for fqn in of_rank]:
         raise ConfigError(
@@ -179,6 +181,13 @@ def _leaders(
             f"{everywhere[0]} does not; set adapter.target_modules to others, or adapter.init=default."
         )
     return order
+
+
+def new_pca(rank: int) -> Any:
+    """peft's incremental PCA with `rank` directions."""
+    from peft.utils.incremental_pca import IncrementalPCA
+
+    return IncrementalPCA(n_components=rank, lowrank=True, lowrank_seed=_SEED)
 
 
 class _Directions:
@@ -195,17 +204,11 @@ class _Directions:
     """
 
     def __init__(self, ranks: Mapping[str, int], context: DistributedContext) -> None:
-        from peft.utils.incremental_pca import IncrementalPCA
-
         self.moving = list(ranks)
         self.num_steps, self.num_used = 0, 0
         self._context, self._ranks = context, ranks
         self._owners = {fqn: number % context.world_size for number, fqn in enumerate(ranks)}
-        self._own = {
-            fqn: IncrementalPCA(n_components=rank, lowrank=True, lowrank_seed=_SEED)
-            for fqn, rank in ranks.items()
-            if self._owners[fqn] == context.rank
-        }
+        self._own = {fqn: new_pca(rank) for fqn, rank in ranks.items() if self._owners[fqn] == context.rank}
         self._still: dict[str, int] = {}  # of this rank's layers, with the number of the step
         self._not_finite: list[str] = []
         self._counted = torch.empty(0, dtype=torch.int64)
@@ -236,7 +239,7 @@ class _Directions:
         before = getattr(pca, "components_", None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="CUDA reports that you have")  # it seeds all of them
-            pca.partial_fit(rows)  # type: ignore[no-untyped-call]  # untyped in peft
+            pca.partial_fit(rows)
         if before is not None and bool((F.cosine_similarity(pca.components_, before) >= SIMILARITY).all()):
             self._still[fqn] = number
 

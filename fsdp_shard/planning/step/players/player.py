@@ -7,7 +7,15 @@ its wrapper, as torch's code handles it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.planning.step.moment import ACTIVATIONS, BUFFERS_OF_SAVE, EVALUATION, LOSS_TERM, UNREDUCED, Moment
+from fsdp_shard.planning.step.moment import (
+    ACTIVATIONS,
+    BUFFERS_OF_SAVE,
+    COMPLETIONS,
+    EVALUATION,
+    LOSS_TERM,
+    UNREDUCED,
+    Moment,
+)
 from fsdp_shard.planning.step.tape.events import BEGIN, ENTER, LEAVE, Event, Tapes
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
@@ -75,7 +83,7 @@ class Player:
         self.in_backward = False
         self.is_synced = True
         self.finished: set[str] = set()
-        self.phase, self.is_evaluation = "forward", False
+        self.phase, self.without_gradients = "forward", ""  # of a pass without them, the phase
         self._offloaded: dict[str, tuple[int, int]] = {}  # bytes on the device, and in host memory
         self._last_block: tuple[str, tuple[int, int]] | None = None
 
@@ -95,16 +103,22 @@ class Player:
         self.note("", "optimizer")
 
     def evaluate(self, tapes: Tapes) -> None:
-        """Play two batches of an evaluation after a step, and a save after that.
+        """Play two batches of an evaluation after a step, completions, and a save after that.
 
         What the first batch leaves gathered, the second one has.
         """
-        self.is_evaluation = True
-        self._play_all(tapes.evaluation)
-        self._play_all(tapes.evaluation)
-        self.end_evaluation()
-        self.is_evaluation = False
+        self.play_without_gradients(EVALUATION, [tapes.evaluation] * 2)
+        self.play_without_gradients(COMPLETIONS, tapes.extra.get(COMPLETIONS, ()))
         self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
+
+    def play_without_gradients(self, phase: str, parts: Sequence[Sequence[Event]]) -> None:
+        """Play passes in eval mode, in parts that each begin at the same state."""
+        self.without_gradients, kept = phase, self.terms.get(ACTIVATIONS, 0)
+        for part in parts:
+            self._play_all(part)
+            self.terms[ACTIVATIONS] = kept
+        self.end_evaluation()
+        self.without_gradients = ""
 
     def _play_all(self, tape: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"
@@ -121,7 +135,7 @@ class Player:
         for name, num in (extra or {}).items():
             if num:
                 terms[name] = terms.get(name, 0) + num
-        self.moments.append(Moment(EVALUATION if self.is_evaluation else phase or self.phase, where, terms))
+        self.moments.append(Moment(self.without_gradients or phase or self.phase, where, terms))
 
     def _play(self, event: Event) -> None:
         self.play_bytes(event)

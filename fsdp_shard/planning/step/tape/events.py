@@ -1,7 +1,7 @@
 """What one micro-batch keeps in memory between entering one module and leaving the next: events, in a tape per pass."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 ENTER, LEAVE, LOSS, BEGIN, FINISH, END = "enter", "leave", "loss", "begin backward", "finish backward", "end"
 DONE = "done"  # with a pass without gradients
@@ -42,8 +42,12 @@ class Tapes:
         preparation: What the losses of a step have in common, computed without gradients; empty if they have nothing.
         training: From the first forward pass to the end of the backward pass.
         evaluation: The loss of held-out samples, without gradients.
+        extra: Passes of other phases without gradients, by phase, in parts that each begin at the same state.
+        uncounted: Why one of them could not be measured, by phase.
     """
 
     preparation: Sequence[Event]
     training: Sequence[Event]
     evaluation: Sequence[Event]
+    extra: Mapping[str, Sequence[Sequence[Event]]] = field(default_factory=dict)
+    uncounted: Mapping[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Counts the live bytes of fake tensors while operators run, and writes a tape."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import finalize
 
@@ -10,6 +10,7 @@ from torch import UntypedStorage
 from fsdp_shard.planning.step.tape.events import ENTER, LEAVE, Event
 from fsdp_shard.utils import TorchDispatchMode, storage_key
 
+GROUPED_PRODUCT = "aten::_grouped_mm"  # of experts
 _MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by token in Python
 
 
@@ -48,7 +49,7 @@ class Recorder(TorchDispatchMode):
             number = number if self.most_chosen is None else min(number, self.most_chosen)
             result = torch.empty((number, args[0].ndim), dtype=torch.long)
         else:
-            result = func(*args, **(kwargs or {}))
+            result = run_fake(func, args, kwargs or {})
         for storage in storages_of(result):
             self._count(storage)
         self._most = max(self._most, self._now)
@@ -100,6 +101,24 @@ class Recorder(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self._now -= self._live.pop(key, 0)
         self._born.pop(key, None)
+
+
+def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on fake tensors."""
+    is_other = func.name() == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16
+    return grouped_product(args, kwargs) if is_other else func(*args, **kwargs)
+
+
+def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> torch.Tensor:
+    """What `GROUPED_PRODUCT` returns; the operator itself knows it for few dtypes and widths only."""
+    left, right = args[:2]
+    ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+    shape = {
+        (2, 2): (len(ends), left.shape[0], right.shape[1]),
+        (2, 3): (left.shape[0], right.shape[-1]),
+        (3, 2): (left.shape[1 % left.ndim], right.shape[1]),
+    }
+    return torch.empty(shape[left.ndim, right.ndim], dtype=left.dtype, device=left.device)
 
 
 def pinned_bytes(num_bytes: int) -> int:

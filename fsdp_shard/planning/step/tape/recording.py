@@ -6,6 +6,8 @@ moment is what the real run has. Of blocks that are alike only some are run (`re
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,9 +20,29 @@ from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.tape.events import BEGIN, DONE, END, ENTER, FINISH, LEAVE, LOSS, Event, Tapes
 from fsdp_shard.planning.step.tape.fake_attention import attending_without_values
 from fsdp_shard.planning.step.tape.recorder import Recorder, tensors_in
-from fsdp_shard.planning.step.tape.repeated_blocks import alike_blocks, pass_over, with_repeats
+from fsdp_shard.planning.step.tape.repeated_blocks import BlockRun, alike_blocks, pass_over, with_repeats
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
-from fsdp_shard.utils import FakeTensorMode, replace_tensors
+from fsdp_shard.utils import FakeTensorMode, first_line, replace_tensors
+
+
+class ExtraPasses(Protocol):
+    """Passes without gradients of another phase than an evaluation."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several documents."""
+
+    def setting(self, model: nn.Module) -> AbstractContextManager[None]:
+        """How the model is set meanwhile."""
+
+    def run(self, model: PreTrainedModel, recorder: Recorder) -> None:
+        """Run the model, in eval mode."""
+
+    def parts(self, tape: Sequence[Event]) -> Sequence[Sequence[Event]]:
+        """The parts of the tape, which each begin at the same state."""
+
+    def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
+        """Bytes that each rank has meanwhile besides what is on the tape; none if no rank has any."""
 
 
 class MicroBatch(Protocol):
@@ -41,6 +63,7 @@ def record_tape(
     uncast: Collection[str] = (),
     *,
     is_packed: bool = False,
+    extra: Mapping[str, ExtraPasses] | None = None,
 ) -> Tapes:
     """Run one micro-batch of `model` on fake tensors, in an evaluation and in training.
 
@@ -51,6 +74,7 @@ def record_tape(
         make_batch: Makes the micro-batch; called in a fake tensor mode, with the recorder.
         uncast: FQNs of the units whose inputs keep the dtypes that they have.
         is_packed: Whether rows hold several documents, which attention is kept apart by a mask.
+        extra: Passes of other phases, by phase.
 
     Returns:
         The tapes of one micro-batch.
@@ -66,9 +90,9 @@ def record_tape(
     for fqn in passed_over:
         pass_over(model, fqn, next(run for run in runs if fqn in run.passed_over))
     dtypes = {name: getattr(torch, unit.dtype) for unit in units for name in unit.parameters}
-    with attending_without_values(model, is_packed=is_packed), FakeTensorMode():
+    fake, recorder = FakeTensorMode(), Recorder()
+    with attending_without_values(model, is_packed=is_packed), fake:
         _make_fake(model, dtypes if settings.is_sharded else {})
-        recorder = Recorder()
         recorder.ignore([*model.parameters(), *model.buffers()])
         watched = dict.fromkeys([*blocks, *(unit.fqn for unit in units), ""])
         inside = tuple(f"{fqn}." for fqn in passed_over)
@@ -81,8 +105,36 @@ def record_tape(
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor):
             tapes = _run(model, recorder, make_batch(recorder))
     for run in runs:
-        tapes = Tapes(*(with_repeats(tape, run) for tape in (tapes.preparation, tapes.training, tapes.evaluation)))
-    return tapes
+        preparation, training = with_repeats(tapes.preparation, run), with_repeats(tapes.training, run)
+        tapes = Tapes(preparation, training, with_repeats(tapes.evaluation, run))
+    return replace(tapes, **_run_extra(model, recorder, fake, extra or {}, runs))
+
+
+def _run_extra(
+    model: PreTrainedModel,
+    recorder: Recorder,
+    fake: FakeTensorMode,
+    extra: Mapping[str, ExtraPasses],
+    runs: Sequence[BlockRun],
+) -> dict[str, Any]:
+    """The parts of each of `extra`, and why those that could not be run could not."""
+    found: dict[str, Sequence[Sequence[Event]]] = {}
+    uncounted: dict[str, str] = {}
+    model.eval()
+    for phase, passes in extra.items():
+        begun = len(recorder.events)
+        try:
+            attending = attending_without_values(model, is_packed=passes.is_packed)
+            with passes.setting(model), attending, fake, recorder, torch.no_grad():
+                passes.run(model, recorder)
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+            uncounted[phase] = first_line(error)
+            continue
+        tape: Sequence[Event] = recorder.events[begun:]
+        for run in runs:
+            tape = with_repeats(tape, run)
+        found[phase] = passes.parts(tape)
+    return {"extra": found, "uncounted": uncounted}
 
 
 def record_forward(

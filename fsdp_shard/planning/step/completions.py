@@ -1,0 +1,87 @@
+"""Completions of `train.sample_prompts` by a planned run, on fake tensors, as `complete_greedily` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.step.tape.events import DONE, Event
+from fsdp_shard.planning.step.tape.recorder import Recorder
+from fsdp_shard.sharding import attending_alone
+
+_LOOP_BYTES = 4096  # what is left of the passes between: positions, and tokens that are read
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Completions of a run.
+
+    Attributes:
+        prompt_length: Tokens of the longest prompt. Its tokenizer is not known: it has one for each byte, and one more
+            that begins it.
+        num_new: Number of new tokens.
+    """
+
+    prompt_length: int
+    num_new: int
+    is_packed = False
+
+    @classmethod
+    def of(cls, run: PlannedRun) -> Completions | None:
+        """Those of a run, if it has any."""
+        longest = max((len(text.encode()) for text in run.train.sample_prompts), default=None)
+        return None if longest is None else cls(longest + 1, run.train.sample_tokens)
+
+    def setting(self, model: nn.Module) -> AbstractContextManager[None]:
+        """How `model` attends meanwhile: a rank has whole sequences."""
+        return attending_alone(model)
+
+    def run(self, model: nn.Module, recorder: Recorder) -> None:
+        """Make the first two tokens; then what is there before the last one, which no run does; then the last.
+
+        The tape has a DONE after each of the three. The output of the model is there until it has the next one.
+        """
+        ids = torch.zeros((1, self.prompt_length), dtype=torch.long)
+        output = model(input_ids=ids, past_key_values=None, use_cache=True)
+        ids, given, cache = _next(ids, output)
+        if self.num_new > 1:
+            output = model(input_ids=given, past_key_values=cache, use_cache=True)
+            ids, given, cache = _next(ids, output)
+        recorder.mark(DONE, "")
+        if self.num_new < 3:
+            return
+        del output
+        ids = torch.zeros((1, self.prompt_length + self.num_new - 3), dtype=torch.long)
+        ids, given, cache = _next(ids, model(input_ids=ids, past_key_values=None, use_cache=True))
+        output = model(input_ids=given, past_key_values=cache, use_cache=True)
+        ids, given, cache = _next(ids, output)
+        recorder.mark(DONE, "")
+        output = model(input_ids=given, past_key_values=cache, use_cache=True)
+        _next(ids, output)
+        recorder.mark(DONE, "")
+
+    def parts(self, tape: Sequence[Event]) -> tuple[Sequence[Event], ...]:
+        """The parts of the tape: the first, and the last with what the one between them left."""
+        first, *more = [number for number, event in enumerate(tape) if event.kind == DONE]
+        if not more:
+            return (tape[: first + 1],)
+        second = more[0]
+        left = _LOOP_BYTES + sum(event.change for event in tape[first + 1 : second + 1])
+        return tape[: first + 1], (Event(DONE, "", left, left, left, 0), *tape[second + 1 :])
+
+    def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
+        """None: all is on the tape."""
+        return []
+
+
+def _next(ids: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The tokens with the most likely next one, what is given to the model next, and its cache."""
+    new = output.logits[:, -1].argmax(-1, keepdim=True)
+    ids, cache = torch.cat([ids, new], 1), getattr(output, "past_key_values", None)
+    return ids, ids if cache is None else new, cache

@@ -1,0 +1,96 @@
+"""What `adapter.init=eva` takes before training, as `fill_eva` does it, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
+from fsdp_shard.planning.step.tape.events import Event
+from fsdp_shard.planning.step.tape.recorder import Recorder, tensors_in
+from fsdp_shard.training import ObjectiveConfig, adapters_disabled, new_pca, run_watching
+from fsdp_shard.utils import FakeTensorMode, one_thread, storage_key
+
+_STEP = "step of the directions"  # the kind of an event
+_A = ".lora_A.default.weight"
+
+
+@dataclass(frozen=True)
+class EvaPass:
+    """A micro-batch whose inputs of layers give their directions.
+
+    The rank that does the steps of a layer gets its inputs from all others; the plan is of that rank.
+
+    Attributes:
+        size: The size of the micro-batch.
+        num_ranks: Number of ranks.
+    """
+
+    size: BatchSize
+    num_ranks: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several documents."""
+        return self.size.is_packed
+
+    def setting(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The base alone runs."""
+        return adapters_disabled(model)
+
+    def run(self, model: PreTrainedModel, recorder: Recorder) -> None:
+        """Run the model; the tape has an event for each layer whose input no other layer had before."""
+        params = dict(model.named_parameters())
+        layers = {name.removesuffix(_A): len(param) for name, param in params.items() if name.endswith(_A)}
+        batch = planned_batch(model, ObjectiveConfig(), None, self.size, recorder).batch
+        counted = torch.zeros(self.size.num_rows * self.size.length, dtype=torch.long)
+        recorder.ignore([counted])
+        last: list[torch.Tensor] = []
+
+        def seen(fqn: str, inputs: torch.Tensor) -> None:
+            if last and inputs is last[0]:
+                return
+            last[:] = [inputs]
+            rows = inputs.flatten(0, -2)[counted].float()
+            padded = nn.functional.pad(rows, (0, 0, 0, 0))
+            gathered = [torch.empty_like(padded) for _ in range(self.num_ranks)] if self.num_ranks > 1 else [padded]
+            torch.empty(_pca_bytes(layers[fqn], *reversed(rows.shape))[1], dtype=torch.uint8)
+            del rows, padded, gathered
+            recorder.mark(_STEP, fqn)
+
+        run_watching(model, batch, list(layers), seen)
+
+    def parts(self, tape: Sequence[Event]) -> Sequence[Sequence[Event]]:
+        """All of the tape."""
+        return [tape]
+
+    def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
+        """Bytes of the directions so far on each rank, which they have until all layers stand still."""
+        leaders = [event.module for event in tape if event.kind == _STEP]
+        num_rows = self.size.num_rows * self.size.length
+        sizes = [_pca_bytes(*params[f"{fqn}{_A}"].shape, num_rows)[0] for fqn in leaders]
+        return [sum(sizes[rank :: self.num_ranks]) for rank in range(self.num_ranks)]
+
+
+@cache
+def _pca_bytes(rank: int, num_features: int, num_rows: int) -> tuple[int, int]:
+    """Bytes of the state of the PCA of a layer, and the most that a step takes besides it and its rows."""
+    with one_thread(), FakeTensorMode():
+        pca: Any = new_pca(rank)
+        for _ in range(2):  # from the second one on in float64
+            pca.partial_fit(torch.empty(num_rows, num_features))
+        rows, state = torch.empty(num_rows, num_features), [*tensors_in(vars(pca))]
+        storages = {storage_key(found.untyped_storage()): found.untyped_storage().nbytes() for found in state}
+        recorder = Recorder()
+        recorder.ignore([rows, state])
+        with recorder:
+            pca.partial_fit(rows)
+        recorder.mark("", "")
+        return sum(storages.values()), recorder.events[0].rise

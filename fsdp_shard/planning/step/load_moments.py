@@ -1,0 +1,87 @@
+"""The moments before the first step of a run: its model is loaded, and where it resumes, the optimizer's state made."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from fsdp_shard.checkpoint import ENCODED_AT_ONCE, READ_STAGE_BYTES
+from fsdp_shard.models import QuantizationCode, quantized_weights
+from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.step.moment import GRADIENTS, LOADING, Moment, highest
+from fsdp_shard.planning.step.shard_state import RankPart
+from fsdp_shard.planning.step.tape.recorder import Recorder
+from fsdp_shard.planning.step.unit_bytes import UnitBytes
+from fsdp_shard.utils import FakeTensorMode
+
+FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
+
+
+def loading_moments(
+    config: PretrainedConfig, part: RankPart, run: PlannedRun, units: Sequence[UnitBytes], terms: dict[str, int]
+) -> list[Moment]:
+    """The moments of loading a model and of resuming, without what only some ranks have.
+
+    Args:
+        config: Its config, which has the dtype that it is stored in.
+        part: What a replica's rank has of it.
+        run: The settings of the run.
+        units: Its units, the root last.
+        terms: Bytes by term when the model is loaded.
+    """
+    gradients = sum(p.numel() * p.element_size() for p in part.model.parameters() if p.requires_grad)
+    buckets = {} if run.shard.is_sharded else {GRADIENTS: gradients}  # of DDP, which it makes when it wraps the model
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in part.model.buffers())
+    terms = {**terms, **buckets, "buffers": buffers + FIGURES_BYTES}
+    taken = max(0 if run.on_gpu else _read_bytes(config, part.model, run), place_bytes(part.model, run))
+    moments = [Moment("load", "", {**terms, LOADING: taken})]
+    if run.shard.flattens_units:  # a unit is whole, parameter by parameter and as one, while it is wrapped
+        held = 0
+        for unit in units:
+            held += 0 if run.shard.cpu_offload or unit.num_shards == 1 else unit.stored
+            now = {"parameters": held, LOADING: 2 * unit.stored * unit.num_shards, "buffers": terms["buffers"]}
+            moments.append(Moment("load", unit.fqn, now))
+            held += unit.stored if unit.num_shards == 1 and not run.shard.cpu_offload else 0
+        moments = [highest(moments[1:]), moments[0]]
+    resumed = {name: num for name, num in terms.items() if name != "reference"}  # which is opened later
+    return [*moments, *([Moment("resume", "", resumed)] if run.resumes else [])]
+
+
+def place_bytes(model: nn.Module, run: PlannedRun) -> int:
+    """What DTensor takes to find the place of a rank's rows: the numbers of all of them."""
+    return 8 * max((param.shape[0] for param in model.parameters() if param.ndim), default=0) // run.num_shards
+
+
+def _read_bytes(config: PretrainedConfig, model: nn.Module, run: PlannedRun) -> int:
+    """The most that reading a shard takes besides it, where it is cast or encoded; on a GPU it is host memory."""
+    stored = _stored_dtype(config)
+    encoded = {f"{fqn}.rows": module for fqn, module in quantized_weights(model)}
+    most = 0
+    for name, param in model.named_parameters():
+        is_read = ".lora_" not in name and not (run.resumes and param.requires_grad)  # a step has its own dtypes
+        if is_read and name not in encoded and param.is_floating_point() and param.dtype != stored:
+            most = max(most, min(-(-param.numel() // run.num_shards) * stored.itemsize, READ_STAGE_BYTES))
+        elif ".lora_A." in name and not run.resumes:  # drawn whole, of which the rank takes its part
+            most = max(most, param.numel() * param.element_size())
+    if encoded:
+        largest = max(encoded.values(), key=lambda module: module.num_weights)
+        number = min(-(-largest.num_weights // run.num_shards), ENCODED_AT_ONCE)
+        most = max(most, _encoding_bytes(largest.code, number, stored))
+    return most
+
+
+def _encoding_bytes(code: QuantizationCode, num_weights: int, stored: torch.dtype) -> int:
+    """The most bytes while weights are encoded, with the weights as they are stored."""
+    with FakeTensorMode(), Recorder() as recorder:
+        weights = torch.empty(num_weights, dtype=stored)
+        code.encode(weights.float())
+        recorder.mark("", "")
+    rise: int = recorder.events[0].rise
+    return rise
+
+
+def _stored_dtype(config: PretrainedConfig) -> torch.dtype:
+    found = config.dtype or torch.float32
+    dtype: torch.dtype = getattr(torch, found) if isinstance(found, str) else found
+    return dtype

@@ -1,0 +1,170 @@
+"""The planned memory of whole runs of `finetune` against what tensors take in them, on real ranks: 0 to +5 %."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdp_shard.checkpoint import CheckpointConfig
+from fsdp_shard.config import FinetuneConfig, PlanConfig
+from fsdp_shard.data import DataConfig
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.planning import MemoryPlan, PlannedLaunchConfig, plan_run
+from fsdp_shard.planning.config import PlanDataConfig, PlanSavingConfig
+from fsdp_shard.sharding import WRAPPERS
+from fsdp_shard.training import OPTIMIZERS, AdapterConfig, LoraConfig, TrainConfig
+from tests.support.measured_finetune import RunBytes, measure_finetune, run_finetune
+from tests.support.sampled import sampled
+from tests.support.tiny import byte_tokenizer
+
+_LENGTH = 32
+_LLAMA = LlamaConfig(
+    architectures=["LlamaForCausalLM"], hidden_size=128, intermediate_size=320, num_hidden_layers=2, head_dim=32,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=256,
+    tie_word_embeddings=False, dtype="float32",
+)  # fmt: skip
+_TABLE: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Any:
+    """Print what was planned and measured in each phase at the end."""
+    yield
+    print("\n" + "\n".join(["run                            phase            planned      measured", *_TABLE]))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model and texts."""
+    directory = tmp_path_factory.mktemp("runs")
+    AutoModelForCausalLM.from_config(_LLAMA).save_pretrained(directory / "model")
+    byte_tokenizer().save_pretrained(directory / "model")
+    (directory / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    return directory
+
+
+def config_of(home: Path, run_dir: Path, wrapper: str = "fsdp2", num_ranks: int = 2, **sections: Any) -> FinetuneConfig:
+    """The settings of a run of two steps; `sections` are those of their names, `train` more settings of it."""
+    train = {"steps": 2, "global_batch_size": num_ranks, "schedule": "constant"} | sections.pop("train", {})
+    return FinetuneConfig(
+        run_dir=str(run_dir),
+        model=ModelConfig(path=str(home / "model")),
+        data=DataConfig(path=str(home / "text.txt"), sequence_length=_LENGTH, cache_dir=str(home / "cache")),
+        shard=WRAPPERS[wrapper](**sections.pop("shard", {})),
+        train=TrainConfig(**train),
+        checkpoint=CheckpointConfig(asynchronous=False),
+        **sections,
+    )
+
+
+def plan_of(config: FinetuneConfig, num_ranks: int) -> MemoryPlan:
+    """What `plan` says of a run."""
+    sections = {name: getattr(config, name) for name in ("run_dir", "model", "shard", "adapter", "optim", "train")}
+    found = plan_run(
+        PlanConfig(
+            **sections,
+            launch=PlannedLaunchConfig(ranks=num_ranks),
+            data=PlanDataConfig(config.data.sequence_length),
+            checkpoint=PlanSavingConfig(config.checkpoint.asynchronous, config.checkpoint.every),
+        )
+    )
+    assert found.memory is not None
+    return found.memory
+
+
+def check(name: str, plan: MemoryPlan, measured: list[RunBytes], *phases: str) -> None:
+    """Compare the peaks of runs, and those of `phases`."""
+    for rank, found in zip(plan.per_rank, measured, strict=True):
+        assert rank.peak is not None, plan.problem
+        rows = [(rank.peak.phase, rank.peak_bytes or 0, found.peak)]
+        for phase in phases:
+            most = max(moment.total_bytes for moment in rank.moments if moment.phase == phase)
+            rows.append((phase, most, found.by_phase[phase]))
+        _TABLE.extend(f"{name:30} {each:12}{num:12}{real:14}  {num / real - 1:+.2%}" for each, num, real in rows)
+        for row in rows:
+            assert 1.0 <= row[1] / row[2] <= 1.05, (row, found.by_phase, rank.peak)
+
+
+_LORA = {"adapter": LoraConfig(rank=8)}
+_RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {  # wrapper, ranks, sections
+    "fsdp2 on three": ("fsdp2", 3, {}),
+    "fsdp2": ("fsdp2", 2, {}),
+    "fsdp1": ("fsdp1", 2, {}),
+    "fsdp1 on three": ("fsdp1", 3, {}),
+    "fsdp2 on one": ("fsdp2", 1, {}),
+    "ddp": ("ddp", 2, {}),
+    "fsdp2, LoRA": ("fsdp2", 2, _LORA),
+    "fsdp1, LoRA": ("fsdp1", 2, _LORA),
+    "fsdp2, LoRA on three": ("fsdp2", 3, _LORA),
+    "fsdp1, LoRA on three": ("fsdp1", 3, _LORA),
+    "nf4": ("fsdp2", 2, {"adapter": LoraConfig(rank=8, quantize="nf4")}),
+    "average": ("fsdp2", 2, {"train": {"ema_decay": 0.9}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(_RESUMED, 7))
+def test_a_resumed_run_takes_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
+    wrapper, num_ranks, sections = _RESUMED[name]
+    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), **sections}
+    config = config_of(home, tmp_path / "run", wrapper, num_ranks, **sections)
+    first = replace(config, train=replace(config.train, steps=1, global_batch_size=2))
+    run_finetune(first, 2)
+    plan = plan_of(config, num_ranks)
+    check(name, plan, measure_finetune(config, num_ranks), "load", "resume", "optimizer")
+
+
+_PROMPTS = {"sample_prompts": ["fox " * 60, "dog " * 60], "sample_tokens": 3}
+_COMPLETING: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "fsdp2, LoRA": ("fsdp2", 2, _LORA),
+    "fsdp1, LoRA": ("fsdp1", 2, _LORA),
+    "fsdp2": ("fsdp2", 2, {}),
+    "fsdp1": ("fsdp1", 2, {}),
+    "fsdp2, float32": ("fsdp2", 2, {"shard": {"param_dtype": "float32"}}),
+    "ddp": ("ddp", 2, {}),
+    "recomputed": ("fsdp2", 2, {"shard": {"activation_checkpointing": True}}),
+    "kept after forward": ("fsdp2", 2, {"shard": {"reshard_after_forward": False}}),
+    "sequences over 2": ("fsdp2", 2, {"shard": {"context_parallel": 2}}),
+    "layers over 2": ("fsdp2", 2, {"shard": {"tensor_parallel": 2}}),
+    "many tokens": ("fsdp2", 2, _LORA | {"train": _PROMPTS | {"sample_prompts": ["fox", "dog"], "sample_tokens": 120}}),
+    "two tokens": ("fsdp2", 2, _LORA | {"train": _PROMPTS | {"sample_tokens": 1}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(_COMPLETING, 12))
+def test_completions_take_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
+    wrapper, num_ranks, sections = _COMPLETING[name]
+    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": _PROMPTS, **sections}
+    config = config_of(home, tmp_path / "run", wrapper, num_ranks, **sections)
+    config.data.sequence_length = 16  # so that a step takes less
+    plan = plan_of(config, num_ranks)
+    check(name, plan, measure_finetune(config, num_ranks), "completions")
+
+
+_EVA: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "fsdp2": ("fsdp2", 2, {}),
+    "fsdp1": ("fsdp1", 2, {}),
+    "ddp": ("ddp", 2, {}),
+    "one rank": ("fsdp2", 1, {}),
+    "three ranks": ("fsdp2", 3, {"train": {"micro_batch_size": 2}}),
+    "float32": ("fsdp1", 2, {"shard": {"param_dtype": "float32"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(_EVA, 6))
+def test_finding_directions_takes_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
+    wrapper, num_ranks, sections = _EVA[name]
+    adapter = LoraConfig(rank=2, init="eva", target_modules=["q_proj", "k_proj", "down_proj"])
+    sections = {"adapter": adapter, "optim": OPTIMIZERS["adamw"](), **sections}
+    train = {"steps": 1} | sections.pop("train", {})
+    train["global_batch_size"] = num_ranks * train.get("micro_batch_size", 1)
+    config = config_of(home, tmp_path / "run", wrapper, num_ranks, train=train, **sections)
+    plan, measured = plan_of(config, num_ranks), measure_finetune(config, num_ranks)
+    planned = [max(m.total_bytes for m in rank.moments if m.phase == "eva") for rank in plan.per_rank]
+    found = [each.by_phase["eva"] for each in measured]
+    _TABLE.append(f"{name:30} eva         {max(planned):12}{max(found):14}  {max(planned) / max(found) - 1:+.2%}")
+    assert all(one >= other for one, other in zip(planned, found, strict=True)), (planned, found)
+    assert max(planned) / max(found) <= 1.05, (planned, found)
