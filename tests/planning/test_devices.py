@@ -86,6 +86,7 @@ def test_figures_without_effect_are_refused() -> None:
     check_device(DeviceConfig(memory="80GB"), Hardware(), ["bf16_flops"])
 
 
+@pytest.mark.long
 def test_a_plan_has_a_time_where_the_device_is_known(tmp_path: Path) -> None:
     model = tmp_path / "model"
     llama_config().save_pretrained(model)

@@ -53,6 +53,7 @@ def saved(name: str, directory: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(directory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "device_map", "dtype", "rows", "length"),
     [

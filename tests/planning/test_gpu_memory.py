@@ -42,6 +42,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", _MODES)
 def test_a_gpu_took_what_is_planned(name: str) -> None:
     mode = _MODES[name]

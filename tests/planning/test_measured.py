@@ -35,6 +35,7 @@ def _train(model: Path, run_dir: Path, *settings: str) -> Ended:
     return run_recipe("finetune", run_dir, f"model.path={model}", f"data.path={text}", *given, *settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
@@ -68,6 +69,7 @@ def test_a_run_is_planned_and_compared(model: Path, tmp_path: Path, settings: tu
     assert measured["device"] == "cpu"
 
 
+@pytest.mark.long
 def test_a_path_alone_names_the_run_and_leaves_no_file(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert _train(model, run, "model.kernels=none", "train.neftune_alpha=5").status == 0

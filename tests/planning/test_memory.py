@@ -179,6 +179,7 @@ def test_the_tape_ends_with_nothing_alive() -> None:
     assert [event.kind for event in tape][-1] == END
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [False, True, 2, "selective"])
 def test_blocks_that_are_alike_are_run_three_times_and_repeated(kind: bool | int | str) -> None:
     nine, eleven = (tape_of(layers, 2, 64, torch.bfloat16, activation_checkpointing=kind) for layers in (9, 11))
@@ -286,6 +287,7 @@ def test_a_model_without_text_input_is_planned_without_activations() -> None:
     assert found.problem
 
 
+@pytest.mark.long
 def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
     def kept(length: int, chunked: bool | str, vocabulary: int = 257) -> int:
         config = llama_config()
@@ -301,6 +303,7 @@ def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
         plan(COHERE, model=ModelConfig(path="x", chunked_loss=True))
 
 
+@pytest.mark.long
 def test_pairs_are_two_rows_and_a_frozen_copy_is_one_more_shard() -> None:
     objective: Any = OBJECTIVES["dpo"]
     pairs, rows = plan(objective=objective(), num_ranks=2), plan(train=TrainConfig(micro_batch_size=2), num_ranks=2)

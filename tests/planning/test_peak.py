@@ -181,6 +181,7 @@ def table() -> Any:
     print("\n" + "\n".join(["setting                                   planned      measured  peak", *_TABLE]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(_SETTINGS, 4))
 def test_a_planned_run_takes_what_was_planned(name: str) -> None:
     setting = _SETTINGS[name]

@@ -106,6 +106,7 @@ _RESUMED: dict[str, tuple[str, int, dict[str, Any]]] = {  # wrapper, ranks, sect
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(_RESUMED, 7))
 def test_a_resumed_run_takes_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
     wrapper, num_ranks, sections = _RESUMED[name]
@@ -134,6 +135,7 @@ _COMPLETING: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(_COMPLETING, 12))
 def test_completions_take_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
     wrapper, num_ranks, sections = _COMPLETING[name]
@@ -154,6 +156,7 @@ _EVA: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(_EVA, 6))
 def test_finding_directions_takes_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
     wrapper, num_ranks, sections = _EVA[name]

@@ -96,6 +96,7 @@ def measured(command: str, run_dir: Path, *overrides: str) -> tuple[Ended, float
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(MODELS, 3))
 def test_the_command_plans_it_in_seconds(name: str, tmp_path: Path) -> None:
     public = MODELS[name]
@@ -144,6 +145,7 @@ class _CountingConfig(AdamWConfig):
         return super().create(groups)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", [Fsdp2Config(), Fsdp1Config()], ids=["fsdp2", "fsdp1"])
 def test_the_state_of_the_optimizer_is_measured_once_for_each_kind(shard: ShardConfig, tmp_path: Path) -> None:
     optim = _CountingConfig()

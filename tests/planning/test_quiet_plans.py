@@ -42,6 +42,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sampled(ARCHITECTURES, 3))
 def test_a_plan_is_all_that_is_said(kind: str, tmp_path: Path) -> None:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]

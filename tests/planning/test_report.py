@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.sharding import Fsdp2Config
 from tests.planning.test_memory import plan
@@ -71,6 +73,7 @@ def test_bad_input_is_one_error(tmp_path: Path) -> None:
         assert says in ended.err
 
 
+@pytest.mark.long
 def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
@@ -92,6 +95,7 @@ def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path)
     assert (useless.status, "add dispatch.device_map=auto" in useless.err) == (2, True)
 
 
+@pytest.mark.long
 def test_settings_that_training_would_refuse_are_said(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path / "model")
     typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "launch.ranks=2"]
@@ -102,6 +106,7 @@ def test_settings_that_training_would_refuse_are_said(tmp_path: Path) -> None:
     assert (reward.status, "model.labels=[reward]" in reward.err) == (2, True), reward.err
 
 
+@pytest.mark.long
 def test_devices_with_a_memory_are_gpus_unless_said_otherwise(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path / "model")
     typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "device.memory=8GB"]

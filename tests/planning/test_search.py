@@ -135,6 +135,7 @@ def run_of(config: PlanConfig) -> PlannedRun:
     return PlannedRun(*sections, length, config.launch.num_ranks, config.adapter, objective=config.objective)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "memory", "typed"), sampled(CASES, 20, " ".join))
 def test_what_is_advised_fits(planners: dict[str, Planner], model: str, memory: str, typed: str) -> None:
     planner, arguments, memory_bytes = planners[model], typed.split(), parse_size(memory, "memory")
@@ -165,6 +166,7 @@ def check_order(found: Sequence[Fitting], arguments: Sequence[str]) -> None:
         assert replaced <= set(fits.candidate.replaced)
 
 
+@pytest.mark.long
 def test_facts_of_earlier_plans_change_no_plan(planners: dict[str, Planner]) -> None:
     planner, fresh = planners["gpt2_xl"], Planner(MODELS["gpt2_xl"])
     run = run_of(composed(["launch.ranks=2", "data.sequence_length=256"]))
@@ -174,6 +176,7 @@ def test_facts_of_earlier_plans_change_no_plan(planners: dict[str, Planner]) -> 
         assert Planner(MODELS["gpt2_xl"]).plan(changed).per_rank == fresh.plan(changed).per_rank
 
 
+@pytest.mark.long
 def test_what_the_user_chose_stays_if_anything_fits_with_it() -> None:
     planner = Planner(llama_config(layers=6))
     typed = ["train.micro_batch_size=4", "train.global_batch_size=8", "launch.ranks=2"]
@@ -196,6 +199,7 @@ def test_more_ranks_get_a_batch_that_they_can_divide_and_it_is_said() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_time_that_is_known_sorts_what_fits() -> None:
     def seconds(run: PlannedRun, plan: MemoryPlan) -> float:
         return 1.0 if run.shard.cpu_offload else 2.0
@@ -227,6 +231,7 @@ REAL: list[tuple[str, dict[str, Any], float]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("override", "settings", "share"), sampled(REAL, 9, lambda case: str(case[0])))
 def test_advice_holds_on_real_ranks(override: str, settings: dict[str, Any], share: float) -> None:
     """With a limit between both peaks, the run is above it before, and below it with what is advised.
@@ -247,6 +252,7 @@ def test_advice_holds_on_real_ranks(override: str, settings: dict[str, Any], sha
     assert after <= limit < before
 
 
+@pytest.mark.long
 def test_the_command_says_what_fits_and_ends_with_1(tmp_path: Path) -> None:
     model = tmp_path / "model"
     BIG.save_pretrained(model)
@@ -337,6 +343,7 @@ def test_a_plan_of_divided_sequences_changes_no_other_plan() -> None:
     assert planner.cost(alone) == Planner(llama_config(layers=2)).cost(alone)
 
 
+@pytest.mark.long
 def test_a_search_of_several_machines_has_their_network(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path / "model")
     ended = run_recipe(

@@ -98,6 +98,7 @@ T5 = T5Config(
 LORA = LoraConfig(rank=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", [False, True, 2, "selective"])
 @pytest.mark.parametrize(
     ("config", "adapter"),
@@ -286,6 +287,7 @@ PUBLISHED: list[tuple[str, PretrainedConfig, int, int, int, int, Any, int, tuple
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda row: row[0])
 def test_no_published_measurement_is_faster_than_the_bound(published: Any) -> None:
     name, config, length, num_ranks, batch, micro_batch, checkpointing, tokens_per_second, (least, most) = published

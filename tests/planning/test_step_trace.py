@@ -101,6 +101,7 @@ def planned(**settings: Any) -> PlannedRun:
     return replace(run, **settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sampled(RUNS, 5))
 def test_a_trace_has_the_bytes_of_real_ranks(name: str) -> None:
     """And so has the formula, which is never below."""
@@ -136,6 +137,7 @@ def test_a_peak_is_made_of_named_terms(traced: StepTrace) -> None:
     assert all(moment.terms["gathered"] > 0 for moment in traced.moments if moment.where in layers)
 
 
+@pytest.mark.long
 def test_a_thousand_ranks_are_traced_as_two_are(traced: StepTrace) -> None:
     many = planned(num_ranks=1024, train=TrainConfig(global_batch_size=1024))
     first, last = trace_step(tiny(), many), trace_step(tiny(), many, 1023)
@@ -159,6 +161,7 @@ def test_offloaded_state_is_in_host_memory(traced: StepTrace) -> None:
     assert any("copies of what is offloaded" in moment.terms for moment in found.moments)
 
 
+@pytest.mark.long
 def test_more_micro_batches_than_three_change_nothing() -> None:
     few, many = (planned(train=TrainConfig(global_batch_size=2 * number)) for number in (3, 64))
     assert trace_step(tiny(), few) == trace_step(tiny(), many)
@@ -190,6 +193,7 @@ def test_what_cannot_be_traced_is_said(settings: dict[str, Any], message: str) -
         trace_step(tiny(), planned(**settings))
 
 
+@pytest.mark.long
 def test_a_plan_shows_formula_and_trace(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "model")
     given = (f"model.path={tmp_path / 'model'}", "launch.ranks=4", "data.sequence_length=32")

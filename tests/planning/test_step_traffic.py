@@ -175,6 +175,7 @@ def planned(case: Case) -> tuple[ModelFacts, PlannedRun]:
     return facts, PlannedRun(model, shard, train, AdamWConfig(), LENGTH, num_ranks, adapter)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]} {case[3]} x{case[4]}")
 def test_ranks_send_what_is_planned_to_the_byte(case: Case) -> None:
     shard = WRAPPERS[case[0]](**case[2])

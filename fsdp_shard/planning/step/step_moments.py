@@ -176,7 +176,7 @@ def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
     if isinstance(run.adapter, LoraConfig) and run.adapter.init == EVA and not run.resumes:
         from fsdp_shard.planning.step.eva_pass import EvaPass  # which few plans need
 
-        found[EVA] = EvaPass(_batch_size(run), run.num_ranks)
+        found[EVA] = EvaPass(replace(_batch_size(run), num_rows=run.num_rows), run.num_ranks)
     return found
 
 
