@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdp_shard.data.config import DataConfig, is_running_text
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, ROWS, SEQ2SEQ
-from fsdp_shard.data.samples.packed_answers import PackedLabeledAnswers
+from fsdp_shard.data.samples.packed_labeled_answers import PackedLabeledAnswers
 from fsdp_shard.data.samples.packed_pairs import PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.packing import PackedRows
 from fsdp_shard.data.samples.preferences import cut_answers, preference_samples

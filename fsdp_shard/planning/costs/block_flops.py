@@ -166,9 +166,7 @@ class _Counter(TorchDispatchMode):
 
 def _operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
     name = str(func.name())
-    if (
-        name == GROUPED_PRODUCT
-    ):  # of a product whose groups divide the rows of the first factor, or else what is summed over
+    if name == GROUPED_PRODUCT:  # whose groups divide the rows of the first factor, or else what is summed over
         left, right = args[0].shape, args[1].shape
         return int(2 * left[-2] * left[-1] * right[-1])
     if name == "aten::convolution_backward":  # torch's formula multiplies all channels, of grouped ones too

@@ -1,8 +1,8 @@
-"""Labeled answers, several in a window, and in a second one beside it their prompts with the answers of other samples.
+"""Labeled answers, several in a window, and in a second window their prompts with answers to other prompts.
 
-Answer k of the first window and answer k of the second belong to sample k, and each has its prompt before it: an
-objective runs one window with gradients and the other without. Positions restart at each answer, which keeps them
-apart as in `packing`. Answers are truncated as they are without packing, so that losses are the same.
+Text k of both windows has the same prompt. An objective runs the first window with gradients and the second without.
+Positions restart at each text, which keeps them apart as in `packing`. Texts are truncated as they are without packing,
+so that losses are the same.
 """
 
 from __future__ import annotations
