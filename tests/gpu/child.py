@@ -114,52 +114,94 @@ def _name_gpus(out: Connection) -> None:
         out.send(None)
 
 
+class Child:
+    """The process of a check, which calls `function(bench, **arguments)` as soon as it is told to.
+
+    Args:
+        function: The check.
+        arguments: What it gets.
+        method: How processes are started: `fork` or `spawn`.
+        warm: Whether it uses the GPU before, which takes 15 seconds. Then it must not fork others that use it.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any], method: str, *, warm: bool) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self._pipe, other = context.Pipe()
+        task = function.__module__, function.__name__, arguments, other, warm
+        self._process = context.Process(target=_main, args=task, name=f"{method}:check")  # `apart` starts its own alike
+        self._process.start()
+        self._began: float | None = None
+        other.close()
+
+    def go(self) -> float:
+        """Let the check begin, if it has not; return when it began, from where its seconds count."""
+        if self._began is None:
+            self._began = time.monotonic()
+            self._pipe.send("go")
+        return self._began
+
+    def finish(self, limit_seconds: float) -> Ended:
+        """Wait until the check has ended, and end it with all that it started when it has run `limit_seconds`."""
+        began = self.go()
+        rows: list[Row] = []
+        problem: str | None = None
+        try:
+            while problem is None:
+                left = began + limit_seconds - time.monotonic()
+                if left <= 0 or not self._pipe.poll(left):
+                    problem = f"overran its limit of {limit_seconds:.0f} s and was ended"
+                    break
+                message = self._pipe.recv()
+                if isinstance(message, Row):
+                    rows.append(message)
+                else:
+                    problem = str(message)
+            self._process.join(5 if not problem else 0)
+        except (EOFError, ConnectionResetError):
+            self._process.join(5)
+            problem = f"its process ended with status {self._process.exitcode} and said nothing"
+        finally:
+            self.kill()
+        return Ended(rows, time.monotonic() - began, problem)
+
+    def kill(self) -> None:
+        """End it, and all that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
 def run_check(function: Callable[..., Any], arguments: dict[str, Any], limit_seconds: float, method: str) -> Ended:
     """Call `function(bench, **arguments)` in a child, which is ended with all that it started after `limit_seconds`."""
-    context: Any = multiprocessing.get_context(method)
-    receiver, sender = context.Pipe(duplex=False)
-    task = function.__module__, function.__name__, arguments, sender
-    process = context.Process(target=_main, args=task, name=f"{method}:check")  # `apart` starts its own alike
-    rows: list[Row] = []
-    problem: str | None = None
-    began = time.monotonic()
-    process.start()
-    sender.close()
-    try:
-        while problem is None:
-            left = began + limit_seconds - time.monotonic()
-            if left <= 0 or not receiver.poll(left):
-                problem = f"overran its limit of {limit_seconds:.0f} s and was ended"
-                break
-            message = receiver.recv()
-            if isinstance(message, Row):
-                rows.append(message)
-            else:
-                problem = str(message)
-        process.join(5 if not problem else 0)
-    except EOFError:
-        process.join(5)
-        problem = f"its process ended with status {process.exitcode} and said nothing"
-    finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-        process.kill()
-        process.join()
-    return Ended(rows, time.monotonic() - began, problem)
+    return Child(function, arguments, method, warm=False).finish(limit_seconds)
 
 
-def _main(module: str, name: str, arguments: dict[str, Any], out: Connection) -> None:
+def _main(module: str, name: str, arguments: dict[str, Any], pipe: Connection, warm: bool) -> None:
     os.setsid()
     try:
-        getattr(import_module(module), name)(**(arguments | {"bench": Bench(arguments["bench"].directory, out)}))
+        check = getattr(import_module(module), name)
+        if warm:
+            open_device().warm()
+        pipe.recv()
+        check(**(arguments | {"bench": Bench(arguments["bench"].directory, pipe)}))
         said = ""
     except NotInstalledError as error:
         said = f"not installed: {error}"
     except BaseException:
         said = traceback.format_exc()[-_SAID:]
-    out.send(said)
-    out.close()
+    pipe.send(said)
+    pipe.close()
     os._exit(0)  # nothing of a broken GPU is waited for
+
+
+def in_turn(*calls: tuple[Any, ...]) -> list[Any]:
+    """What each `(function, *arguments)` returns; what one leaves on the GPU is freed before the next."""
+    answers = []
+    for function, *arguments in calls:
+        answers.append(function(*arguments))
+        open_device().reset()
+    return answers
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -184,19 +226,6 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     if problem:
         raise RuntimeError(problem)
     return value
-
-
-def apart_in_turn(*calls: tuple[Any, ...]) -> list[Any]:
-    """What each `(function, *arguments)` returns, in one process, as those that use a GPU take 15 seconds to start."""
-    return list(apart(_in_turn, calls))
-
-
-def _in_turn(calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    answers = []
-    for function, *arguments in calls:
-        answers.append(function(*arguments))
-        open_device().reset()
-    return answers
 
 
 def _answer(function: Callable[..., Any], arguments: tuple[Any, ...], out: Connection) -> None:

@@ -3,6 +3,11 @@
 Checks are functions with the mark `check(seconds=...)` that take a `bench`. Where there is no GPU, they are skipped;
 GPU_REHEARSAL=1 runs them on the CPU, on tiny shapes and without limits. GPU_SECONDS (560) bounds all of them together.
 The table is printed, and written as gpu.md and gpu.json into $OUT, or build/gpu.
+
+The mark says what may run beside a check, as a process takes 15 seconds until it has used a GPU:
+- `beside="all"`: it measures no time. All of these run first, at once.
+- `beside="next"`, the default: the process of the next check starts and loads its libraries, and waits.
+- `beside="none"`: nothing, since it reads the memory of the whole GPU or needs all GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import pytest
 import torch
 import transformers
 
-from tests.gpu.child import Bench, find_gpus, run_check
+from tests.gpu.child import Bench, Child, find_gpus
 from tests.gpu.device import IS_REHEARSAL, OUT, open_device
 from tests.gpu.table import Row, Table
 
@@ -30,20 +35,26 @@ _PATIENCE = 8  # of a rehearsal, which may share two cores with other tests
 _ORDER = (
     "test_training", "test_inference", "test_saving", "test_settings", "test_peers", "test_ranks", "test_commands",
 )  # fmt: skip
+_BESIDE = ("all", "next", "none")
 _TABLE = pytest.StashKey[Table]()
 _METHOD = pytest.StashKey[str]()
+_CHILDREN = pytest.StashKey[dict[str, Child]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "check(seconds, gpus=1): needs a GPU; run by `make gpu`")
+    config.addinivalue_line("markers", "check(seconds, gpus=1, beside=next): needs a GPU; run by `make gpu`")
     config.stash[_TABLE] = Table(
         {"Python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     )
+    config.stash[_CHILDREN] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = [number for number, item in enumerate(items) if item.get_closest_marker("check")]
-    checks = sorted((items[number] for number in places), key=lambda item: _ORDER.index(item.path.stem))
+    checks = sorted(
+        (items[number] for number in places),
+        key=lambda item: (_BESIDE.index(_beside(item)), _ORDER.index(item.path.stem)),
+    )
     for number, item in zip(places, checks, strict=True):
         items[number] = item
 
@@ -68,11 +79,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def _beside(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("check")
+    return str(mark.kwargs.get("beside", "next")) if mark else ""
+
+
 @pytest.fixture(scope="session")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bench]:
     """Its directory gets some 30 GB, which pytest would keep for a while."""
     directory = tmp_path_factory.mktemp("gpu")
     yield Bench(directory)
+    for child in request.config.stash[_CHILDREN].values():
+        child.kill()
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -88,8 +106,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         _note(table, pyfuncitem.name, "no time left", 0.0)
         pytest.fail("No time was left for it: GPU_SECONDS are over.", pytrace=False)
     seconds = min(float(mark.kwargs["seconds"]) * (_PATIENCE if IS_REHEARSAL else 1), left)
-    arguments = {name: pyfuncitem.funcargs[name] for name in signature(pyfuncitem.function).parameters}
-    ended = run_check(pyfuncitem.function, arguments, seconds, pyfuncitem.config.stash[_METHOD])
+    ended = _start(pyfuncitem, pyfuncitem.funcargs["bench"]).finish(seconds)
     table.rows += ended.rows
     beyond = [row for row in ended.rows if row.counts and row.is_within is False]
     if ended.problem.startswith("not installed"):
@@ -104,6 +121,27 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         pytest.fail("\n".join(" | ".join(row.cells()) for row in beyond), pytrace=False)
     assert ended.rows, "a check has at least one figure"
     return True
+
+
+def _start(item: pytest.Function, bench: Bench) -> Child:
+    """The running process of a check; also start what may run beside it."""
+    children, kind = item.config.stash[_CHILDREN], _beside(item)
+    child = children.pop(item.nodeid, None) or _child(item, bench)
+    child.go()
+    later = item.session.items[item.session.items.index(item) + 1 :]
+    beside = [each for each in later if _beside(each) == kind and not each.get_closest_marker("skip")]
+    for each in beside[: {"all": None, "next": 1, "none": 0}[kind]]:
+        if isinstance(each, pytest.Function) and each.nodeid not in children:
+            children[each.nodeid] = _child(each, bench)
+            if kind == "all":
+                children[each.nodeid].go()
+    return child
+
+
+def _child(item: pytest.Function, bench: Bench) -> Child:
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    arguments = {name: values.get(name, bench) for name in signature(item.function).parameters}
+    return Child(item.function, arguments, item.config.stash[_METHOD], warm=_beside(item) == "next")
 
 
 def _note(table: Table, name: str, outcome: str, seconds: float) -> None:

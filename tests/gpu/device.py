@@ -45,6 +45,9 @@ class Device(Protocol):
     def reserved_bytes(self) -> int:
         """What torch's allocator holds, in use or not."""
 
+    def warm(self) -> None:
+        """Use the device once, so that what follows need not wait for libraries to load."""
+
     def restart_peak(self) -> None:
         """Let a new peak begin."""
 
@@ -90,6 +93,10 @@ class Gpu:
     @property
     def reserved_bytes(self) -> int:
         return int(torch.cuda.memory_reserved(0))
+
+    def warm(self) -> None:
+        square = torch.ones(256, 256, device=self.torch_device, dtype=torch.bfloat16)
+        float((square @ square).sum())
 
     def restart_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(0)
@@ -142,6 +149,9 @@ class StandIn:
     @property
     def reserved_bytes(self) -> int:
         return resident_bytes()
+
+    def warm(self) -> None:
+        pass
 
     def restart_peak(self) -> None:
         pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +75,15 @@ def fill(model: torch.nn.Module, device: torch.device, seed: int = 0) -> None:
 def written(directory: Path, shape: str, layers: int | None, device: torch.device) -> Path:
     """A model directory with random bfloat16 weights and a tokenizer of bytes; made once, kept in `directory`."""
     path = directory / f"{shape}-{layers}"
-    if not (path / "tokenizer.json").exists():
+    if not path.exists():
+        new = path.with_name(f"{path.name}-{os.getpid()}")  # others may write the same
         model = random_model(config_of(shape, layers), torch.bfloat16, device)
-        model.save_pretrained(path)
-        byte_tokenizer().save_pretrained(path)
+        model.save_pretrained(new)
+        byte_tokenizer().save_pretrained(new)
+        try:
+            new.rename(path)
+        except OSError:  # another was first
+            shutil.rmtree(new)
     return path
 
 

@@ -15,7 +15,7 @@ import torch
 import fsdp_shard as fs
 from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings, complete_prompts, load_dispatched
 from fsdp_shard.models import build_on_meta
-from tests.gpu.child import Bench, apart, apart_in_turn
+from tests.gpu.child import Bench, in_turn
 from tests.gpu.device import IS_REHEARSAL, Device, open_device, resident_bytes
 from tests.gpu.models import config_of, loaded_by_transformers, random_model, written
 from tests.support.tiny import byte_tokenizer
@@ -51,11 +51,11 @@ def come_and_go(path: str, times: int) -> tuple[float, float]:
     return used_later - used, resident_later - resident
 
 
-@check(seconds=60)
+@check(seconds=60, beside="none")
 def test_models_on_gpu_and_cpu_come_and_go(bench: Bench) -> None:
-    path = str(apart(written, bench.directory, "1.2B", 4, bench.device.torch_device))
+    path = str(written(bench.directory, "1.2B", 4, bench.device.torch_device))
     times = bench.size(20, 4)
-    on_gpu, on_cpu = apart(come_and_go, path, times)
+    on_gpu, on_cpu = come_and_go(path, times)
     bench.record(f"GPU memory kept after {times} models", on_gpu / MB, "MB", at_most=200)
     bench.record(f"CPU memory kept after {times} models", on_cpu / MB, "MB", at_most=200)
 
@@ -82,12 +82,12 @@ def _refill(device: Device) -> None:
     del blocks
 
 
-@check(seconds=60)
+@check(seconds=150, beside="all")
 def test_tokens_of_streamed_weights_are_right(bench: Bench) -> None:
     path, count = str(bench.directory / "1.2B-8"), bench.size(200, 6)
     streamed = _streaming(range(1, bench.size(7, 3)))
     write = (written, bench.directory, "1.2B", 8, bench.device.torch_device)
-    _, expected, found = apart_in_turn(write, (greedy, path, {"*": _HERE}, count), (greedy, path, streamed, count))
+    _, expected, found = in_turn(write, (greedy, path, {"*": _HERE}, count), (greedy, path, streamed, count))
     wrong = sum(one != other for one, other in zip(found, expected, strict=True))
     bench.record(f"wrong tokens of {count} streamed ones", wrong, "tokens", at_most=0, exact=True)
 
@@ -112,7 +112,7 @@ def generation_speeds(directory: str, num_tokens: int) -> dict[str, tuple[float,
         device.synchronize()
         return float(rows * (found.shape[1] - ids.shape[1]) / (time.perf_counter() - began))
 
-    path = Path(directory) / "whole"
+    path = Path(directory) / "8B-whole"
     for rows, options in _KINDS.values():
         by_transformers(rows, options)
     before = {kind: by_transformers(*each) for kind, each in _KINDS.items()}
@@ -137,7 +137,7 @@ def generation_speeds(directory: str, num_tokens: int) -> dict[str, tuple[float,
 
 @check(seconds=150)
 def test_tokens_per_second_beside_transformers(bench: Bench) -> None:
-    speeds = apart(generation_speeds, str(bench.directory), bench.size(64, 4))
+    speeds = generation_speeds(str(bench.directory), bench.size(64, 4))
     for kind, (theirs, ours) in speeds.items():
         note = f"{ours:.1f} tokens/s"
         bench.record(f"8B {kind}: tokens/s of transformers", ours / theirs, "x", at_least=0.95, note=note)
@@ -183,7 +183,7 @@ def _seconds(device: Device, work: Callable[[], None]) -> float:
 @check(seconds=90)
 def test_weights_in_cpu_memory_come_at_full_speed(bench: Bench) -> None:
     path = str(bench.directory / "8B-8")
-    _, bandwidth, ours, theirs = apart_in_turn(
+    _, bandwidth, ours, theirs = in_turn(
         (written, bench.directory, "8B", 8, bench.device.torch_device),
         (copy_bandwidth,),
         (offloaded_speed, "ours", path, bench.size(16, 2)),
@@ -224,7 +224,7 @@ _EVALUATIONS: dict[str, tuple[list[str], float]] = {
 }
 
 
-@check(seconds=70)
+@check(seconds=150, beside="all")
 def test_perplexity_is_that_of_the_cpu(bench: Bench) -> None:
     if not all(bench.has("perplexity", package) for package in ("hydra", "omegaconf", "datasets", "pyarrow", "pandas")):
         return
@@ -232,7 +232,7 @@ def test_perplexity_is_that_of_the_cpu(bench: Bench) -> None:
     text.write_text(" ".join(f"line {number} of a text." for number in range(400)), encoding="utf-8")
     has_torchao = bench.has("perplexity of quantized weights", "torchao")
     tried = {name: each for name, each in _EVALUATIONS.items() if has_torchao or "int" not in name}
-    _, expected, *found = apart_in_turn(
+    _, expected, *found = in_turn(
         (written, bench.directory, "100M", 4, bench.device.torch_device),
         (perplexity, path, str(text), ["dispatch.device_map=cpu", "dispatch.dtype=float32"]),
         *((perplexity, path, str(text), settings) for settings, _ in tried.values()),

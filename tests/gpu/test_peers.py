@@ -17,7 +17,7 @@ from fsdp_shard.distributed import init_distributed
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training import LoraConfig, linear_cross_entropy, load_sharded, train
-from tests.gpu.child import Bench, apart
+from tests.gpu.child import Bench, in_turn
 from tests.gpu.device import IS_REHEARSAL, open_device
 from tests.gpu.loops import LR, Job, Measured, training_run
 from tests.gpu.models import config_of, loaded_by_transformers, written
@@ -77,15 +77,15 @@ def loss_cost(name: str, shape: tuple[int, int, int]) -> tuple[float, int, float
 @check(seconds=60)
 def test_the_loss_of_a_large_vocabulary(bench: Bench) -> None:
     shape = (64, 32, 512) if IS_REHEARSAL else (8192, 4096, 128_256)
-    plain, ours = (apart(loss_cost, name, shape) for name in ("plain", "ours"))
+    plain, ours = in_turn(*((loss_cost, name, shape) for name in ("plain", "ours")))
     others = {"plain": plain}
     if bench.has("loss beside liger", "liger_kernel") and not IS_REHEARSAL:
         try:
-            others["liger"] = apart(loss_cost, "liger", shape)
-        except RuntimeError as error:  # of its own, such as a compiler that is missing
+            (others["liger"],) = in_turn((loss_cost, "liger", shape))
+        except Exception as error:  # of its own, such as a compiler that is missing
             bench.record("loss beside liger", None, note=str(error).splitlines()[-1])
     if hasattr(F, "linear_cross_entropy"):
-        others["torch"] = apart(loss_cost, "torch", shape)
+        (others["torch"],) = in_turn((loss_cost, "torch", shape))
     else:
         bench.record("loss beside torch's", None, note=f"torch {torch.__version__} has no linear_cross_entropy")
     for name, (seconds, peak, _) in others.items():
@@ -153,15 +153,15 @@ def _timed(step: Callable[[], float], steps: int) -> Measured:
 
 @check(seconds=70)
 def test_lora_on_nf4(bench: Bench) -> None:
-    path = apart(written, bench.directory, "1.2B", None, bench.device.torch_device)
+    (path,) = in_turn((written, bench.directory, "1.2B", None, bench.device.torch_device))
     length = bench.size(2048, 32)
     job = Job(config_of("1.2B"), length)
-    ours: Measured = apart(our_qlora, path, job, bench.size(6, 1))
+    (ours,) = in_turn((our_qlora, path, job, bench.size(6, 1)))
     about = f"{length / ours.seconds:,.0f} tokens/s, {ours.peak_bytes / 1e9:.2f} GB"
     if IS_REHEARSAL or not bench.has("nf4 LoRA beside bitsandbytes", "bitsandbytes"):
         bench.record("nf4 LoRA", length / ours.seconds, "tokens/s", note=f"{ours.peak_bytes / 1e9:.2f} GB")
         return
     bench.record("nf4 LoRA", length / ours.seconds, "tokens/s", note=f"{ours.peak_bytes / 1e9:.2f} GB")
-    peer: Measured = apart(bitsandbytes_qlora, path, job, 6)
+    (peer,) = in_turn((bitsandbytes_qlora, path, job, 6))
     bench.record("speed of nf4 LoRA beside bitsandbytes", peer.seconds / ours.seconds, "x", at_least=0.8, note=about)
     bench.record("memory of nf4 LoRA beside bitsandbytes", ours.peak_bytes / peer.peak_bytes, "x", at_most=1.1)

@@ -33,7 +33,7 @@ from fsdp_shard.training import (
     start_run,
     train,
 )
-from tests.gpu.child import Bench, apart, apart_in_turn
+from tests.gpu.child import Bench, apart, in_turn
 from tests.gpu.device import open_device, resident_bytes
 from tests.gpu.loops import LR, Job, sharded, training_run
 from tests.gpu.models import config_of, written
@@ -84,11 +84,11 @@ def _num_different(staged: RunState, expected: Mapping[str, torch.Tensor]) -> in
     return wrong
 
 
-@check(seconds=80)
+@check(seconds=150, beside="all")
 def test_saves_in_the_background_are_those_of_their_step(bench: Bench) -> None:
     job = Job(config_of("100M", layers=4), bench.size(2048, 32))
     num_saves = bench.size(50, 5)
-    wrong, growth = apart(staged_saves, job, num_saves)
+    wrong, growth = staged_saves(job, num_saves)
     bench.record(f"bytes that differ in {num_saves} saves", wrong, "bytes", at_most=0, exact=True)
     bench.record("pinned memory of a save", growth, "x of its bytes", at_most=1.05)
 
@@ -144,7 +144,7 @@ def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], li
 @check(seconds=70)
 def test_training_hardly_notices_a_save(bench: Bench) -> None:
     job = Job(config_of("100M"), bench.size(4096, 32), num_micro_batches=4)
-    plain, after, calls = apart(saved_steps, job, str(bench.directory / "saved"), bench.size(6, 2))
+    plain, after, calls = saved_steps(job, str(bench.directory / "saved"), bench.size(6, 2))
     ratio = statistics.median(after) / statistics.median(plain)
     bench.record("longest stall of a save", 1000 * max(calls), "ms", at_most=30)
     bench.record(
@@ -190,14 +190,15 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
     return losses, digest.hexdigest()
 
 
-@check(seconds=60)
+@check(seconds=150, beside="all")
 def test_a_resumed_run_is_bit_equal(bench: Bench) -> None:
     if not bench.has("resumed run", "omegaconf"):
         return
     path = str(bench.directory / "100M-4")
     length = bench.size(512, 32)
     runs = [(str(bench.directory / name), stop) for name, stop in (("whole", 6), ("parts", 3), ("parts", 6))]
-    _, (whole, digest), (first, _) = apart_in_turn(
+    _, (whole, digest), (first, _) = apart(
+        in_turn,
         (written, bench.directory, "100M", 4, bench.device.torch_device),
         *((resumable, directory, path, length, stop) for directory, stop in runs[:2]),
     )

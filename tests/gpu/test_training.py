@@ -29,7 +29,7 @@ from fsdp_shard.training import (
     load_sharded,
     train,
 )
-from tests.gpu.child import Bench, apart, apart_in_turn
+from tests.gpu.child import Bench, in_turn
 from tests.gpu.device import IS_REHEARSAL, OUT, Device, open_device
 from tests.gpu.loops import LR, Job, Measured, measure, ours, sharded, training_run
 from tests.gpu.models import config_of, flops_per_token, written
@@ -52,11 +52,6 @@ def matmul_flops() -> float:
     return 2.0 * side**3 / device.seconds(lambda: left @ right, 30)
 
 
-def total_bytes() -> int:
-    """The memory of the device."""
-    return open_device().total_bytes
-
-
 @check(seconds=110)
 @pytest.mark.parametrize("shape", ["1.2B", "8B"])
 def test_tokens_per_second_beside_a_bare_loop(shape: str, bench: Bench) -> None:
@@ -64,12 +59,12 @@ def test_tokens_per_second_beside_a_bare_loop(shape: str, bench: Bench) -> None:
     note = "float32 weights, AdamW"
     if shape == "8B":
         # With the states of AdamW it fits in 141 GB, not in 80.
-        is_ample = apart(total_bytes) > _AMPLE_BYTES
+        is_ample = bench.device.total_bytes > _AMPLE_BYTES
         job = replace(job, config=config_of(shape, None if is_ample else 24))
         optim: Any = AdamWConfig(lr=LR) if is_ample else SgdConfig(lr=LR, momentum=0.0)
         job = replace(job, dtype=torch.bfloat16, optim=optim)
         note = f"bfloat16 weights, {job.config.num_hidden_layers} layers, {'AdamW' if is_ample else 'SGD'}"
-    peak, *measured = apart_in_turn((matmul_flops,), *((measure, side, job, 6) for side in ("bare", "ours")))
+    peak, *measured = in_turn((matmul_flops,), *((measure, side, job, 6) for side in ("bare", "ours")))
     sides: dict[str, Measured] = dict(zip(("bare", "ours"), measured, strict=True))
     ratio = sides["bare"].seconds / sides["ours"].seconds
     bench.record(f"{shape}: tokens/s of a bare fully_shard loop", ratio, "x", at_least=0.97, note=note)
@@ -111,7 +106,7 @@ def test_waits_and_idle_time_of_a_step(bench: Bench) -> None:
         (profiled, job, steps, "waits", *both),
         *([] if IS_REHEARSAL else [(profiled, job, steps, "idle", *on_gpu)]),
     ]
-    named, *last = apart_in_turn(*calls)
+    named, *last = in_turn(*calls)
     found = (last or [named])[0]
     assert IS_REHEARSAL or found.idle is not None, "the trace has no kernels, so it says nothing of the GPU"
     often = ", ".join(f"{name} {count / steps:g}" for name, count in list(named.waits.items())[:4])
@@ -186,7 +181,7 @@ def _peaks_by_phase(run: TrainingRun, device: Device, steps: int) -> dict[str, i
     return peaks
 
 
-@check(seconds=150)
+@check(seconds=200, beside="all")
 def test_the_plan_beside_the_measured_peak(bench: Bench) -> None:
     device, length = bench.device, _length(2048)
     path = written(bench.directory, "1.2B", 8, device.torch_device)
@@ -226,7 +221,7 @@ def test_offloading_costs_little(bench: Bench) -> None:
         "accumulated": (replace(job, num_micro_batches=bench.size(4, 1)), 3),
     }
     calls = [(measure, "ours", side, steps, 2) for side, steps in sides.values()]
-    found: dict[str, Measured] = dict(zip(sides, apart_in_turn(*calls), strict=True))
+    found: dict[str, Measured] = dict(zip(sides, in_turn(*calls), strict=True))
     ratio = found["activations"].seconds / found["plain"].seconds
     saved = (found["plain"].peak_bytes - found["activations"].peak_bytes) / 1e9
     bench.record("step with activation_offload", ratio, "x", at_most=1.3, note=f"{saved:.1f} GB less")
@@ -242,7 +237,7 @@ def test_compiled_blocks_are_faster_and_compiled_once(bench: Bench) -> None:
     backend = "eager" if IS_REHEARSAL else True
     compiled = replace(job, shard={"compile": backend})
     # Raises if anything is compiled after the first steps.
-    eager, found = apart_in_turn((measure, "ours", job, 6), (_compiled, compiled))
+    eager, found = in_turn((measure, "ours", job, 6), (_compiled, compiled))
     bench.record("tokens/s of compiled blocks beside eager", eager.seconds / found.seconds, "x", at_least=1.05)
     bench.record("recompilations after three steps", 0.0, at_most=0.0, exact=True)
 
@@ -251,7 +246,7 @@ def _compiled(job: Job) -> Measured:
     return measure("ours", job, 6, 3, fails_on_recompile=True)
 
 
-@check(seconds=60)
+@check(seconds=150, beside="all")
 def test_losses_in_float32_are_those_of_the_cpu(bench: Bench) -> None:
     shards = {"param_dtype": "float32", "reduce_dtype": "float32"}
     config = config_of("100M", layers=4)
@@ -259,8 +254,8 @@ def test_losses_in_float32_are_those_of_the_cpu(bench: Bench) -> None:
         wrapper: Job(config, _length(128), dtype=torch.float32, shard={"wrapper": wrapper, **shards}, windows=8)
         for wrapper in ("fsdp2", "fsdp1")
     }
-    expected = apart(small_losses, jobs["fsdp2"], "cpu", 6)
-    losses = apart_in_turn(*((small_losses, job, bench.device.type, 6) for job in jobs.values()))
+    (expected,) = in_turn((small_losses, jobs["fsdp2"], "cpu", 6))
+    losses = in_turn(*((small_losses, job, bench.device.type, 6) for job in jobs.values()))
     for wrapper, found in zip(jobs, losses, strict=True):
         worst = max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
         bench.record(f"{wrapper}: losses in float32 beside the CPU", worst, "relative", at_most=1e-4, exact=True)
