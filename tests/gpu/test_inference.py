@@ -11,10 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import fsdp_shard as fs
-from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings, complete_prompts, load_dispatched
+from fsdp_shard.inference import (
+    DispatchConfig,
+    GenerateSettings,
+    GenerationSettings,
+    KVCacheBudget,
+    complete_prompts,
+    device_name,
+    load_dispatched,
+    model_from_config,
+    plan_from_config,
+)
 from fsdp_shard.models import build_on_meta
+from fsdp_shard.planning.generation_plan import plan_generation
 from tests.gpu.child import Bench, in_turn
 from tests.gpu.device import IS_REHEARSAL, Device, open_device, resident_bytes
 from tests.gpu.models import config_of, loaded_by_transformers, random_model, written
@@ -141,6 +153,46 @@ def test_tokens_per_second_beside_transformers(bench: Bench) -> None:
     for kind, (theirs, ours) in speeds.items():
         note = f"{ours:.1f} tokens/s"
         bench.record(f"8B {kind}: tokens/s of transformers", ours / theirs, "x", at_least=0.95, note=note)
+
+
+_PLANNED: dict[str, tuple[dict[str, Any], str]] = {
+    "resident": ({"*": _HERE}, "none"),
+    "streamed": (_streaming(range(1, 3 if IS_REHEARSAL else 7)), "none"),
+    "int8": ({"*": _HERE}, "int8"),
+    "int4": ({"*": _HERE}, "int4"),
+}
+
+
+def generation_peak(path: str, device_map: dict[str, Any], quantize: str, budget: KVCacheBudget) -> tuple[int, int]:
+    """The planned and the measured peak of loading a model and drawing tokens with it, bytes on the GPU."""
+    device = open_device()
+    before = device.reset()
+    memory = {"cpu": "8GB"} if IS_REHEARSAL else {0: "40GB", "cpu": "40GB"}
+    settings = DispatchConfig(device_map, memory, "bfloat16", quantize=quantize)  # type: ignore[arg-type]  # a word
+    config = AutoConfig.from_pretrained(path)
+    devices = plan_from_config(config, settings, budget)
+    plan = plan_generation(model_from_config(config, settings), devices, budget, quantize=quantize)
+    assert plan.problem is None, plan.problem
+    model = load_dispatched(path, device_map, memory, "bfloat16", quantize=quantize)
+    new = budget.num_tokens // 8
+    ids = _prompt(device, budget.batch_size, budget.num_tokens - new)
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_p": 0.9}
+    with torch.inference_mode():
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return plan.peak_bytes[device_name(_HERE)], device.peak_bytes - before
+
+
+@check(seconds=150, beside="all")
+def test_the_plan_of_generation_beside_the_measured_peak(bench: Bench) -> None:
+    path = str(written(bench.directory, "1.2B", 8, bench.device.torch_device))
+    budget = KVCacheBudget(bench.size(4, 2), bench.size(1024, 64))
+    for name, (device_map, quantize) in _PLANNED.items():
+        if quantize != "none" and not bench.has(f"plan of generation, {name}", "torchao"):
+            continue
+        ((planned, measured),) = in_turn((generation_peak, path, device_map, quantize, budget))
+        note = f"{measured / 1e9:.3f} GB measured"
+        label = f"plan of generation, {name}: planned / measured peak"
+        bench.record(label, planned / max(measured, 1), "x", at_least=1.0, at_most=1.07, note=note)
 
 
 def copy_bandwidth() -> float:
