@@ -26,11 +26,11 @@ _A = ".lora_A.default.weight"
 class EvaPass:
     """A micro-batch whose inputs of layers give their directions.
 
-    The rank that does the steps of a layer gets its inputs from all others; the plan is of that rank.
+    The rank that does the steps of a layer has its inputs of one rank at a time; the plan is of that rank.
 
     Attributes:
         size: The size of the micro-batch.
-        num_ranks: Number of ranks.
+        num_ranks: Number of ranks, over which the layers are divided.
     """
 
     size: BatchSize
@@ -58,11 +58,10 @@ class EvaPass:
             if last and inputs is last[0]:
                 return
             last[:] = [inputs]
-            rows = inputs.flatten(0, -2)[counted].float()
-            padded = nn.functional.pad(rows, (0, 0, 0, 0))
-            gathered = [torch.empty_like(padded) for _ in range(self.num_ranks)] if self.num_ranks > 1 else [padded]
+            inputs = inputs.flatten(0, -2)
+            rows = inputs[counted].float()
             torch.empty(_pca_bytes(layers[fqn], *reversed(rows.shape))[1], dtype=torch.uint8)
-            del rows, padded, gathered
+            del rows
             recorder.mark(_STEP, fqn)
 
         run_watching(model, batch, list(layers), seen)
