@@ -92,7 +92,7 @@ def fill_eva(
                 batch = next(batches) if found.moving and found.num_steps < MAX_STEPS else None
     dataset.load_state_dict(None)  # a stream goes on from where it was read to
     shards = _matrices(model, layers)
-    for leader in dict.fromkeys(leaders.values()):  # one at a time: a rank may have no memory for all of them
+    for leader in dict.fromkeys(leaders.values()):  # one whole matrix at a time
         whole = found.everywhere(leader).reshape(-1)
         for shard in (shards[fqn] for fqn in layers if leaders[fqn] == leader):
             shard.data.copy_(whole[shard.start : shard.start + len(shard.data)])
