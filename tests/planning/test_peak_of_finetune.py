@@ -147,11 +147,11 @@ def test_completions_take_what_was_planned(name: str, home: Path, tmp_path: Path
 
 
 _EVA: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "three ranks": ("fsdp2", 3, {"train": {"micro_batch_size": 2}}),
     "fsdp2": ("fsdp2", 2, {}),
     "fsdp1": ("fsdp1", 2, {}),
     "ddp": ("ddp", 2, {}),
     "one rank": ("fsdp2", 1, {}),
-    "three ranks": ("fsdp2", 3, {"train": {"micro_batch_size": 2}}),
     "float32": ("fsdp1", 2, {"shard": {"param_dtype": "float32"}}),
 }  # fmt: skip
 
