@@ -78,13 +78,28 @@ class Communicator:
         dist.gather_object(value, values, group=self.group)
         return values or []
 
-    def gather_tensor(self, tensor: torch.Tensor, destination: int) -> list[torch.Tensor]:
-        """Return `tensor`, of one shape on all ranks, of every rank on rank `destination`; an empty list elsewhere."""
-        if self.world_size == 1:
-            return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == destination else None
-        dist.gather(tensor.contiguous(), parts, dst=destination, group=self.group)
-        return parts or []
+    def send_rows(self, rows: torch.Tensor, source: int, destination: int, num_rows: int) -> torch.Tensor:
+        """Send rows from one rank to another; a collective.
+
+        All ranks take part, since NCCL may make a communicator for each pair of ranks that send and receive alone.
+
+        Args:
+            rows: On rank `source`, what is sent, [num_rows, ...]; elsewhere no rows, [0, ...] of the same dtype.
+            source: The rank that sends.
+            destination: The rank that receives.
+            num_rows: Number of rows that are sent.
+
+        Returns:
+            The rows on rank `destination`, no rows elsewhere. `rows` itself if a rank keeps its own.
+        """
+        if source == destination:
+            return rows
+        sent, received = [0] * self.world_size, [0] * self.world_size
+        sent[destination] = num_rows if self.rank == source else 0
+        received[source] = num_rows if self.rank == destination else 0
+        found = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=self.group)
+        return found
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return `value` of rank `source` on every rank."""

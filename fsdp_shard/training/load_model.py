@@ -19,7 +19,7 @@ from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.model_identity import model_name, other_model
 from fsdp_shard.training.model_origin import NewHead, classifier_entries, empty_model, layer_drop_notes
 from fsdp_shard.training.peft import initial_values, lora
-from fsdp_shard.training.peft.config import EVA, AdapterConfig, LoraConfig
+from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.earlier_adapter import load_earlier, locate_earlier
 from fsdp_shard.training.peft.qlora import QuantizedBase, quantize_base
 from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, resident_bytes
@@ -306,7 +306,7 @@ def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
                 f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
                 f"out."
             )
-    if isinstance(adapter, LoraConfig) and adapter.init == EVA and shard.context_parallel > 1:
+    if adapter is not None and adapter.finds_directions and shard.context_parallel > 1:
         raise ConfigError(
             f"adapter.init=eva does not go together with shard.context_parallel={shard.context_parallel} yet; leave "
             f"one of them out."

@@ -147,26 +147,39 @@ def test_completions_take_what_was_planned(name: str, home: Path, tmp_path: Path
 
 
 _EVA: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "three ranks": ("fsdp2", 3, {"train": {"micro_batch_size": 2}}),
     "fsdp2": ("fsdp2", 2, {}),
     "fsdp1": ("fsdp1", 2, {}),
     "ddp": ("ddp", 2, {}),
     "one rank": ("fsdp2", 1, {}),
-    "three ranks": ("fsdp2", 3, {"train": {"micro_batch_size": 2}}),
     "float32": ("fsdp1", 2, {"shard": {"param_dtype": "float32"}}),
 }  # fmt: skip
+
+
+_FINDING = {"adapter": LoraConfig(rank=2, init="eva", target_modules=["q_proj", "k_proj", "down_proj"])}
+
+
+def eva_bytes(plan: MemoryPlan) -> list[int]:
+    """The most bytes of each rank while directions are found."""
+    return [max(moment.total_bytes for moment in rank.moments if moment.phase == "eva") for rank in plan.per_rank]
+
+
+def test_finding_directions_takes_no_more_on_many_ranks(home: Path, tmp_path: Path) -> None:
+    sections = {"optim": OPTIMIZERS["adamw"](), **_FINDING}
+    few, many = (eva_bytes(plan_of(config_of(home, tmp_path, "ddp", num, **sections), num)) for num in (4, 1024))
+    assert max(many) == max(few) > min(many), "the fullest rank has the directions of one of the four inputs"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sampled(_EVA, 6))
 def test_finding_directions_takes_what_was_planned(name: str, home: Path, tmp_path: Path) -> None:
     wrapper, num_ranks, sections = _EVA[name]
-    adapter = LoraConfig(rank=2, init="eva", target_modules=["q_proj", "k_proj", "down_proj"])
-    sections = {"adapter": adapter, "optim": OPTIMIZERS["adamw"](), **sections}
+    sections = {"optim": OPTIMIZERS["adamw"](), **_FINDING, **sections}
     train = {"steps": 1} | sections.pop("train", {})
     train["global_batch_size"] = num_ranks * train.get("micro_batch_size", 1)
     config = config_of(home, tmp_path / "run", wrapper, num_ranks, train=train, **sections)
     plan, measured = plan_of(config, num_ranks), measure_finetune(config, num_ranks)
-    planned = [max(m.total_bytes for m in rank.moments if m.phase == "eva") for rank in plan.per_rank]
+    planned = eva_bytes(plan)
     found = [each.by_phase["eva"] for each in measured]
     _TABLE.append(f"{name:30} eva         {max(planned):12}{max(found):14}  {max(planned) / max(found) - 1:+.2%}")
     assert all(one >= other for one, other in zip(planned, found, strict=True)), (planned, found)

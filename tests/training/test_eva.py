@@ -115,6 +115,39 @@ def test_begins_as_with_peft(
         assert losses[1] < losses[0]
 
 
+def test_the_first_micro_batches_are_taken_in_the_order_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eva, "MAX_STEPS", 5)
+    monkeypatch.setattr(eva, "SIMILARITY", 2.0)  # no direction stands still
+    alone = eva.new_pca(2)
+    for number in (0, 2, 3, 4):
+        alone.partial_fit(_inputs(number)[: _num_counted(number)])
+    for taken, first, second in on_ranks(3, _directions):
+        assert taken == [3, 2], "of six micro-batches, five"
+        assert torch.equal(first, alone.components_.float())
+        assert torch.equal(first, second)
+
+
+def _inputs(number: int) -> torch.Tensor:
+    """The inputs of a micro-batch, [num_tokens, num_features]."""
+    return torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
+
+
+def _num_counted(number: int) -> int:
+    """The tokens that count, at the beginning; in the second micro-batch fewer than two directions."""
+    return 1 if number == 1 else 9 + number
+
+
+def _directions(context: DistributedContext) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """How many micro-batches are taken at a time, and the directions of two layers with the same inputs."""
+    found, taken = eva._Directions({"first": 2, "second": 2}, context), []
+    for number in (context.rank, context.world_size + context.rank):
+        found.begin(torch.arange(_num_counted(number)))
+        for fqn in ("first", "second"):
+            found.step(fqn, _inputs(number).view(2, 8, 6))
+        taken.append(found.end())
+    return taken, found.everywhere("first"), found.everywhere("second")
+
+
 def test_a_stop_and_too_few_tokens_end_the_search(
     alone: DistributedContext, tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,11 +26,11 @@ _A = ".lora_A.default.weight"
 class EvaPass:
     """A micro-batch whose inputs of layers give their directions.
 
-    The rank that does the steps of a layer gets its inputs from all others; the plan is of that rank.
+    The rank that does the steps of a layer has its inputs of one rank at a time; the plan is of that rank.
 
     Attributes:
         size: The size of the micro-batch.
-        num_ranks: Number of ranks.
+        num_ranks: Number of ranks, over which the layers are divided.
     """
 
     size: BatchSize
@@ -41,16 +41,22 @@ class EvaPass:
         """Whether rows hold several documents."""
         return self.size.is_packed
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the micro-batch, all of which are taken to count."""
+        return self.size.num_rows * self.size.length
+
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The base alone runs."""
+        """The base alone runs. Steps are measured before, as the recorder would count what is made there."""
+        for _, param in _matrices(model):
+            _pca_bytes(*param.shape, self.num_tokens)
         return adapters_disabled(model)
 
     def run(self, model: PreTrainedModel, recorder: Recorder) -> None:
         """Run the model; the tape has an event for each layer whose input no other layer had before."""
-        params = dict(model.named_parameters())
-        layers = {name.removesuffix(_A): len(param) for name, param in params.items() if name.endswith(_A)}
+        layers = {name.removesuffix(_A): len(param) for name, param in _matrices(model)}
         batch = planned_batch(model, ObjectiveConfig(), None, self.size, recorder).batch
-        counted = torch.zeros(self.size.num_rows * self.size.length, dtype=torch.long)
+        counted = torch.zeros(self.num_tokens, dtype=torch.long)
         recorder.ignore([counted])
         last: list[torch.Tensor] = []
 
@@ -58,11 +64,10 @@ class EvaPass:
             if last and inputs is last[0]:
                 return
             last[:] = [inputs]
-            rows = inputs.flatten(0, -2)[counted].float()
-            padded = nn.functional.pad(rows, (0, 0, 0, 0))
-            gathered = [torch.empty_like(padded) for _ in range(self.num_ranks)] if self.num_ranks > 1 else [padded]
+            inputs = inputs.flatten(0, -2)
+            rows = inputs[counted].float()
             torch.empty(_pca_bytes(layers[fqn], *reversed(rows.shape))[1], dtype=torch.uint8)
-            del rows, padded, gathered
+            del rows
             recorder.mark(_STEP, fqn)
 
         run_watching(model, batch, list(layers), seen)
@@ -74,9 +79,12 @@ class EvaPass:
     def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
         """Bytes of the directions so far on each rank, which they have until all layers stand still."""
         leaders = [event.module for event in tape if event.kind == _STEP]
-        num_rows = self.size.num_rows * self.size.length
-        sizes = [_pca_bytes(*params[f"{fqn}{_A}"].shape, num_rows)[0] for fqn in leaders]
+        sizes = [_pca_bytes(*params[f"{fqn}{_A}"].shape, self.num_tokens)[0] for fqn in leaders]
         return [sum(sizes[rank :: self.num_ranks]) for rank in range(self.num_ranks)]
+
+
+def _matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in model.named_parameters() if name.endswith(_A)]
 
 
 @cache

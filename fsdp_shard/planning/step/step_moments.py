@@ -25,7 +25,7 @@ from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.tape.events import DONE, LOSS, Event, Tapes
 from fsdp_shard.planning.step.tape.recording import ExtraPasses, record_tape
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
-from fsdp_shard.training import LoraConfig, cross_entropy_chunk_bytes, use_loss_head
+from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
 
 
@@ -173,7 +173,7 @@ def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
     found: dict[str, ExtraPasses] = {}
     if (completions := Completions.of(run)) is not None:
         found[COMPLETIONS] = completions
-    if isinstance(run.adapter, LoraConfig) and run.adapter.init == EVA and not run.resumes:
+    if run.adapter.finds_directions and not run.resumes:
         from fsdp_shard.planning.step.eva_pass import EvaPass  # which few plans need
 
         found[EVA] = EvaPass(replace(_batch_size(run), num_rows=run.num_rows), run.num_ranks)

@@ -21,6 +21,11 @@ class AdapterConfig:
         """Whether the model without its adapter is the one that training begins from."""
         return False
 
+    @property
+    def finds_directions(self) -> bool:
+        """Whether its first values are the principal directions of the inputs of layers."""
+        return False
+
     def check_installed(self) -> None:
         """Raise ConfigError if a package of this adapter is not installed."""
 
@@ -116,6 +121,10 @@ class LoraConfig(AdapterConfig):
     @property
     def begins_at_base(self) -> bool:
         return self.path is None
+
+    @property
+    def finds_directions(self) -> bool:
+        return self.init == EVA
 
     def check_installed(self) -> None:
         require_package("peft", "lora", "adapter=lora", "set adapter=none")

@@ -3,7 +3,8 @@
 As in peft's `initialize_lora_eva_weights` with rho = 1, where each layer keeps its rank: peft's incremental PCA of the
 inputs at tokens whose prediction counts, one micro-batch after the other in the order of training, until the
 directions of all layers stand still. A micro-batch is one step of the PCA on any number of ranks, so the result does
-not depend on that. Each layer has one rank that does its steps, for which the others send their inputs as they run.
+not depend on that. Each layer has one rank that does its steps. The others send it their inputs as the layer runs, one
+rank after the other, so that it has those of one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -86,15 +87,15 @@ def fill_eva(
             while batch is not None:
                 found.begin(batch.counted)
                 run_watching(module, batch, found.moving, found.step)
-                found.end()
-                count(context.num_data_ranks)
+                count(found.end())
                 raise_if_stopped(stop, context, "the initial values of adapter.init=eva")
                 batch = next(batches) if found.moving and found.num_steps < MAX_STEPS else None
     dataset.load_state_dict(None)  # a stream goes on from where it was read to
-    directions = found.everywhere()
-    for fqn, shard in _matrices(model, layers).items():
-        whole = directions[leaders[fqn]].reshape(-1)
-        shard.data.copy_(whole[shard.start : shard.start + len(shard.data)])
+    shards = _matrices(model, layers)
+    for leader in dict.fromkeys(leaders.values()):  # one whole matrix at a time
+        whole = found.everywhere(leader).reshape(-1)
+        for shard in (shards[fqn] for fqn in layers if leaders[fqn] == leader):
+            shard.data.copy_(whole[shard.start : shard.start + len(shard.data)])
     moving = f"; those of {format_count(len(found.moving), 'layer')} still move" if found.moving else ""
     done = f"principal directions of the inputs of {format_count(len(layers), 'layer')}"
     return f"EVA: {done}, from {format_count(found.num_used * size, 'sample')}{moving}"
@@ -199,7 +200,7 @@ class _Directions:
 
     Attributes:
         moving: Layers whose directions do not stand still yet, equal on all ranks.
-        num_steps: Micro-batches so far, of all ranks.
+        num_steps: Micro-batches so far, of all ranks; at most `MAX_STEPS`.
         num_used: Those up to the one with which the last layer stood still.
     """
 
@@ -220,18 +221,22 @@ class _Directions:
         self._lengths = self._context.all_gather_object(len(counted))
 
     def step(self, fqn: str, inputs: torch.Tensor) -> None:
-        """Take the inputs [..., num_features] of a layer, of all tokens; a collective."""
-        rows = inputs.flatten(0, -2)[self._counted].float()
-        padded = F.pad(rows, (0, 0, 0, max(self._lengths) - len(rows)))
-        parts = self._context.gather_tensor(padded, self._owners[fqn])
-        for number, part in enumerate(parts, start=self.num_steps + 1):
-            if fqn not in self._still and number <= MAX_STEPS:
-                self._fit(fqn, number, part[: self._lengths[number - self.num_steps - 1]])
+        """Take the inputs [..., num_features] of a layer, of all tokens; a collective.
+
+        A micro-batch with fewer rows than directions is skipped, as in peft.
+        """
+        inputs, owner = inputs.flatten(0, -2), self._owners[fqn]
+        for source, num_rows in enumerate(self._lengths[: MAX_STEPS - self.num_steps]):
+            if num_rows < self._ranks[fqn]:
+                continue
+            chosen = self._counted if source == self._context.rank else self._counted[:0]
+            rows = self._context.send_rows(inputs[chosen].float(), source, owner, num_rows)
+            if owner == self._context.rank and fqn not in self._still:
+                self._fit(fqn, self.num_steps + source + 1, rows)
+            del rows  # before the next ones come
 
     def _fit(self, fqn: str, number: int, rows: torch.Tensor) -> None:
-        """Do a step; one that has too few rows is skipped, as in peft."""
-        if len(rows) < self._ranks[fqn]:
-            return
+        """Do a step with the rows of a micro-batch, which is that of this number."""
         if not bool(rows.isfinite().all()):
             self._not_finite.append(fqn)
             return
@@ -243,13 +248,17 @@ class _Directions:
         if before is not None and bool((F.cosine_similarity(pca.components_, before) >= SIMILARITY).all()):
             self._still[fqn] = number
 
-    def end(self) -> None:
-        """End the micro-batch; a collective.
+    def end(self) -> int:
+        """End the micro-batch of each rank; a collective.
+
+        Returns:
+            How many of them were taken.
 
         Raises:
             CheckpointError: On all ranks: the inputs of a layer are not finite.
         """
-        self.num_steps += self._context.num_data_ranks
+        taken = len(self._lengths[: MAX_STEPS - self.num_steps])
+        self.num_steps += taken
         still, used, not_finite = set[str](), 0, list[str]()
         for of_rank, wrong in self._context.all_gather_object((self._still, self._not_finite)):
             still |= of_rank.keys()
@@ -261,21 +270,22 @@ class _Directions:
                 f"dtype of the computation."
             )
         self.moving = [fqn for fqn in self.moving if fqn not in still]
-        self.num_used = min(self.num_steps, MAX_STEPS) if self.moving else used
+        self.num_used = self.num_steps if self.moving else used
+        return taken
 
-    def everywhere(self) -> dict[str, torch.Tensor]:
-        """The directions of each layer on all ranks, float32 [rank, num_features] on the CPU; a collective.
+    def everywhere(self, fqn: str) -> torch.Tensor:
+        """The directions of a layer on all ranks, float32 [rank, num_features] on the CPU; a collective.
 
         Raises:
-            ConfigError: No micro-batch had as many rows as a layer has directions.
+            ConfigError: On all ranks: no micro-batch had as many rows as the layer has directions.
         """
-        own = {fqn: pca.components_.float().cpu() for fqn, pca in self._own.items() if hasattr(pca, "components_")}
-        found = {fqn: each for of_rank in self._context.all_gather_object(own) for fqn, each in of_rank.items()}
-        for fqn, rank in self._ranks.items():
-            if fqn not in found:
-                raise ConfigError(
-                    f"adapter.init=eva needs micro-batches with at least adapter.rank={rank} tokens to predict, and "
-                    f"the first {self.num_steps} have fewer; set a larger train.micro_batch_size, or "
-                    f"adapter.init=default."
-                )
+        own = getattr(self._own.get(fqn), "components_", None)
+        found = self._context.broadcast_object(None if own is None else own.float().cpu(), self._owners[fqn])
+        if found is None:
+            raise ConfigError(
+                f"adapter.init=eva needs micro-batches with at least adapter.rank={self._ranks[fqn]} tokens to "
+                f"predict, and the first {self.num_steps} have fewer; set a larger train.micro_batch_size, or "
+                f"adapter.init=default."
+            )
+        assert isinstance(found, torch.Tensor)
         return found
