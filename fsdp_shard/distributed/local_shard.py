@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 Shape = tuple[int, ...]
 
@@ -81,9 +82,9 @@ def shard_of(
     return LocalShard(tensor, data, start, shape, writes, box=(tuple(offset), tuple(local)))
 
 
-def is_first_copy(tensor: DTensor) -> bool:
-    """Whether this rank is the first of those that hold its part of `tensor`, on whatever mesh that is."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+def is_first_copy(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Whether this rank is the first of those that hold the same part of a DTensor, on whatever mesh that is."""
+    coordinate = mesh.get_coordinate()
+    replicated = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
     is_first = coordinate is not None and all(coordinate[dim] == 0 for dim in replicated)
-    return is_first and bool((tensor.device_mesh.mesh == 0).any())  # meshes without rank 0 are those of replicas
+    return is_first and bool((mesh.mesh == 0).any())  # meshes without rank 0 are those of replicas

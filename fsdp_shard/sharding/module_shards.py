@@ -60,7 +60,8 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         inside = inside.module
     _reshard(inside)
     flat = _flat_shards(inside)
-    box = cache(local_shape_and_offset)  # slow, and layers have the same parameters
+    # Both are slow, and layers have the same parameters.
+    box, is_first = cache(local_shape_and_offset), cache(is_first_copy)
     names: dict[int, str] = {}
     shards: dict[str, LocalShard] = {}
     aliases: dict[str, str] = {}
@@ -78,12 +79,12 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
             shards[name] = found
         elif isinstance(param, DTensor):
             _refuse_partial(name, param)
-            shards[name] = shard_of(param, writes=is_first_copy(param), box=box)
+            shards[name] = shard_of(param, writes=is_first(param.device_mesh, param.placements), box=box)
         else:
             shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # they divide the work
     for _, _, raw, buffer in persistent_buffers(inside):
         if isinstance(buffer, DTensor):
-            shards[clean_fqn(raw)] = shard_of(buffer, writes=is_first_copy(buffer))
+            shards[clean_fqn(raw)] = shard_of(buffer, writes=is_first(buffer.device_mesh, buffer.placements))
         else:
             whole = (0, tuple(buffer.shape))
             shards[clean_fqn(raw)] = LocalShard(buffer, buffer.detach().reshape(-1), *whole, writes=ranks.is_main)

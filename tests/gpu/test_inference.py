@@ -167,7 +167,7 @@ def generation_peak(path: str, device_map: dict[str, Any], quantize: str, budget
     """The planned and the measured peak of loading a model and drawing tokens with it, bytes on the GPU."""
     device = open_device()
     before = device.reset()
-    memory = {"cpu": "8GB"} if IS_REHEARSAL else {0: "40GB", "cpu": "40GB"}
+    memory = {_HERE: "8GB"} | ({_THERE: "8GB"} if _THERE in device_map.values() and _THERE != "disk" else {})
     settings = DispatchConfig(device_map, memory, "bfloat16", quantize=quantize)  # type: ignore[arg-type]  # a word
     config = AutoConfig.from_pretrained(path)
     devices = plan_from_config(config, settings, budget)

@@ -143,8 +143,8 @@ def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], li
 
 @check(seconds=70)
 def test_training_hardly_notices_a_save(bench: Bench) -> None:
-    job = Job(config_of("100M"), bench.size(4096, 32), num_micro_batches=4)
-    plain, after, calls = saved_steps(job, str(bench.directory / "saved"), bench.size(6, 2))
+    job = Job(config_of("1.2B", 8), bench.size(4096, 32), num_micro_batches=4)
+    plain, after, calls = saved_steps(job, str(bench.directory / "saved"), bench.size(4, 2))
     ratio = statistics.median(after) / statistics.median(plain)
     bench.record("longest stall of a save", 1000 * max(calls), "ms", at_most=30)
     bench.record(

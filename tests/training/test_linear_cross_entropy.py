@@ -28,9 +28,7 @@ SMALL |= {"intermediate_size": 48, "vocab_size": 257, "max_position_embeddings":
 
 @pytest.fixture(params=[1, 7, 10_000], ids="rows={}".format)
 def rows_a_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(
-        "fsdp_shard.training.loss.linear_cross_entropy.LOSS_CHUNK_BYTES", request.param * 4 * VOCABULARY
-    )
+    monkeypatch.setattr("fsdp_shard.training.loss.row_values.LOSS_CHUNK_BYTES", request.param * 4 * VOCABULARY)
     return request.param
 
 
@@ -87,11 +85,11 @@ class Largest(TorchDispatchMode):
 
 
 def test_the_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_shard.training.loss.linear_cross_entropy.LOSS_CHUNK_BYTES", 16 * 4 * 5000)
+    monkeypatch.setattr("fsdp_shard.training.loss.row_values.LOSS_CHUNK_BYTES", 16 * 4 * 5000)
     hidden, weight = torch.randn(400, 8, requires_grad=True), torch.randn(5000, 8, requires_grad=True)
     with Largest() as largest:
         linear_cross_entropy(hidden, weight, None, torch.arange(400), 1.0).backward()
-    assert largest.numel == 16 * 5000
+    assert largest.numel == 4 * 16 * 5000
 
 
 def model_of(family: str, **values: Any) -> PreTrainedModel:

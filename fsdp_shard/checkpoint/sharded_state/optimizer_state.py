@@ -129,7 +129,7 @@ def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShar
     that is not divided.
     """
     if isinstance(value, DTensor) and value.shape != shard.tensor.shape:
-        return shard_of(value, writes=is_first_copy(value))
+        return shard_of(value, writes=is_first_copy(value.device_mesh, value.placements))
     if value.ndim == 0 and shard.shape:
         holds_first = shard.writes and shard.start == 0 and shard.data.numel() > 0
         return LocalShard(value, value.view(-1), 0, (), writes=holds_first)

@@ -101,7 +101,9 @@ class StateTensors:
         document, tensors = flatten_state(state, f"${name}")
         digest = xxhash.xxh3_64(json.dumps(document).encode())
         for key, tensor in tensors.items():
-            writes = is_first_copy(tensor) if isinstance(tensor, DTensor) else self._ranks.is_main
+            writes = self._ranks.is_main
+            if isinstance(tensor, DTensor):
+                writes = is_first_copy(tensor.device_mesh, tensor.placements)
             self.shards[key] = shard = _copied(tensor.detach(), writes=writes)
             if not isinstance(tensor, DTensor):
                 digest.update(tensor_bytes(shard.data))

@@ -20,10 +20,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from fsdp_shard.data import MASKED
 from fsdp_shard.errors import ModelError
 from fsdp_shard.training.loss.cross_entropy import needs_gradient, with_gradients
-from fsdp_shard.training.loss.row_values import LOSS_CHUNK_BYTES, RowFunction, add_product, linear_rows
+from fsdp_shard.training.loss.row_values import RowFunction, add_product, linear_rows, rows_a_chunk
 
 # From this vocabulary on, logits dominate the memory, and the products of a chunk are large enough to be fast.
 _LARGE_VOCABULARY = 1 << 16
+# A product with the head takes the rows of so many chunks of float32 logits: each reads the weight and adds to its
+# gradient, which on a GPU takes longer than the product itself if the rows are few.
+_CHUNKS_A_PRODUCT = 4
 
 
 def use_loss_head(model: PreTrainedModel, when: bool | str, *, any_vocabulary: bool = False) -> bool:
@@ -166,8 +169,11 @@ def linear_cross_entropy(
     of_hidden, of_weight, of_bias = map(needs_gradient, (hidden, weight, bias))
     with torch.no_grad():
         rows = torch.nonzero(labels != MASKED).flatten() if counted is None else counted
-        chunks = rows.split(max(1, LOSS_CHUNK_BYTES // (4 * len(weight)))) if len(rows) else ()
-        precise = weight.dtype if len(chunks) <= 1 else torch.float32
+        num_rows = rows_a_chunk(len(weight))
+        chunks = rows.split(_CHUNKS_A_PRODUCT * num_rows) if len(rows) else ()
+        # The gradients are divided at the end; until then float16 has no room for their sums.
+        is_enough = len(chunks) <= 1 and weight.dtype != torch.float16
+        precise = weight.dtype if is_enough else torch.float32
         grad_hidden = torch.zeros_like(hidden) if of_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=precise) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias and bias is not None else None
@@ -175,42 +181,37 @@ def linear_cross_entropy(
         for chunk in chunks:
             part = hidden[chunk]
             wanted = of_hidden or of_weight or of_bias
-            loss, slope = _sum_and_slope(F.linear(part, weight, bias), labels[chunk], divisor, softcap, wanted)
-            total += loss
+            slope = F.linear(part, weight, bias)
+            for some, targets in zip(slope.split(num_rows), labels[chunk].split(num_rows), strict=True):
+                total += _loss_and_slope(some, targets, softcap, wanted)
             if grad_bias is not None:
-                grad_bias += slope.sum(0)
-            slope = slope.to(hidden.dtype)
+                grad_bias += slope.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ weight
             if grad_weight is not None:
                 add_product(grad_weight, slope, part)
-            del part, slope  # before the next chunk allocates its own
+            del part, slope, some  # before the next chunk allocates its own
         found = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
-        gradients = [None if grad is None or of is None else grad.to(of.dtype) for grad, of in found]
+        gradients = [None if grad is None or of is None else grad.div_(divisor).to(of.dtype) for grad, of in found]
     return with_gradients(total / divisor, gradients, hidden, weight, bias)
 
 
-def _sum_and_slope(
-    logits: torch.Tensor, labels: torch.Tensor, divisor: float | torch.Tensor, softcap: float | None, wanted: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a chunk, and the float32 gradient of (sum / divisor) by the logits, which are overwritten."""
-    values = logits.float()
-    inner = None
+def _loss_and_slope(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None, wanted: bool) -> torch.Tensor:
+    """The summed loss of some rows of logits, which are overwritten by its gradient by them, if `wanted`."""
+    values, inner = logits, None
     if softcap is not None:
-        values.div_(softcap).tanh_()
+        values = logits.float().div_(softcap).tanh_()
         inner = (1 - values * values) if wanted else None  # the derivative of the cap
         values.mul_(softcap)
-    picked = values.gather(1, labels[:, None])
-    highest = values.amax(1, keepdim=True)
-    values.sub_(highest).exp_()
-    sums = values.sum(1, keepdim=True)
-    total = (sums.log() + highest - picked).sum()
+    log_probs = F.log_softmax(values, 1, dtype=torch.float32)
+    del values
+    picked = log_probs.gather(1, labels[:, None])
     if wanted:
-        values.div_(sums * divisor)
-        values.scatter_add_(1, labels[:, None], torch.full_like(picked, -1) / divisor)
+        torch.exp(log_probs, out=logits)
+        logits.scatter_(1, labels[:, None], torch.expm1(picked).to(logits.dtype))
         if inner is not None:
-            values.mul_(inner)
-    return total, values
+            logits.mul_(inner)
+    return -picked.sum()
 
 
 def _install(model: PreTrainedModel, head: nn.Module | None) -> str | None:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 # Bytes of float32 logits in a chunk: not too few, as each reads and writes the gradient of the head's weight.
 LOSS_CHUNK_BYTES = 128 << 20
+_TILE = 128  # rows that a matrix product on a GPU computes together
 
 
 class RowFunction(Protocol):
@@ -77,8 +78,14 @@ def rows_of_logits(logits: torch.Tensor, rows: torch.Tensor, function: RowFuncti
     return result
 
 
+def rows_a_chunk(vocabulary: int) -> int:
+    """Rows of logits whose float32 values are a chunk; whole tiles, if they are more than one."""
+    rows = max(1, LOSS_CHUNK_BYTES // (4 * vocabulary))
+    return rows if rows < _TILE else rows - rows % _TILE
+
+
 def _parts(num_rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, LOSS_CHUNK_BYTES // (4 * vocabulary))
+    size = rows_a_chunk(vocabulary)
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
 
@@ -158,9 +165,15 @@ class _Rows(torch.autograd.Function):
 
 
 def add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) -> None:
-    """Add slope^T @ part to `into`; if that is more precise than they are, some of its rows at a time."""
+    """Add slope^T @ part to `into`, which is as precise as they are or float32.
+
+    On a GPU the product is added in float32; elsewhere, where torch has no such product, some rows at a time.
+    """
     if into.dtype == part.dtype:
         into.addmm_(slope.T, part)
+        return
+    if into.is_cuda:
+        torch.addmm(into, slope.T, part, out_dtype=torch.float32, out=into)
         return
     for rows, columns in zip(into.tensor_split(16), slope.tensor_split(16, dim=1), strict=True):
         rows += columns.T @ part
