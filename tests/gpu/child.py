@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.gpu.device import IS_REHEARSAL, Device, gpu_names, open_device
 from tests.gpu.table import Row
 
@@ -183,6 +185,8 @@ def _main(module: str, name: str, arguments: dict[str, Any], pipe: Connection, w
         check = getattr(import_module(module), name)
         if warm:
             open_device().warm()
+        else:
+            _share_cores()
         pipe.recv()
         check(**(arguments | {"bench": Bench(arguments["bench"].directory, pipe)}))
         said = ""
@@ -193,6 +197,13 @@ def _main(module: str, name: str, arguments: dict[str, Any], pipe: Connection, w
     pipe.send(said)
     pipe.close()
     os._exit(0)  # nothing of a broken GPU is waited for
+
+
+def _share_cores() -> None:
+    """Use a part of the cores, here and in what this process starts: more threads than cores are slow under OpenMP."""
+    number = max(1, len(os.sched_getaffinity(0)) // 8)
+    os.environ["OMP_NUM_THREADS"] = str(number)
+    torch.set_num_threads(number)
 
 
 def in_turn(*calls: tuple[Any, ...]) -> list[Any]:

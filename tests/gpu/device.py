@@ -187,6 +187,18 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
+def held_on_gpu(most: int = 3) -> str:
+    """The largest tensors on GPUs that Python objects hold, and the types of these: what keeps memory in use."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and found.is_cuda]
+    tensors.sort(key=lambda tensor: -tensor.nbytes)
+    names = []
+    for tensor in tensors[:most]:
+        holders = {type(holder).__name__ for holder in gc.get_referrers(tensor) if holder is not tensors}
+        names.append(f"{list(tensor.shape)} {tensor.dtype} in {sorted(holders)}")
+    return "; ".join(names) or "no Python object"
+
+
 def resident_bytes() -> int:
     """The memory of this process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
