@@ -93,7 +93,10 @@ class ShardConfig:
         "everything but the results of matrix products and attention; false or none, nothing.",
     )
     activation_offload: bool = setting(
-        False, "Keep the activations of blocks in CPU memory until the backward pass. GPU only."
+        False,
+        "Keep the activations of blocks in CPU memory until the backward pass. GPU only. With "
+        "activation_checkpointing=true only the inputs of blocks are copied; without it the copies take longer than "
+        "the step.",
     )
     compile: bool | str = setting(
         False, "Compile each block with torch.compile: true for its default backend (inductor), or a backend's name."

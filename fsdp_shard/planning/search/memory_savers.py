@@ -1,9 +1,11 @@
 """What could be changed of a run to need less memory, and what each change costs.
 
-The costs order a search; they are not measured. A cost of 10 stands for a step that takes about 10 % longer:
-recomputing a block is a third of its arithmetic (true), less without its matrix products (selective); a smaller
-micro-batch makes matrix products smaller; offloading moves bytes over PCIe. A change of what is trained costs as much
-as it changes: narrower weights less than another optimizer, that less than an adapter.
+The costs order a search. A cost of 10 stands for a step that takes about 10 % longer: recomputing a block is a third of
+its arithmetic (true), less without its matrix products (selective); a smaller micro-batch makes matrix products
+smaller. Offloading moves bytes over PCIe. On an H200 (docs/benchmarks.md) activations that are not recomputed took
+longer to copy than to compute again, so they are offloaded only where blocks are recomputed; with the parameters in CPU
+memory a step took 20 times as long, so that comes last. A change of what is trained costs as much as it changes:
+narrower weights less than another optimizer, that less than an adapter.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -74,14 +76,14 @@ def memory_savers(run: PlannedRun, given: Collection[str], num_nodes: int = 1) -
         Saver(tuple(_adapters(run))),
         Saver(tuple(_optimizers(run, given))),
         Saver(tuple(_dtypes(run))),
-        Saver(tuple(_switches(run, "cpu_offload", False, True, 60.0))),
+        Saver(tuple(_switches(run, "cpu_offload", False, True, 300.0))),
         Saver(tuple(_references(run))),
         Saver(tuple(_average(run))),
         Saver(tuple(_switches(run, "sync_every_micro_batch", False, True, 8.0)), is_of_activations=True),
         Saver(tuple(_resharding(run)), is_of_activations=True),
         Saver(tuple(_chunks(run)), is_of_activations=True),
         Saver(tuple(_recomputing(run)), is_of_activations=True),
-        Saver(tuple(_switches(run, "activation_offload", False, True, 30.0)), is_of_activations=True),
+        Saver(tuple(_offloading(run)), is_of_activations=True),
         Saver(tuple(_micro_batches(run)), is_of_activations=True),
     ]
     return [replace(saver, options=(Option(), *saver.options)) for saver in savers if saver.options]
@@ -214,6 +216,16 @@ def _recomputing(run: PlannedRun) -> Iterator[Option]:
         yield _set("shard", {"activation_checkpointing": "selective"}, 10.0)
     if kind is not True and kind != "all":
         yield _set("shard", {"activation_checkpointing": True}, 25.0)
+
+
+def _offloading(run: PlannedRun) -> Iterator[Option]:
+    """To keep what recomputed blocks begin with in CPU memory; after `_recomputing`, whose choice it sees."""
+    for option in _switches(run, "activation_offload", False, True, 30.0):
+
+        def change(run: PlannedRun, option: Option = option) -> PlannedRun | None:
+            return option.change(run) if run.shard.activation_checkpointing in (True, "all") else None
+
+        yield replace(option, change=change)
 
 
 def _micro_batches(run: PlannedRun) -> Iterator[Option]:
