@@ -6,9 +6,12 @@ import ctypes
 import mmap
 import resource
 import sys
+import warnings
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from fsdp_shard.utils.text import format_size
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +107,8 @@ def empty_pages(num_bytes: int) -> torch.Tensor:
 def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
     """Page-lock `memory` until this tensor and all views of it are deleted.
 
-    `torch.empty(pin_memory=True)` would take the next power of two. If the driver refuses, copies are slower, and
-    nothing else changes.
+    `torch.empty(pin_memory=True)` would take the next power of two. If the driver refuses, a warning says so: copies
+    are slower, and nothing else changes.
 
     Args:
         memory: Contiguous CPU memory on pages of its own (`empty_pages`).
@@ -121,6 +124,11 @@ def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
     with torch.cuda.device(device):
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
             _clear_error(device)
+            warnings.warn(
+                f"The driver of {device} did not page-lock {format_size(memory.nbytes)} of CPU memory, so copies "
+                f"from or to it are slower; `ulimit -l` may be too small.",
+                stacklevel=2,
+            )
             return False
     # Or these addresses would count as locked when other memory comes to lie there, and locking that would fail.
     weakref.finalize(memory, _unlock, memory.data_ptr(), device).atexit = False

@@ -54,7 +54,8 @@ def test_a_refusal_is_reported_here_and_nowhere_else(calls: list[Any], monkeypat
 
     memory = torch.empty(1001, dtype=torch.uint8)
     monkeypatch.setattr(torch, "ones", launch)
-    assert not lock_pages(memory, _GPU)
+    with pytest.warns(UserWarning, match="cuda:1 did not page-lock 0.98 KiB of CPU memory"):
+        assert not lock_pages(memory, _GPU)
     assert launched == [_GPU]
     del memory
     assert calls[-1][0] == "register"
