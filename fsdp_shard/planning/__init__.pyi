@@ -4,6 +4,7 @@ from .config import (
     PlanSettings as PlanSettings,
 )
 from .devices import AutoDeviceConfig as AutoDeviceConfig, DeviceConfig as DeviceConfig
+from .generation_plan import GenerationPlan as GenerationPlan, plan_generation as plan_generation
 from .memory import plan_memory as plan_memory
 from .memory_plan import HostMemory as HostMemory, MemoryPlan as MemoryPlan, PlannedRun as PlannedRun
 from .planned_run import check_plan as check_plan, plan_run as plan_run

@@ -26,7 +26,7 @@ from fsdp_shard.inference import (
     plan_from_config,
 )
 from fsdp_shard.models import build_on_meta
-from fsdp_shard.planning.generation_plan import plan_generation
+from fsdp_shard.planning import plan_generation
 from fsdp_shard.utils import empty_pages, lock_pages
 from tests.gpu.child import Bench, in_turn
 from tests.gpu.device import IS_REHEARSAL, Device, open_device, resident_bytes
