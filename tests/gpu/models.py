@@ -19,21 +19,23 @@ _SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False},
     "1.2B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
     "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "tie_word_embeddings": True},
+    "5M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "tie_word_embeddings": True},
 }
-_HEADS = {"8B": 32, "1.2B": 32, "100M": 12}
+_HEADS = {"8B": 32, "1.2B": 32, "100M": 12, "5M": 4}
+_VOCABULARIES = {"100M": 32_000, "5M": 8_000}
 _TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def config_of(shape: str, layers: int | None = None, length: int = 8192) -> LlamaConfig:
-    """The config of a Llama in one of the shapes `8B`, `1.2B` and `100M`, with fewer `layers` if they are given."""
+    """The config of a Llama in a shape such as `8B` (`_SHAPES`), with fewer `layers` if they are given."""
     heads = _HEADS[shape]
     values = _SHAPES[shape] | {
         "num_attention_heads": heads,
         "num_key_value_heads": min(heads, 8),
-        "vocab_size": 128_256,
+        "vocab_size": _VOCABULARIES.get(shape, 128_256),
     }
     if shape == "100M":
-        values |= {"num_key_value_heads": 4, "vocab_size": 32_000}
+        values |= {"num_key_value_heads": 4}
     values["head_dim"] = values["hidden_size"] // heads
     if layers is not None:
         values["num_hidden_layers"] = layers

@@ -154,7 +154,7 @@ def _results(jobs: Mapping[str, Mapping[str, tuple[list[str], Path]]]) -> Iterat
 def test_settings_have_the_losses_of_the_cpu(bench: Bench) -> None:
     if not all(bench.has("settings", package) for package in ("hydra", "omegaconf", "datasets", "pyarrow", "pandas")):
         return
-    model, data = apart(written, bench.directory, "100M", 2, bench.device.torch_device), _data(bench)
+    model, data = apart(written, bench.directory, "5M", None, bench.device.torch_device), _data(bench)
     names = [name for name in _SETTINGS if not IS_REHEARSAL or name in _REHEARSED]
     kinds = ["cpu"] if IS_REHEARSAL else ["cpu", bench.device.type]
     jobs = {
