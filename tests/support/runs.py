@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from fsdp_shard.cli import load_recipe, run_as_program, run_command
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -121,8 +123,18 @@ def _with_children(pid: int) -> list[int]:
     return [pid, *(below for child in children for below in _with_children(int(child)))]
 
 
+def _after_fork() -> None:
+    """What tests/support/ranks.py does in a rank: nothing that the parent left is collected, and torch has a new pool.
+
+    Else threads of autograd, which a torch with CUDA starts beside fake tensors even where there is no GPU, may each
+    replace the pool of the parent at the same moment, and torch aborts: "Invalid thread pool!".
+    """
+    gc.freeze()
+    torch.set_num_threads(1)
+
+
 def _program(command: str, arguments: list[str], directory: str) -> None:
-    gc.freeze()  # as in tests/support/ranks.py
+    _after_fork()
     stacks = os.open(Path(directory) / "stacks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)  # also in the ranks that are forked from here
     _redirect(directory)
@@ -131,7 +143,7 @@ def _program(command: str, arguments: list[str], directory: str) -> None:
 
 
 def _command(arguments: list[str], directory: str) -> None:
-    gc.freeze()
+    _after_fork()
     _redirect(directory)
     run_as_program(lambda: run_command(arguments), debug=False)
 

@@ -35,7 +35,7 @@ SETTINGS = [
     "train.global_batch_size=4",
     "train.micro_batch_size=1",
     "train.schedule=constant",
-    "optim.lr=3e-2",
+    "optim.lr=1e-2",  # at 3e-2, rounding decides: peft alone differs by 0.4 in logits, for a batch of 4 or 4 of 1
     "optim.weight_decay=0.1",
     "shard.param_dtype=float32",
     "data.sequence_length=32",
@@ -98,7 +98,7 @@ def plain(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactor
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=3e-2)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     losses = []
     for step in range(STEPS):
         batch = samples.batch(range(4 * step, 4 * step + 4))
@@ -122,8 +122,8 @@ def logits_of(model: Any) -> torch.Tensor:
 def test_losses_are_those_of_peft(
     runs: dict[str, Ended], plain: tuple[list[float], torch.Tensor], wrapper: str
 ) -> None:
-    assert plain[0][-1] < plain[0][0] - 0.04, "the comparison means nothing unless training moves the adapter"
-    assert runs[wrapper].losses == pytest.approx(plain[0], rel=1e-4)
+    assert plain[0][-1] < plain[0][0] - 0.08, "the comparison means nothing unless training moves the adapter"
+    assert runs[wrapper].losses == pytest.approx(plain[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
@@ -140,7 +140,7 @@ def test_peft_loads_what_the_ranks_saved(
         "trainer.json",
     ]
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), step).eval()
-    torch.testing.assert_close(logits_of(model), plain[1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits_of(model), plain[1], rtol=1e-4, atol=1e-4)
     with open_checkpoint(step) as index:
         assert index.format == "peft"
         assert len(index.names) == 2 * 7 * 2 + 1
@@ -168,7 +168,7 @@ def test_an_adapter_is_merged_wherever_weights_are_read(
                 "layernorm" in name or "embed" in name
             ), name
     logits = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    torch.testing.assert_close(logits, plain[1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits, plain[1], rtol=1e-4, atol=1e-4)
     for device_map in ("cpu", "disk"):
         torch.testing.assert_close(logits_of(load_dispatched(step, device_map=device_map)), logits)
     convert(step, tmp_path / "ranks", format="sharded", ranks=3, dtype="bfloat16")
