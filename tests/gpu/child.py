@@ -139,7 +139,8 @@ class Child:
         """Let the check begin, if it has not; return when it began, from where its seconds count."""
         if self._began is None:
             self._began = time.monotonic()
-            self._pipe.send("go")
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has ended; `finish` reads why
+                self._pipe.send("go")
         return self._began
 
     def finish(self, limit_seconds: float) -> Ended:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.child import Bench, find_gpus, run_check
+from tests.gpu.child import Bench, Child, find_gpus, run_check
 from tests.gpu.table import Row, Table
 from tests.gpu.trace import summarize
 
@@ -126,6 +126,13 @@ def test_a_check_that_dies_is_said_to(tmp_path: Path) -> None:
     assert run_check(dies, {"bench": Bench(tmp_path)}, 60.0, "fork").problem == (
         "its process ended with status 7 and said nothing"
     )
+
+
+def test_a_check_that_dies_before_it_is_told_to_begin_is_said_to(tmp_path: Path) -> None:
+    child = Child(dies, {"bench": None}, "fork", warm=False)
+    child._process.kill()
+    child._process.join()
+    assert child.finish(60.0).problem == "its process ended with status -9 and said nothing"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="speaks of a torch without CUDA")
