@@ -5,9 +5,9 @@ GPU_REHEARSAL=1 runs them on the CPU, on tiny shapes and without limits. GPU_SEC
 The table is printed, and written as gpu.md and gpu.json into $OUT, or build/gpu.
 
 The mark says what may run beside a check, as a process takes 15 seconds until it has used a GPU:
-- `beside="all"`: it measures no time. All of these run first, at once.
-- `beside="next"`, the default: the process of the next check starts and loads its libraries, and waits.
-- `beside="none"`: nothing, since it reads the memory of the whole GPU or needs all GPUs.
+- `concurrent="all"`: it measures no time. All of these run first, at once.
+- `concurrent="next"`, the default: the process of the next check starts and loads its libraries, and waits.
+- `concurrent="none"`: nothing, since it reads the memory of the whole GPU or needs all GPUs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _PATIENCE = 8  # of a rehearsal, which may share two cores with other tests
 _ORDER = (
     "test_training", "test_inference", "test_saving", "test_settings", "test_peers", "test_ranks", "test_commands",
 )  # fmt: skip
-_BESIDE = ("all", "next", "none")
+_CONCURRENT = {"all": None, "next": 1, "none": 0}  # how many of the checks that follow may start beside one
 _TABLE = pytest.StashKey[Table]()
 _METHOD = pytest.StashKey[str]()
 _CHILDREN = pytest.StashKey[dict[str, Child]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "check(seconds, gpus=1, beside=next): needs a GPU; run by `make gpu`")
+    config.addinivalue_line("markers", "check(seconds, gpus=1, concurrent=next): needs a GPU; run by `make gpu`")
     config.stash[_TABLE] = Table(
         {"Python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
     )
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = [number for number, item in enumerate(items) if item.get_closest_marker("check")]
     checks = sorted(
         (items[number] for number in places),
-        key=lambda item: (_BESIDE.index(_beside(item)), _ORDER.index(item.path.stem)),
+        key=lambda item: (list(_CONCURRENT).index(_concurrent(item)), _ORDER.index(item.path.stem)),
     )
     for number, item in zip(places, checks, strict=True):
         items[number] = item
@@ -79,9 +79,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _beside(item: pytest.Item) -> str:
+def _concurrent(item: pytest.Item) -> str:
     mark = item.get_closest_marker("check")
-    return str(mark.kwargs.get("beside", "next")) if mark else ""
+    return str(mark.kwargs.get("concurrent", "next")) if mark else ""
 
 
 @pytest.fixture(scope="session")
@@ -125,12 +125,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _start(item: pytest.Function, bench: Bench) -> Child:
     """The running process of a check; also start what may run beside it."""
-    children, kind = item.config.stash[_CHILDREN], _beside(item)
+    children, kind = item.config.stash[_CHILDREN], _concurrent(item)
     child = children.pop(item.nodeid, None) or _child(item, bench)
     child.go()
     later = item.session.items[item.session.items.index(item) + 1 :]
-    beside = [each for each in later if _beside(each) == kind and not each.get_closest_marker("skip")]
-    for each in beside[: {"all": None, "next": 1, "none": 0}[kind]]:
+    others = [each for each in later if _concurrent(each) == kind and not each.get_closest_marker("skip")]
+    for each in others[: _CONCURRENT[kind]]:
         if isinstance(each, pytest.Function) and each.nodeid not in children:
             children[each.nodeid] = _child(each, bench)
             if kind == "all":
@@ -141,7 +141,7 @@ def _start(item: pytest.Function, bench: Bench) -> Child:
 def _child(item: pytest.Function, bench: Bench) -> Child:
     values = item.callspec.params if hasattr(item, "callspec") else {}
     arguments = {name: values.get(name, bench) for name in signature(item.function).parameters}
-    return Child(item.function, arguments, item.config.stash[_METHOD], warm=_beside(item) == "next")
+    return Child(item.function, arguments, item.config.stash[_METHOD], warm=_concurrent(item) == "next")
 
 
 def _note(table: Table, name: str, outcome: str, seconds: float) -> None:

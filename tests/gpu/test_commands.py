@@ -20,7 +20,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
 
 
-@check(seconds=200, beside="all")
+@check(seconds=200, concurrent="all")
 def test_commands_run(bench: Bench) -> None:
     if not all(bench.has("commands", package) for package in ("hydra", "omegaconf", "datasets", "pyarrow", "pandas")):
         return

@@ -64,7 +64,7 @@ def come_and_go(path: str, times: int) -> tuple[float, float]:
     return used_later - used, resident_later - resident
 
 
-@check(seconds=60, beside="none")
+@check(seconds=60, concurrent="none")
 def test_models_on_gpu_and_cpu_come_and_go(bench: Bench) -> None:
     path = str(written(bench.directory, "1.2B", 4, bench.device.torch_device))
     times = bench.size(20, 4)
@@ -95,7 +95,7 @@ def _refill(device: Device) -> None:
     del blocks
 
 
-@check(seconds=150, beside="all")
+@check(seconds=150, concurrent="all")
 def test_tokens_of_streamed_weights_are_right(bench: Bench) -> None:
     path, count = str(bench.directory / "1.2B-8"), bench.size(200, 6)
     streamed = _streaming(range(1, bench.size(7, 3)))
@@ -183,7 +183,7 @@ def generation_peak(path: str, device_map: dict[str, Any], quantize: str, budget
     return plan.peak_bytes[device_name(_HERE)], device.peak_bytes - before
 
 
-@check(seconds=150, beside="all")
+@check(seconds=150, concurrent="all")
 def test_the_plan_of_generation_beside_the_measured_peak(bench: Bench) -> None:
     path = str(written(bench.directory, "1.2B", 8, bench.device.torch_device))
     budget = KVCacheBudget(bench.size(4, 2), bench.size(1024, 64))
@@ -285,7 +285,7 @@ _EVALUATIONS: dict[str, tuple[list[str], float]] = {
 }
 
 
-@check(seconds=150, beside="all")
+@check(seconds=150, concurrent="all")
 def test_perplexity_is_that_of_the_cpu(bench: Bench) -> None:
     if not all(bench.has("perplexity", package) for package in ("hydra", "omegaconf", "datasets", "pyarrow", "pandas")):
         return

@@ -58,7 +58,7 @@ def _on_two(job: Job, kind: str, mode: dict[str, int]) -> list[list[float]]:
     return on_ranks(2, losses, job, 2, device=kind, **mode)
 
 
-@check(seconds=60, gpus=2, beside="none")
+@check(seconds=60, gpus=2, concurrent="none")
 @pytest.mark.parametrize("mode", list(_MODES))
 def test_losses_on_two_ranks_are_those_of_one(mode: str, bench: Bench) -> None:
     if mode == "EP" and Version(transformers.__version__) < Version("5.23"):
@@ -101,7 +101,7 @@ def _seconds_to_notice(directory: str, kind: str) -> tuple[float, str]:
     raise AssertionError("no error")
 
 
-@check(seconds=60, gpus=2, beside="none")
+@check(seconds=60, gpus=2, concurrent="none")
 def test_a_killed_rank_is_named(bench: Bench) -> None:
     seconds, said = apart(_seconds_to_notice, str(bench.directory), bench.device.type)
     assert "Rank 1 was killed by SIGKILL" in said, said

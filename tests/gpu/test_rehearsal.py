@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.gpu.child import Bench, Child, find_gpus, run_check
+from tests.gpu.device import held_on_gpu
 from tests.gpu.table import Row, Table
 from tests.gpu.trace import summarize
 
@@ -130,9 +131,14 @@ def test_a_check_that_dies_is_said_to(tmp_path: Path) -> None:
 
 def test_a_check_that_dies_before_it_is_told_to_begin_is_said_to(tmp_path: Path) -> None:
     child = Child(dies, {"bench": None}, "fork", warm=False)
-    child._process.kill()
-    child._process.join()
+    child.kill()
     assert child.finish(60.0).problem == "its process ended with status -9 and said nothing"
+
+
+def test_no_object_holds_memory_of_a_gpu_that_is_not_there() -> None:
+    held = torch.ones(1000)
+    assert held_on_gpu() == "no Python object"
+    assert held.is_cpu
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="speaks of a torch without CUDA")

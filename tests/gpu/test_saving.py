@@ -84,7 +84,7 @@ def _num_different(staged: RunState, expected: Mapping[str, torch.Tensor]) -> in
     return wrong
 
 
-@check(seconds=150, beside="all")
+@check(seconds=150, concurrent="all")
 def test_saves_in_the_background_are_those_of_their_step(bench: Bench) -> None:
     job = Job(config_of("100M", layers=4), bench.size(2048, 32))
     num_saves = bench.size(50, 5)
@@ -190,7 +190,7 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
     return losses, digest.hexdigest()
 
 
-@check(seconds=150, beside="all")
+@check(seconds=150, concurrent="all")
 def test_a_resumed_run_is_bit_equal(bench: Bench) -> None:
     if not bench.has("resumed run", "omegaconf"):
         return

@@ -150,7 +150,7 @@ def _results(jobs: Mapping[str, Mapping[str, tuple[list[str], Path]]]) -> Iterat
                 yield name, of_name
 
 
-@check(seconds=200, beside="all")
+@check(seconds=200, concurrent="all")
 def test_settings_have_the_losses_of_the_cpu(bench: Bench) -> None:
     if not all(bench.has("settings", package) for package in ("hydra", "omegaconf", "datasets", "pyarrow", "pandas")):
         return

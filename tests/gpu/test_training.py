@@ -194,7 +194,7 @@ def _free(device: Device) -> int:
     return before
 
 
-@check(seconds=200, beside="all")
+@check(seconds=200, concurrent="all")
 def test_the_plan_beside_the_measured_peak(bench: Bench) -> None:
     device, length = bench.device, _length(2048)
     path = written(bench.directory, "1.2B", 8, device.torch_device)
@@ -273,7 +273,7 @@ def _compiled(job: Job) -> Measured:
     return measure("ours", job, 6, 3, fails_on_recompile=True)
 
 
-@check(seconds=150, beside="all")
+@check(seconds=150, concurrent="all")
 def test_losses_in_float32_are_those_of_the_cpu(bench: Bench) -> None:
     shards = {"param_dtype": "float32", "reduce_dtype": "float32"}
     config = config_of("100M", layers=4)

@@ -62,5 +62,21 @@ def test_a_gpu_took_what_is_planned(name: str) -> None:
     assert 1.0 <= planned / _MEASURED[name]["peak_bytes"] <= 1.07, (planned, _MEASURED[name])
 
 
+@pytest.mark.long
+def test_a_model_of_8_billion_parameters_takes_no_more_than_planned() -> None:
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=128_256, tie_word_embeddings=False,
+        max_position_embeddings=8192,
+    )  # fmt: skip
+    run = PlannedRun(
+        *(ModelConfig(path="x", dtype="bfloat16"), WRAPPERS["fsdp2"](), TrainConfig(global_batch_size=1)),
+        *(OPTIMIZERS["adamw"](), 4096, 1, AdapterConfig()),
+        on_gpu=True,
+    )
+    planned = plan_memory(config, run).peak_bytes or 0
+    assert 79.95e9 <= planned <= 1.01 * 80.05e9  # 80.0 GB were measured; less with one workspace of cuBLAS
+
+
 def test_every_measured_mode_is_planned() -> None:
     assert set(_MODES) == set(_MEASURED)

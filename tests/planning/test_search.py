@@ -30,6 +30,7 @@ from fsdp_shard.planning import (
     chosen_settings,
     switched_off,
 )
+from fsdp_shard.planning.search.memory_savers import memory_savers
 from fsdp_shard.planning.search.pareto_front import search_front
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import OBJECTIVES, AdamWConfig, TrainConfig
@@ -197,6 +198,22 @@ def test_more_ranks_get_a_batch_that_they_can_divide_and_it_is_said() -> None:
         ("train.global_batch_size=16",),
         ("a larger global batch",),
     )
+
+
+def test_activations_are_offloaded_where_blocks_are_recomputed_and_parameters_last() -> None:
+    run = run_of(composed(["launch.ranks=1"]))
+    options = [option for saver in memory_savers(run, set()) for option in saver.options]
+    (offload,) = (option for option in options if option.names == {"shard.activation_offload"})
+    assert offload.change(run) is None
+    selective, recomputed = (
+        replace(run, shard=replace(run.shard, activation_checkpointing=kind)) for kind in ("selective", True)
+    )
+    assert offload.change(selective) is None
+    changed = offload.change(recomputed)
+    assert changed is not None
+    assert changed.shard.activation_offload
+    costs = {name: option.cost for option in options for name in option.names if name != "launch.ranks"}
+    assert max(costs, key=lambda name: costs[name]) == "shard.cpu_offload"
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_loss
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, linear_cross_entropy, use_loss_head
+from fsdp_shard.training.loss.row_values import rows_a_chunk
 from tests.support.ranks import on_ranks, update
 from tests.support.tiny import token_batch
 
@@ -27,14 +28,14 @@ SMALL |= {"intermediate_size": 48, "vocab_size": 257, "max_position_embeddings":
 
 
 @pytest.fixture(params=[1, 7, 10_000], ids="rows={}".format)
-def rows_a_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def num_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr("fsdp_shard.training.loss.row_values.LOSS_CHUNK_BYTES", request.param * 4 * VOCABULARY)
     return request.param
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_plain_loss(rows_a_chunk: int, dtype: torch.dtype, softcap: float | None) -> None:
+def test_equals_the_plain_loss(num_rows: int, dtype: torch.dtype, softcap: float | None) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -57,6 +58,21 @@ def test_equals_the_plain_loss(rows_a_chunk: int, dtype: torch.dtype, softcap: f
     assert slope.shape == hidden.shape
     with torch.no_grad():
         assert not linear_cross_entropy(hidden, weight, bias, labels, 11.0, softcap).requires_grad
+
+
+def test_sums_of_a_chunk_have_room_in_float16() -> None:
+    """Until they are divided, those of one word's row are 512 * 200, more than float16 holds."""
+    hidden = torch.full((512, 8), 200.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(4, 8, dtype=torch.float16, requires_grad=True)
+    linear_cross_entropy(hidden, weight, None, torch.zeros(512, dtype=torch.long), 512.0).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[:, 0], torch.tensor([-150.0, 50.0, 50.0, 50.0], dtype=torch.float16))
+
+
+def test_a_chunk_has_whole_tiles_of_rows() -> None:
+    assert rows_a_chunk(128_256) == 256
+    assert rows_a_chunk(1 << 22) == 8, "less than a tile"
+    assert rows_a_chunk(1 << 30) == 1
 
 
 def test_nothing_to_predict_and_a_second_backward() -> None:

@@ -220,9 +220,10 @@ def _recomputing(run: PlannedRun) -> Iterator[Option]:
 
 def _offloading(run: PlannedRun) -> Iterator[Option]:
     """To keep what recomputed blocks begin with in CPU memory; after `_recomputing`, whose choice it sees."""
-    for option in _switches(run, "activation_offload", False, True, 30.0):
+    if not run.shard.activation_offload:
+        option = _set("shard", {"activation_offload": True}, 30.0)
 
-        def change(run: PlannedRun, option: Option = option) -> PlannedRun | None:
+        def change(run: PlannedRun) -> PlannedRun | None:
             return option.change(run) if run.shard.activation_checkpointing in (True, "all") else None
 
         yield replace(option, change=change)

@@ -167,7 +167,8 @@ class _Rows(torch.autograd.Function):
 def add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) -> None:
     """Add slope^T @ part to `into`, which is as precise as they are or float32.
 
-    On a GPU the product is added in float32; elsewhere, where torch has no such product, some rows at a time.
+    On a GPU the product is added in float32; elsewhere, where torch has no such product, some rows at a time. Sums may
+    be more than float16 holds.
     """
     if into.dtype == part.dtype:
         into.addmm_(slope.T, part)
@@ -175,5 +176,7 @@ def add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) -> 
     if into.is_cuda:
         torch.addmm(into, slope.T, part, out_dtype=torch.float32, out=into)
         return
+    if part.dtype == torch.float16:
+        part = part.float()
     for rows, columns in zip(into.tensor_split(16), slope.tensor_split(16, dim=1), strict=True):
-        rows += columns.T @ part
+        rows += columns.T.to(part.dtype) @ part
