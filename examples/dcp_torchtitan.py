@@ -28,6 +28,8 @@ def main(loaded: str, source: str, saved: str) -> None:
     fully_shard(model)
     dcp.load(model.state_dict(), checkpoint_id=loaded)
     dcp.save(model.state_dict(), checkpoint_id=saved)
+    # Gives threads of gloo time to free the last tensors: while Python ends, that would abort it (torch 2.13).
+    dist.barrier()
     dist.destroy_process_group()
 
 
