@@ -175,9 +175,11 @@ def plan_generation(
             adapters[fqn] = adapters.get(fqn, 0) + param.nbytes
     cached = dict(zip(repeated, passes.cached, strict=False))
     cached |= {fqn: cached.get(other, 0) for fqn, other in like.items() if fqn in repeated}
-    played = _Played(devices, buffers, cached, adapters, READ_BYTES if casts or devices.main != "cpu" else 0)
-    played.play(tape)
-    return GenerationPlan(played.peaks(), uncounted=_uncounted(model, quantize))
+    simulator = _GenerationSimulator(
+        devices, buffers, cached, adapters, READ_BYTES if casts or devices.main != "cpu" else 0
+    )
+    simulator.replay(tape)
+    return GenerationPlan(simulator.peaks(), uncounted=_uncounted(model, quantize))
 
 
 def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
@@ -191,8 +193,8 @@ def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
     )
 
 
-class _Played:
-    """Plays a tape: what is on each device at each moment."""
+class _GenerationSimulator:
+    """Replays a recorded tape: what is on each device at each moment."""
 
     def __init__(
         self, devices: DevicePlan, buffers: int, cached: Mapping[str, int], adapters: Mapping[str, int], read: int
@@ -218,8 +220,8 @@ class _Played:
         for device in self._state:
             self._note(device, "load", "", 0)
 
-    def play(self, tape: Sequence[Event]) -> None:
-        """Play a prefill pass and a pass of decoding."""
+    def replay(self, tape: Sequence[Event]) -> None:
+        """Replay a prefill pass and a pass of decoding."""
         phases = iter(_PHASES)
         live, phase, before = 0, next(phases), list[tuple[str, str, int]]()
         for event in tape:
@@ -228,11 +230,11 @@ class _Played:
             if event.kind != DONE:
                 continue
             if event.module != "answer":
-                self._play_phase(phase, before)
+                self._replay_phase(phase, before)
                 phase = next(phases, phase)
             before.clear()
 
-    def _play_phase(self, phase: str, intervals: Sequence[tuple[str, str, int]]) -> None:
+    def _replay_phase(self, phase: str, intervals: Sequence[tuple[str, str, int]]) -> None:
         held: dict[str, int] = {}  # of the cache, by device
         done: set[str] = set()
         for fqn, size in self._cached.items() if phase != "prefill" else ():

@@ -1,7 +1,7 @@
 """Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
 Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
-step, an evaluation and a save, played over the units (`step/players`) from what one micro-batch keeps
+step, an evaluation and a save, simulated unit by unit (`step/simulators`) from what one micro-batch keeps
 (`step/tape`). The peak is the highest of these moments. It counts tensors. What a GPU holds besides
 (`device_overhead`) is shown apart.
 """
@@ -39,7 +39,7 @@ from fsdp_shard.planning.step.shard_state import (
     staged_bytes,
     unit_shards,
 )
-from fsdp_shard.planning.step.step_moments import PlayedStep, plan_step
+from fsdp_shard.planning.step.step_moments import SimulatedStep, plan_step
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:
@@ -114,7 +114,7 @@ class _Shared:
         offloaded: The most bytes of activations in host memory.
         problem: Why activations could not be measured, if so.
         uncounted: As in `MemoryPlan`.
-        directions: As in `PlayedStep`.
+        directions: As in `SimulatedStep`.
     """
 
     moments: tuple[Moment, ...]
@@ -127,18 +127,16 @@ class _Shared:
     directions: Sequence[int]
 
     @classmethod
-    def of(cls, played: PlayedStep) -> Self:
-        """What a played step has in common for its ranks."""
-        moments, by_phase = played.moments, dict[str, list[Moment]]()
+    def of(cls, step: SimulatedStep) -> Self:
+        """What a simulated step has in common for its ranks."""
+        moments, by_phase = step.moments, dict[str, list[Moment]]()
         for moment in moments:
             by_phase.setdefault(moment.phase, []).append(moment)
         unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in moments), default=0)
         activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in moments), default=0)
-        known = None if played.problem else activations
+        known = None if step.problem else activations
         tops = tuple(map(highest, by_phase.values()))
-        return cls(
-            moments, tops, unsharded, known, played.offloaded_bytes, played.problem, played.uncounted, played.directions
-        )
+        return cls(moments, tops, unsharded, known, step.offloaded_bytes, step.problem, step.uncounted, step.directions)
 
 
 def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:
