@@ -191,7 +191,7 @@ class Location:
 
     @cached_property
     def model_files(self) -> dict[str, Path]:
-        """The files of the model besides its weights, by name: config, tokenizer, license; none if there are none."""
+        """The model's files other than weights, by name: config, tokenizer, license; none if there are none."""
         files = list_model_files(self.model_directory)
         if self.tokenizer_directory == self.model_directory:
             return files
@@ -361,7 +361,7 @@ def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[Tenso
 
 
 def is_checkpoint(directory: Path, *, sealed: bool = False) -> bool:
-    """Whether a directory is a checkpoint with a config or the like besides weights; if `sealed`, with a manifest."""
+    """Whether a directory is a checkpoint that also has a config or the like; if `sealed`, with a manifest."""
     names = (MANIFEST,) if sealed else (MANIFEST, CONFIG, DCP_METADATA, peft.ADAPTER_CONFIG)
     return any(has_file(directory, name) for name in names) and recognize(directory) is not None
 

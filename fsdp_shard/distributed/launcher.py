@@ -52,10 +52,10 @@ class Check(Protocol[D]):
     """A check of a config, which one rank of each machine does for all."""
 
     def check(self, config: D) -> str:
-        """Check `config` and settle what it leaves open; return what was settled."""
+        """Check `config` and determine what it leaves open; return what was determined."""
 
     def accept(self, config: D, settled: str) -> None:
-        """Settle the same in `config` on another rank of the machine."""
+        """Set the same in `config` on another rank of the machine."""
 
 
 def launch(

@@ -1,8 +1,9 @@
 """The memory of `generate` on each device, from configs alone: weights by the device map, KV cache and activations.
 
 One prefill pass and one pass of decoding at full length run on fake tensors, as in training (`step/tape/recording.py`).
-What a pass keeps beside the cache is counted on the device whose block runs. Samples are drawn by top-p, which takes
-more than the most likely token does. A rank computes a batch at a time, of one length and with a mask of its padding.
+What a pass keeps outside the KV cache is counted on the device whose block runs. Samples are drawn by top-p, which
+takes more than the most likely token does. A rank computes a batch at a time, of one length and with a mask of its
+padding.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class GenerationPlan:
         return {"peak_bytes": self.peak_bytes, "peaks": peaks, "problem": self.problem, "uncounted": self.uncounted}
 
     def describe(self, budget: KVCacheBudget) -> str:
-        """The plan for people, of the texts in `budget`."""
+        """The plan as text, for the texts in `budget`."""
         if self.problem is not None:
-            return f"What generation takes besides could not be measured ({self.problem})."
+            return f"What else generation takes could not be measured ({self.problem})."
         shown = [term for term in _TERMS if any(term in m.terms for found in self.peaks.values() for m in found)]
         rows = [["device", "phase", "all", *shown, "at"]]
         for device, moments in self.peaks.items():
@@ -63,8 +64,8 @@ class GenerationPlan:
                 sizes = [moment.total_bytes, *(moment.terms.get(term, 0) for term in shown)]
                 rows.append([device, moment.phase, *map(format_size, sizes), moment.where or "(root)"])
         peaks = ", ".join(f"{format_size(size)} on {device}" for device, size in self.peak_bytes.items())
-        told = f"Generation of {budget} takes up to {peaks}. {self.uncounted or ''}".rstrip()
-        return "\n".join([*format_table(rows), "", told])
+        summary = f"Generation of {budget} takes up to {peaks}. {self.uncounted or ''}".rstrip()
+        return "\n".join([*format_table(rows), "", summary])
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
 step, an evaluation and a save, simulated unit by unit (`step/simulators`) from what one micro-batch keeps
-(`step/tape`). The peak is the highest of these moments. It counts tensors. What a GPU holds besides
+(`step/tape`). The peak is the highest of these moments. It counts tensors. The overhead of a GPU
 (`device_overhead`) is shown apart.
 """
 
@@ -75,8 +75,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), shared.problem, tree
-    besides = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
-    return MemoryPlan(type(model).__name__, *sizes, *besides)
+    others = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
+    return MemoryPlan(type(model).__name__, *sizes, *others)
 
 
 def built_model(
@@ -188,7 +188,7 @@ def _shard_of(rank: int, run: PlannedRun) -> int:
 
 
 def _overhead(part: RankPart, run: PlannedRun, per_rank: Sequence[RankMemory]) -> Mapping[str, int]:
-    """What the GPU of the fullest rank holds besides tensors; nothing on CPUs."""
+    """The memory of the fullest rank's GPU that is not in tensors; nothing on CPUs."""
     peaks = [rank.peak_bytes for rank in per_rank]
     if not run.on_gpu or None in peaks:
         return {}

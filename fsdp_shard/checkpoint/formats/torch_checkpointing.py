@@ -38,7 +38,7 @@ _FILE = re.compile(r"(?P<item>.*?(?<!_\d{4}))_(?P<rank>0|[1-9]\d{0,6})\.pt")
 
 
 def recognize(path: Path) -> bool:
-    """A directory with its metadata, or with files of an item `model` beside other items, or of several ranks."""
+    """A directory with its metadata, or with files of an item `model` and of other items, or of several ranks."""
     if not path.is_dir():
         return False
     if has_metadata(path):

@@ -55,7 +55,7 @@ class Store:
         return sorted(step for step, entry in found if step is not None and has_file(entry, MANIFEST))
 
     def latest(self) -> int | None:
-        """The highest committed step. The pointer `latest` is for people: a crash may leave it one step behind."""
+        """The highest committed step. The pointer `latest` is for users: a crash may leave it one step behind."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:

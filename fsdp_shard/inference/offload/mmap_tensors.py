@@ -30,7 +30,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
-_OTHER_FILES = 64  # that a process has open besides those that are mapped
+_OTHER_FILES = 64  # that a process has open in addition to those that are mapped
 
 
 @dataclass(frozen=True)

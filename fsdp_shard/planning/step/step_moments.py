@@ -37,7 +37,7 @@ class SimulatedStep:
         moments: The moments.
         offloaded_bytes: The most bytes of activations that are in host memory.
         problem: Why activations could not be measured, if so; then there are no moments of a step.
-        uncounted: Why a phase besides could not be measured, by phase.
+        uncounted: Why a phase outside the step could not be measured, by phase.
         directions: Bytes of the directions that `adapter.init=eva` has found on each rank, while it finds them.
     """
 

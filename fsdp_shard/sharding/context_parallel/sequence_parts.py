@@ -72,7 +72,7 @@ class ContextRanks:
 
         Args:
             inputs: Arrays [batch_size, length]: `input_ids`, and `position_ids` where documents are packed.
-            labels: Labels [batch_size, length], shifted already, so that each is beside the token that predicts it.
+            labels: Labels [batch_size, length], shifted already: each is at the token that predicts it.
             masked: The label that does not count, with which labels are padded.
 
         Returns:

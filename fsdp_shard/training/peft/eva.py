@@ -62,7 +62,7 @@ def fill_eva(
         stop: A signal that ends it.
 
     Returns:
-        What was done, for people.
+        What was done, to print.
 
     Raises:
         ConfigError, CheckpointError: On all ranks: the inputs of a layer have no directions to find.

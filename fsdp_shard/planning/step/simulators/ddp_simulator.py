@@ -8,7 +8,7 @@ from fsdp_shard.planning.step.tape.events import Event
 class DdpSimulator(StepSimulator):
     """DistributedDataParallel: gradients are views of buckets that are there all the time; nothing is gathered.
 
-    Those of micro-batches that are not reduced are kept besides the buckets until the last one.
+    Those of micro-batches that are not reduced are kept in addition to the buckets until the last one.
     """
 
     def apply_bytes(self, event: Event) -> None:
