@@ -245,7 +245,7 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def meeting_point(settings: LaunchConfig, environment: Mapping[str, str]) -> tuple[str, str] | None:
+def rendezvous_endpoint(settings: LaunchConfig, environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Return where the processes of a run meet, as the names of the settings and host:port; None if they need not."""
     if joins(settings, environment):
         variables = {**environment, **slurm_variables(environment)}

@@ -131,12 +131,12 @@ def _layers(cache: Any) -> list[Any]:
     """The layers of a cache; of an encoder-decoder both of each, one after the other."""
     if hasattr(cache, "self_attention_cache"):
         pairs = zip(_layers(cache.self_attention_cache), _layers(cache.cross_attention_cache), strict=False)
-        return [_Both([*vars(one).values(), *vars(two).values()]) for one, two in pairs]
+        return [_StoragesOf([*vars(one).values(), *vars(two).values()]) for one, two in pairs]
     return list(getattr(cache, "layers", ()))
 
 
 @dataclass(frozen=True)
-class _Both:
+class _StoragesOf:
     values: list[Any]
 
 

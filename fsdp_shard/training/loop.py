@@ -248,7 +248,7 @@ def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
         if run.average is not None:
             run.average.update()
     else:
-        named = _blamed(run, loaded, losses)
+        named = _non_finite_in(run, loaded, losses)
         fault = f"loss {totals.loss} and norm of the gradients {totals.grad_norm}, not finite in the {named}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
@@ -256,7 +256,7 @@ def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
     return fault
 
 
-def _blamed(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
+def _non_finite_in(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
     """Where a step is not finite: in the loss of some samples, or in the gradients only; a collective."""
     bad = [int(i) for part, loss in zip(loaded.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
     in_loss = [position for rank in run.context.all_gather_object(bad) for position in rank]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fsdp_shard.checkpoint import torch_pickle
-from fsdp_shard.checkpoint.formats.rank_parts import NO_WEIGHTS, Part, other_state, put_together
+from fsdp_shard.checkpoint.formats.rank_parts import NO_WEIGHTS, Part, assemble_parts, other_state
 from fsdp_shard.checkpoint.formats.several_files import files_by_rank, sum_extras
 from fsdp_shard.checkpoint.formats.torch_checkpointing_metadata import (
     METADATA,
@@ -70,7 +70,7 @@ def read(path: Path) -> TensorIndex:
     selection = torch_pickle.select_weights(paths, path)
     weights = {fqn: parts[stored] for stored, fqn in selection.names.items()}
     world_size = 1 + max(part.rank for held in weights.values() for part in held)
-    tensors, aliases, replicas = put_together(path, weights, world_size)
+    tensors, aliases, replicas = assemble_parts(path, weights, world_size)
     extras: dict[str, Extra] = {}
     for kind, names in selection.extras.items():
         extras = sum_extras(extras, {kind: torch_pickle.extra_of([part.tensor for n in names for part in parts[n]])})

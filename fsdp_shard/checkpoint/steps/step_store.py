@@ -188,7 +188,7 @@ class Store:
         Returns:
             The deleted steps.
         """
-        deleted = retired(self.complete_steps(), keep_last, keep_every, {self.pointer(LATEST), self.best()})
+        deleted = steps_to_delete(self.complete_steps(), keep_last, keep_every, {self.pointer(LATEST), self.best()})
         for step in deleted:
             self.delete(step)
         return deleted
@@ -241,7 +241,7 @@ class Store:
         return found
 
 
-def retired(steps: Sequence[int], keep_last: int, keep_every: int | None, pinned: Set[int | None]) -> list[int]:
+def steps_to_delete(steps: Sequence[int], keep_last: int, keep_every: int | None, pinned: Set[int | None]) -> list[int]:
     """Those of `steps`, ascending, that retention deletes; `pinned` ones are always kept."""
     milestones = {step for step in steps if keep_every is not None and step % keep_every == 0}
     kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, *pinned}

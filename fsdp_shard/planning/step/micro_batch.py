@@ -40,7 +40,7 @@ class _SilentRanks(ContextRanks):
     def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         pass
 
-    def begin_to_pass_on(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
+    def begin_send_to_next(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
         return []
 
 
