@@ -1,4 +1,4 @@
-"""A training loop of one's own under `fully_shard`, whose checkpoints survive whatever ends it.
+"""A custom training loop under `fully_shard`, whose checkpoints survive whatever ends it.
 
 torchrun --nproc-per-node 2 examples/fsdp2_loop.py runs/loop MODEL_DIRECTORY TEXT_FILE [STEPS]
 

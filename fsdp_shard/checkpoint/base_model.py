@@ -28,7 +28,7 @@ _ELEMENTS = 1024
 
 @dataclass(frozen=True)
 class HeadChanges:
-    """What an adapter with a new head of a classifier changes in its base, besides what its tensors say.
+    """What an adapter with a new head of a classifier changes in its base, in addition to what its tensors say.
 
     Attributes:
         replaced: Names of stored tensors in whose place the head is, and of others that the classifier does not have.

@@ -87,7 +87,7 @@ class ConvertReport:
     source: dict[str, Any] = field(default_factory=dict)
 
     def describe(self, target: str) -> str:
-        """What was converted, left out and checked, for people; `target` is the directory."""
+        """What was converted, left out and checked, as text; `target` is the directory."""
         left_out = [f"left out: {format_count(count, f'{kind} tensor')}" for kind, count in self.left_out.items()]
         lacking = (
             "no config.json was found with the weights: give config=PATH (a directory or hub id) for a whole model"
@@ -175,7 +175,7 @@ def check_conversion(settings: ConvertSettings) -> None:
     """Raise an error if nothing can be written where the target is to be, or to the hub.
 
     With `push_to`, the headers of the source are read, and then the repository is created if it does not exist, so that
-    no conversion is in vain.
+    no conversion is wasted.
 
     Raises:
         ConfigError: The directory of the target cannot be written, there is no token for the hub, or the repository is

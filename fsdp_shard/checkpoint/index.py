@@ -35,7 +35,7 @@ class TensorIndex:
         format: Name of the format.
         tensors: The stored tensors by name, in file order.
         aliases: Tied name -> the name under which it is stored; readers take either.
-        metadata: What the format knows besides.
+        metadata: What else the format says.
         step: The training step, if the checkpoint records it.
         world_size: Number of ranks that wrote it, if it records that.
         extras: Tensors that are not weights, by kind: `optimizer`, `adapter`, `other`.

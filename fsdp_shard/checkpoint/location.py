@@ -128,14 +128,14 @@ class Location:
             return classifier_directory(base.model_files, self.new_head.config)
         if self.config_path is not None:
             return _locate_named("config", self.config_path).directory
-        directory = self._home
+        directory = self._config_directory
         if self.format == GGUF_FORMAT and (self.weights.is_file() or not has_file(directory, CONFIG)):
             starts = (piece.start for entry in self.index.tensors.values() for piece in entry.pieces)
             return gguf_model_files(self.index.files()[0], min(starts, default=0))
         return directory
 
     @property
-    def _home(self) -> Path:
+    def _config_directory(self) -> Path:
         """The directory of the weights, or `side`, that config and tokenizer are expected in."""
         return self.side or (self.weights if self.weights.is_dir() else self.weights.parent)
 
@@ -176,8 +176,8 @@ class Location:
             if not replace_tokenizer({}, list_model_files(directory)):
                 raise ModelError(f"tokenizer={self.tokenizer_path}: there are no files of a tokenizer in {directory}.")
             return directory
-        has_own = (self.is_adapter or self.config_path is not None) and has_tokenizer(self._home)
-        return self._home if has_own else self.model_directory
+        has_own = (self.is_adapter or self.config_path is not None) and has_tokenizer(self._config_directory)
+        return self._config_directory if has_own else self.model_directory
 
     def completed(self, config: str | None, tokenizer: str | None) -> Location:
         """The same weights, with this config if they have none, and this tokenizer if one is given."""
@@ -191,7 +191,7 @@ class Location:
 
     @cached_property
     def model_files(self) -> dict[str, Path]:
-        """The files of the model besides its weights, by name: config, tokenizer, license; none if there are none."""
+        """The model's files other than weights, by name: config, tokenizer, license; none if there are none."""
         files = list_model_files(self.model_directory)
         if self.tokenizer_directory == self.model_directory:
             return files
@@ -200,8 +200,8 @@ class Location:
     @cached_property
     def index(self) -> TensorIndex:
         """The stored tensors: of an adapter, its own; raises CheckpointError."""
-        if self._home.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
-            list_model_files(self._home)
+        if self._config_directory.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
+            list_model_files(self._config_directory)
         is_alone = self.config_path is not None and not self.is_adapter
         return open_weights(self.weights, self.model_directory if is_alone else self.side, self.step)
 
@@ -361,7 +361,7 @@ def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[Tenso
 
 
 def is_checkpoint(directory: Path, *, sealed: bool = False) -> bool:
-    """Whether a directory is a checkpoint with a config or the like besides weights; if `sealed`, with a manifest."""
+    """Whether a directory is a checkpoint that also has a config or the like; if `sealed`, with a manifest."""
     names = (MANIFEST,) if sealed else (MANIFEST, CONFIG, DCP_METADATA, peft.ADAPTER_CONFIG)
     return any(has_file(directory, name) for name in names) and recognize(directory) is not None
 

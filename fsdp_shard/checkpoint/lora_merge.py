@@ -121,7 +121,7 @@ def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[
 
 
 def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
-    """Check an adapter that is to be switched on and off beside others, and so is not merged into its base.
+    """Check an adapter that is one of several to be switched on and off, and so is not merged into its base.
 
     The arguments are those of `check_on_base`.
 

@@ -1,4 +1,4 @@
-"""The model files: what belongs to a model besides its weights, such as config, tokenizer, chat template and license.
+"""The model files: what a model has other than weights, such as config, tokenizer, chat template and license.
 
 They are copied byte for byte, except for the `dtype` in config.json, which records what was written.
 """
@@ -27,7 +27,7 @@ _SETTINGS = (
     "processor_config.json",
 )
 _MODEL = (*_SETTINGS, "LICENSE*", "NOTICE*")
-_TEMPLATES = "additional_chat_templates"  # a directory: the templates of a model besides its default one
+_TEMPLATES = "additional_chat_templates"  # a directory: the templates of a model other than its default one
 _TOKENIZER_SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",

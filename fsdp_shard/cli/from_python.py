@@ -23,7 +23,7 @@ def finetune(settings: Sequence[str]) -> dict[str, Any]:
     therefore stand under `if __name__ == "__main__":`.
 
     Args:
-        settings: Settings as on the command line, such as "model.path=DIR"; a preset of one's own, a .yaml file, may
+        settings: Settings as on the command line, such as "model.path=DIR"; a user's preset, a .yaml file, may
             be the first.
 
     Returns:

@@ -176,7 +176,7 @@ def _convert_and_upload(
 def _upload(
     repository: HubRepository, files: dict[str, Path | bytes], subject: CardSubject, message: str
 ) -> PushReport:
-    """Upload files, with the README.md among them if it is people's, or of this repository and these weights already
+    """Upload files, with the README.md among them if it is the user's, or of this repository and these weights already
     (`convert push_to=` leaves it with the target); else with a model card.
     """
     own = _readme(files)
@@ -193,7 +193,7 @@ def _readme(files: Mapping[str, Path | bytes]) -> str | None:
 
 
 def _refuse_unshown(files: Mapping[str, Path | bytes], evaluations: Sequence[str]) -> None:
-    """Raise ConfigError if there are evaluations, and a README.md of people's, which is pushed as it is."""
+    """Raise ConfigError if there are evaluations, and a README.md of the user's, which is pushed as it is."""
     if evaluations and (own := _readme(files)) is not None and CARD_MARK not in own:
         raise ConfigError(
             f"{files[CARD]!s} is pushed as it is, so --evaluations would not be in the model card; leave them out, or "

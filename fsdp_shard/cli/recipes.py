@@ -193,7 +193,7 @@ def _first_rank_reports() -> Iterator[None]:
     """Let the first of several ranks report wrong input, which others find or hear of.
 
     The others report it only if they still run after a while: torchrun ends them as soon as the first has exited. One
-    that has only heard of a failure lives longer, so that it ends nobody who has still to report.
+    that has only been notified of a failure exits later, so that it does not end one that has still to report.
     """
     try:
         yield

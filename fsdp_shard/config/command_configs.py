@@ -263,7 +263,7 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     run_dir: str = default_run_dir("evaluate")
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a seed or device without effect, besides what the settings themselves refuse."""
+        """Raise ConfigError for a seed or device without effect, in addition to the checks of the settings."""
         super().check(prefix)
         _refuse_device_of_one_process(self.launch, prefix)
         if self.perplexity.by != "documents" and self.task in ("perplexity", "lm_eval"):
@@ -302,7 +302,7 @@ class GenerateConfig(RunConfig, GenerateSettings):
     run_dir: str = default_run_dir("generate")
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a device without effect, besides what the settings themselves refuse."""
+        """Raise ConfigError for a device without effect, in addition to the checks of the settings."""
         super().check(prefix)
         _refuse_device_of_one_process(self.launch, prefix)
 

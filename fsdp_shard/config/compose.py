@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import close_to_flag, composition_error, unknown_setting
-from fsdp_shard.config.own_file import CONFIG_NAME, register_own_file, split_own_file
+from fsdp_shard.config.preset_file import CONFIG_NAME, register_preset_file, split_preset_file
 from fsdp_shard.config.reference import settings_of
 from fsdp_shard.config.run_to_plan import register_run, split_run
 from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
@@ -75,20 +75,20 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     """
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     run, arguments = split_run(arguments, schema)
-    own_file, arguments = split_own_file(arguments)
-    if run is not None and own_file is not None:
-        raise ConfigError(f"{own_file} and run={run} both have settings; give one of them.")
+    preset_file, arguments = split_preset_file(arguments)
+    if run is not None and preset_file is not None:
+        raise ConfigError(f"{preset_file} and run={run} both have settings; give one of them.")
     quoted = quote_text(arguments, settings_of(schema), is_sweep=is_sweep)
     try:
-        if own_file is not None:
-            register_own_file(own_file, schema)
+        if preset_file is not None:
+            register_preset_file(preset_file, schema)
         if run is not None:
-            own_file = register_run(run, schema)
-        composed = _compose(schema, quoted, program, command_of(schema) if own_file is None else CONFIG_NAME)
+            preset_file = register_run(run, schema)
+        composed = _compose(schema, quoted, program, command_of(schema) if preset_file is None else CONFIG_NAME)
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
-        raise composition_error(error, schema, quoted, own_file) from error
+        raise composition_error(error, schema, quoted, preset_file) from error
     if is_sweep and len(composed) == 1:
         refuse_unquoted_list(arguments, quoted)
     if is_sweep and not composed:

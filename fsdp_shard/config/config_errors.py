@@ -12,14 +12,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from fsdp_shard.config.command_configs import command_of
 from fsdp_shard.config.names_elsewhere import known_elsewhere
-from fsdp_shard.config.own_file import CONFIG_NAME
+from fsdp_shard.config.preset_file import CONFIG_NAME
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import nearest
 
 
 def composition_error(
-    error: BaseException, schema: type, arguments: Sequence[str], own_file: str | None = None
+    error: BaseException, schema: type, arguments: Sequence[str], preset_file: str | None = None
 ) -> ConfigError:
     """The ConfigError for an exception of Hydra or OmegaConf.
 
@@ -27,15 +27,15 @@ def composition_error(
         error: What was raised while composing.
         schema: The config dataclass of the command.
         arguments: Overrides and flags.
-        own_file: The user's file of settings.
+        preset_file: The user's file of settings.
     """
     if said := _wrong_override(error, schema, arguments) or _wrong_value(error, schema):
-        return ConfigError(said.replace(f"{CONFIG_NAME}.yaml", own_file or ""))
-    if own_file is not None and (match := re.search(r"Could not (?:find|load) '([^']+)'", str(error))):
-        return ConfigError(f"{own_file}: {_no_such_config(match[1], schema)}")
+        return ConfigError(said.replace(f"{CONFIG_NAME}.yaml", preset_file or ""))
+    if preset_file is not None and (match := re.search(r"Could not (?:find|load) '([^']+)'", str(error))):
+        return ConfigError(f"{preset_file}: {_no_such_config(match[1], schema)}")
     said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
     said = " ".join(said.split()).replace(f"{Path.cwd()}/", "")
-    return ConfigError(said.replace(f"In '{CONFIG_NAME}'", own_file or ""))
+    return ConfigError(said.replace(f"In '{CONFIG_NAME}'", preset_file or ""))
 
 
 def _no_such_config(name: str, schema: type) -> str:
@@ -128,7 +128,7 @@ def _close(name: str, schema: type) -> str:
     last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
     if last not in last_parts and (close := nearest(name, known)):
         return close
-    matches = get_close_matches(last, last_parts, n=1)  # the part that people remember
+    matches = get_close_matches(last, last_parts, n=1)  # the part that users remember
     return f" (did you mean {last_parts[matches[0]]}?)" if matches else ""
 
 

@@ -31,7 +31,7 @@ def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: st
         config: The config.
         command: The command that has it.
         chosen: The option of each group.
-        own_recipe: The file name of a recipe of one's own that made the run.
+        own_recipe: The file name of the user's recipe that made the run.
     """
     from omegaconf import OmegaConf
 

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of, is_used
-from fsdp_shard.config.own_file import CONFIG_NAME, read_settings
+from fsdp_shard.config.preset_file import CONFIG_NAME, read_settings
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
 
-# What may be set besides: nothing that changes what is planned.
+# What else may be set: nothing that changes what is planned.
 _FREE = ("run", "run_dir", "debug", "device", "dispatch", "adapters", "hydra")
 
 

@@ -48,7 +48,7 @@ class Tokenized:
         train: The file of each source of the training data by name; empty for streamed data.
         held_out: The file of `data.eval_path`, under an empty name, or of each set of `data.eval_sets` by name.
         special: The special tokens of a masked language model.
-        notes: Notes on the files that were given, for people.
+        notes: Notes on the files that were given, to print.
     """
 
     train: Mapping[str, TokenFile]
@@ -59,7 +59,7 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Samples:
-    """The training data, the held-out data (None: nothing is held out), and what became of the rows, for people."""
+    """The training data, the held-out data (None: nothing is held out), and notes on what became of the rows."""
 
     train: Dataset
     held_out: MapDataset | None

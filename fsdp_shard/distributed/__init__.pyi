@@ -7,7 +7,7 @@ from .launcher import (
     is_joined_rank as is_joined_rank,
     joined_rank as joined_rank,
     launch as launch,
-    meeting_point as meeting_point,
+    rendezvous_endpoint as rendezvous_endpoint,
     shares_memory as shares_memory,
     uses_gpus as uses_gpus,
     variables_for_torch as variables_for_torch,

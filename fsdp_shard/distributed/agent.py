@@ -147,7 +147,7 @@ class Agent(OverridableAgent):
 
     def stop_workers(self, worker_group: WorkerGroup) -> None:
         # Healthy ranks are stopped because a machine joined or left, and may save first. But if that machine died in
-        # the middle of a collective, they would wait in vain.
+        # the middle of a collective, they would hang.
         is_healthy = self._death_seen is None
         seconds = min(self._settings.grace_seconds, _SECONDS_TO_SAVE) if is_healthy else _SECONDS_TO_END
         self.shut_down(int(seconds))

@@ -52,10 +52,10 @@ class Check(Protocol[D]):
     """A check of a config, which one rank of each machine does for all."""
 
     def check(self, config: D) -> str:
-        """Check `config` and settle what it leaves open; return what was settled."""
+        """Check `config` and determine what it leaves open; return what was determined."""
 
     def accept(self, config: D, settled: str) -> None:
-        """Settle the same in `config` on another rank of the machine."""
+        """Set the same in `config` on another rank of the machine."""
 
 
 def launch(
@@ -245,7 +245,7 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def meeting_point(settings: LaunchConfig, environment: Mapping[str, str]) -> tuple[str, str] | None:
+def rendezvous_endpoint(settings: LaunchConfig, environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Return where the processes of a run meet, as the names of the settings and host:port; None if they need not."""
     if joins(settings, environment):
         variables = {**environment, **slurm_variables(environment)}

@@ -116,7 +116,7 @@ def _run_agent(agent: Agent, rendezvous: Rendezvous, settings: LaunchConfig, rep
 
 def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_threads: int) -> None:
     """One rank, from its first line to its last."""
-    # A process group of its own: Ctrl-C then reaches the starting process only, which passes it on exactly once.
+    # A process group of its own: Ctrl-C then signals the starting process only, which passes it on exactly once.
     os.setpgid(0, 0)
     interrupt_on_signals(ctrl_c=True)
     make_logs_printable()

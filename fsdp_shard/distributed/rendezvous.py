@@ -100,7 +100,7 @@ def _with_address(found: elastic.RendezvousInfo) -> elastic.RendezvousInfo:
     """Return the round with the address of the store of its own first machine, which announces it in every round.
 
     torch announces it only in the round in which it makes the store, and the others keep the first address they heard:
-    a machine that joins later would wait for it in vain, and one that stays would look for a machine that has left.
+    a machine that joins later would wait for it forever, and one that stays would look for a machine that has left.
     """
     known = found.bootstrap_store_info
     assert known is not None, "torch's c10d rendezvous always gives one"

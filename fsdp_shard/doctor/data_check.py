@@ -1,4 +1,4 @@
-"""What becomes of the data of a run: how often each sample is trained, what is cut or dropped, or held out in vain."""
+"""What becomes of the data of a run: how often samples are trained, which are cut or dropped, or also held out."""
 
 from collections.abc import Iterator
 

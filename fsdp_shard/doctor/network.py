@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from datetime import timedelta
 
-from fsdp_shard.distributed import LaunchConfig, is_this_machine, meeting_point, uses_gpus, world_sizes
+from fsdp_shard.distributed import LaunchConfig, is_this_machine, rendezvous_endpoint, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, problem, warning
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,7 +35,7 @@ def check_network(settings: LaunchConfig) -> Iterator[Finding]:
     yield from _ignored_variables(settings, os.environ)
     if max(world_sizes(settings)) > 1:
         yield from _missing_interfaces(settings, os.environ)
-    if (point := meeting_point(settings, os.environ)) is not None:
+    if (point := rendezvous_endpoint(settings, os.environ)) is not None:
         yield from _meeting_point(*point, settings, os.environ)
 
 
@@ -68,7 +68,7 @@ def _wrong_numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def _ignored_variables(settings: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Variables that ask for ranks that this process does not know of."""
-    if len(world_sizes(settings)) > 1 or meeting_point(settings, environment) is not None:
+    if len(world_sizes(settings)) > 1 or rendezvous_endpoint(settings, environment) is not None:
         return
     missing = [name for name in _TORCHRUN if name not in environment]
     if "RANK" in environment and environment.get("WORLD_SIZE", "1") != "1":

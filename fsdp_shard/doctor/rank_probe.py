@@ -51,7 +51,7 @@ def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
     findings_before = list(check_network(config.launch))
     yield from findings_before
     if any(finding.mark == PROBLEM for finding in findings_before):
-        return  # ranks would wait in vain
+        return  # ranks would wait until their timeout
     if world_sizes(config.launch) == [1]:
         yield ok("one rank, which communicates with no other")
         return

@@ -129,8 +129,8 @@ class SpeedConfig:
     context_lengths: Any = setting(
         None,
         "Numbers of tokens in the prompts, such as [128, 1024], each measured with each batch size. Default: 128 and "
-        "1,024, or what the model's context leaves beside new_tokens if that is less than 128. A prompt that would "
-        "exceed the context with new_tokens is left out, and the run says so.",
+        "1,024, or the model's context less new_tokens if that is less than 128. A prompt that would exceed the "
+        "context with new_tokens is left out, and the run says so.",
     )
     new_tokens: int = setting(
         32,
@@ -241,7 +241,7 @@ class EvaluateSettings(SourceSettings):
         return [(f"{name}.{key}", value) for key, value in changed.items()]
 
     def _check_texts(self, prefix: str) -> None:
-        """Raise ConfigError if windows cannot be laid over the data in the way that is asked for."""
+        """Raise ConfigError if the data cannot be divided into windows in the way that is asked for."""
         data, by = self.data, f"{prefix}perplexity.by={DOCUMENTS}"
         if self.perplexity.by == DOCUMENTS:
             why = f"lays documents into windows, and {by} scores each alone; remove one of them."

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from fsdp_shard.data import tokenizer_state
 from fsdp_shard.evaluation.config import SPEED, EvaluateSettings
 from fsdp_shard.evaluation.model_digests import describe_model
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+_PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -26,8 +27,9 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute the figures."""
-    ours = {"python": platform.python_version(), "fsdp-shard": __version__}  # which need not be installed
-    return ours | {name: importlib.metadata.version(name) for name in _PACKAGES}
+    # The metadata of torch's wheels on PyPI lacks the build, such as +cu130; fsdp-shard need not be installed.
+    imported = {"python": platform.python_version(), "fsdp-shard": __version__, "torch": str(torch.__version__)}
+    return imported | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def provenance(

@@ -43,7 +43,7 @@ _METHODS = (
 
 
 class DispatchOptions(TypedDict, total=False):
-    """The options of `load_dispatched` besides where blocks go; see there."""
+    """The options of `load_dispatched` other than where blocks go; see there."""
 
     prefetch_blocks: int
     quantize: str

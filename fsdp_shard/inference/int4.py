@@ -1,6 +1,6 @@
 """`quantize=int4`: weights in 4 bits, with a scale and a zero point per group.
 
-On a GPU they are laid out for torch's own kernel: that of torchao's default format is in a package of its own.
+On a GPU they have the layout of torch's own kernel: that of torchao's default format is in a package of its own.
 """
 
 from __future__ import annotations

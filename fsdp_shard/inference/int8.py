@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Int8(Quantization):
-    """torchao's weight-only int8, with a product of our own on the CPU."""
+    """torchao's weight-only int8, with this package's matrix product on the CPU."""
 
     takes_head = True
 

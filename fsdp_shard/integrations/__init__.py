@@ -1,4 +1,4 @@
-"""Checkpoints of fsdp-shard in other people's trainers, one file each; the library of each is imported with it.
+"""Checkpoints of fsdp-shard in the trainers of other libraries, one file each; the library of each is imported with it.
 
 What they share is in resumption.py.
 """

@@ -71,8 +71,8 @@ class LightningCheckpoint(Checkpoint):
         for other in trainer.callbacks:
             if other is not self and isinstance(other, Checkpoint):
                 raise ConfigError(
-                    f"callbacks has {type(other).__name__} beside LightningCheckpoint, and each would save and resume "
-                    f"in its own way; remove one."
+                    f"callbacks has {type(other).__name__} in addition to LightningCheckpoint, and each would save "
+                    f"and resume in its own way; remove one."
                 )
             if is_overridden("on_save_checkpoint", other, Callback):
                 raise ConfigError(

@@ -28,7 +28,7 @@ from fsdp_shard.integrations.resumption import check_every, data_of, has_length,
 from fsdp_shard.training import Checkpointer, Restored, random_state, restore_random_state
 from fsdp_shard.utils import parse_json, read_bounded
 
-# Settings of TrainingArguments that would save beside the callback, be ignored, or lose the position in the data.
+# Settings of TrainingArguments that would save as well as the callback, be ignored, or lose the position in the data.
 _REFUSED = {
     "save_strategy": ("no", "both would save; give `every` to CheckpointerCallback"),
     "save_total_limit": (None, "it is about the Trainer's own saves; give keep_last to CheckpointerCallback"),
@@ -83,7 +83,7 @@ class CheckpointerCallback(TrainerCallback):
         self._checkpointer: Checkpointer | None = None
         self._prepared: TemporaryDirectory[str] | None = None
         self._step: int | None = None  # that `resume_from` has found
-        self._position: int | None = None  # which the Trainer is told
+        self._position: int | None = None  # which the Trainer is given
         self._saved = 0  # the last step that is saved
         self._epoch = 0  # of the next batch
         self._epoch_random: Any = None  # when that epoch began
@@ -299,7 +299,7 @@ class CheckpointerCallback(TrainerCallback):
 
 
 class _StepFiles:
-    """The files of a step beside its weights that the Trainer writes too: those of the tokenizer, and its own state."""
+    """Files of a step, without its weights, that the Trainer writes too: those of the tokenizer, and its own state."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -333,7 +333,7 @@ def _position(trainer: Trainer, step: int) -> int:
     """The step that the Trainer is to go on after.
 
     It looks whether a run is finished only after a step, so that one that was finished within an epoch would get one
-    more with each start: it is told the end of that epoch, after which there is none.
+    more with each start: it is given the end of that epoch, after which there is none.
     """
     args = trainer.args
     if args.max_steps <= 0 and args.num_train_epochs == int(args.num_train_epochs):
@@ -364,5 +364,5 @@ def _is_of_any_ranks(args: TrainingArguments, loader: Any) -> bool:
 
 
 def _states(given: dict[str, Any]) -> dict[str, Any]:
-    """What has a state beside model and optimizer: the schedule, and the scaler of float16."""
+    """What has a state in addition to model and optimizer: the schedule, and the scaler of float16."""
     return {"scheduler": given["lr_scheduler"], "scaler": getattr(given["optimizer"], "scaler", None)}

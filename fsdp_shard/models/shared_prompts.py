@@ -21,7 +21,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models.loading import attention_implementations, named_class
-from fsdp_shard.models.packed_documents import layers_without_attention, try_tiny_model
+from fsdp_shard.models.packing_check import layers_without_attention, try_tiny_model
 
 Masks: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 _LayerMasks: TypeAlias = dict[str, torch.Tensor | None]
@@ -43,7 +43,7 @@ def shared_prompt_masks(
     Args:
         model: The model.
         segments: The number of the prompt or answer that each token belongs to, int64 [num_rows, length].
-        prompts: The number of the prompt that it attends to besides, such as its own, int64 [num_rows, length].
+        prompts: The number of the prompt that it also attends to, such as its own, int64 [num_rows, length].
         positions: The position of each token in its text, int64 [num_rows, length].
 
     Returns:

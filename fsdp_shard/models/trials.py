@@ -58,7 +58,7 @@ def try_config(directory: Path, build: Callable[[], object]) -> None:
     if key not in _tried:
         _import_classes(read_json(path))
         try:
-            run_limited(lambda: _in_silence(build), f"building the model of {path}", kind="build", error=ModelError)
+            run_limited(lambda: _try_silently(build), f"building the model of {path}", kind="build", error=ModelError)
             _tried[key] = None
         except ModelError as error:
             _tried[key] = error
@@ -112,7 +112,7 @@ def _try(use: Callable[[], object]) -> None:
             raise
 
 
-def _in_silence(build: Callable[[], object]) -> None:
+def _try_silently(build: Callable[[], object]) -> None:
     with only_errors_of("transformers"):  # whoever builds the model hears it
         _try(build)
 

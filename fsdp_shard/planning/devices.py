@@ -33,7 +33,7 @@ def _size_or_none(size: str | None, name: str) -> int | None:
 
 @dataclass
 class DeviceConfig:
-    """The devices that the run would have, by figures of one's own or a preset's."""
+    """The devices that the run would have, with the figures of a preset or of the user."""
 
     memory: str | None = setting(None, "Memory of each device, such as 80GiB, to check whether the run fits.")
     bf16_flops: float | None = setting(
@@ -100,7 +100,7 @@ class Hardware:
         num_per_machine: Number of devices of a machine.
         disk_write_bandwidth: Bytes per second that a machine writes to disk.
         disk_read_bandwidth: Bytes per second that a machine reads from disk.
-        name: What it is, for people.
+        name: What it is, to print.
     """
 
     memory_bytes: int | None = None

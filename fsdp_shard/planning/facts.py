@@ -37,7 +37,7 @@ class Facts:
 
         Args:
             kind: What it is.
-            settings: All that it depends on, besides the model; told apart by how they print.
+            settings: All that it depends on, other than the model; compared by their repr.
             make: Computes it.
 
         Raises:

@@ -1,8 +1,9 @@
 """The memory of `generate` on each device, from configs alone: weights by the device map, KV cache and activations.
 
 One prefill pass and one pass of decoding at full length run on fake tensors, as in training (`step/tape/recording.py`).
-What a pass keeps beside the cache is counted on the device whose block runs. Samples are drawn by top-p, which takes
-more than the most likely token does. A rank computes a batch at a time, of one length and with a mask of its padding.
+What a pass keeps outside the KV cache is counted on the device whose block runs. Samples are drawn by top-p, which
+takes more than the most likely token does. A rank computes a batch at a time, of one length and with a mask of its
+padding.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class GenerationPlan:
         return {"peak_bytes": self.peak_bytes, "peaks": peaks, "problem": self.problem, "uncounted": self.uncounted}
 
     def describe(self, budget: KVCacheBudget) -> str:
-        """The plan for people, of the texts in `budget`."""
+        """The plan as text, for the texts in `budget`."""
         if self.problem is not None:
-            return f"What generation takes besides could not be measured ({self.problem})."
+            return f"What else generation takes could not be measured ({self.problem})."
         shown = [term for term in _TERMS if any(term in m.terms for found in self.peaks.values() for m in found)]
         rows = [["device", "phase", "all", *shown, "at"]]
         for device, moments in self.peaks.items():
@@ -63,8 +64,8 @@ class GenerationPlan:
                 sizes = [moment.total_bytes, *(moment.terms.get(term, 0) for term in shown)]
                 rows.append([device, moment.phase, *map(format_size, sizes), moment.where or "(root)"])
         peaks = ", ".join(f"{format_size(size)} on {device}" for device, size in self.peak_bytes.items())
-        told = f"Generation of {budget} takes up to {peaks}. {self.uncounted or ''}".rstrip()
-        return "\n".join([*format_table(rows), "", told])
+        summary = f"Generation of {budget} takes up to {peaks}. {self.uncounted or ''}".rstrip()
+        return "\n".join([*format_table(rows), "", summary])
 
 
 @dataclass
@@ -130,12 +131,12 @@ def _layers(cache: Any) -> list[Any]:
     """The layers of a cache; of an encoder-decoder both of each, one after the other."""
     if hasattr(cache, "self_attention_cache"):
         pairs = zip(_layers(cache.self_attention_cache), _layers(cache.cross_attention_cache), strict=False)
-        return [_Both([*vars(one).values(), *vars(two).values()]) for one, two in pairs]
+        return [_StoragesOf([*vars(one).values(), *vars(two).values()]) for one, two in pairs]
     return list(getattr(cache, "layers", ()))
 
 
 @dataclass(frozen=True)
-class _Both:
+class _StoragesOf:
     values: list[Any]
 
 
@@ -175,9 +176,11 @@ def plan_generation(
             adapters[fqn] = adapters.get(fqn, 0) + param.nbytes
     cached = dict(zip(repeated, passes.cached, strict=False))
     cached |= {fqn: cached.get(other, 0) for fqn, other in like.items() if fqn in repeated}
-    played = _Played(devices, buffers, cached, adapters, READ_BYTES if casts or devices.main != "cpu" else 0)
-    played.play(tape)
-    return GenerationPlan(played.peaks(), uncounted=_uncounted(model, quantize))
+    simulator = _GenerationSimulator(
+        devices, buffers, cached, adapters, READ_BYTES if casts or devices.main != "cpu" else 0
+    )
+    simulator.replay(tape)
+    return GenerationPlan(simulator.peaks(), uncounted=_uncounted(model, quantize))
 
 
 def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
@@ -191,8 +194,8 @@ def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
     )
 
 
-class _Played:
-    """Plays a tape: what is on each device at each moment."""
+class _GenerationSimulator:
+    """Replays a recorded tape: what is on each device at each moment."""
 
     def __init__(
         self, devices: DevicePlan, buffers: int, cached: Mapping[str, int], adapters: Mapping[str, int], read: int
@@ -218,8 +221,8 @@ class _Played:
         for device in self._state:
             self._note(device, "load", "", 0)
 
-    def play(self, tape: Sequence[Event]) -> None:
-        """Play a prefill pass and a pass of decoding."""
+    def replay(self, tape: Sequence[Event]) -> None:
+        """Replay a prefill pass and a pass of decoding."""
         phases = iter(_PHASES)
         live, phase, before = 0, next(phases), list[tuple[str, str, int]]()
         for event in tape:
@@ -228,11 +231,11 @@ class _Played:
             if event.kind != DONE:
                 continue
             if event.module != "answer":
-                self._play_phase(phase, before)
+                self._replay_phase(phase, before)
                 phase = next(phases, phase)
             before.clear()
 
-    def _play_phase(self, phase: str, intervals: Sequence[tuple[str, str, int]]) -> None:
+    def _replay_phase(self, phase: str, intervals: Sequence[tuple[str, str, int]]) -> None:
         held: dict[str, int] = {}  # of the cache, by device
         done: set[str] = set()
         for fqn, size in self._cached.items() if phase != "prefill" else ():

@@ -1,8 +1,8 @@
 """Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
 Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
-step, an evaluation and a save, played over the units (`step/players`) from what one micro-batch keeps
-(`step/tape`). The peak is the highest of these moments. It counts tensors. What a GPU holds besides
+step, an evaluation and a save, simulated unit by unit (`step/simulators`) from what one micro-batch keeps
+(`step/tape`). The peak is the highest of these moments. It counts tensors. The overhead of a GPU
 (`device_overhead`) is shown apart.
 """
 
@@ -39,7 +39,7 @@ from fsdp_shard.planning.step.shard_state import (
     staged_bytes,
     unit_shards,
 )
-from fsdp_shard.planning.step.step_moments import PlayedStep, plan_step
+from fsdp_shard.planning.step.step_moments import SimulatedStep, plan_step
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:
@@ -75,8 +75,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), shared.problem, tree
-    besides = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
-    return MemoryPlan(type(model).__name__, *sizes, *besides)
+    others = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
+    return MemoryPlan(type(model).__name__, *sizes, *others)
 
 
 def built_model(
@@ -114,7 +114,7 @@ class _Shared:
         offloaded: The most bytes of activations in host memory.
         problem: Why activations could not be measured, if so.
         uncounted: As in `MemoryPlan`.
-        directions: As in `PlayedStep`.
+        directions: As in `SimulatedStep`.
     """
 
     moments: tuple[Moment, ...]
@@ -127,18 +127,16 @@ class _Shared:
     directions: Sequence[int]
 
     @classmethod
-    def of(cls, played: PlayedStep) -> Self:
-        """What a played step has in common for its ranks."""
-        moments, by_phase = played.moments, dict[str, list[Moment]]()
+    def of(cls, step: SimulatedStep) -> Self:
+        """What a simulated step has in common for its ranks."""
+        moments, by_phase = step.moments, dict[str, list[Moment]]()
         for moment in moments:
             by_phase.setdefault(moment.phase, []).append(moment)
         unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in moments), default=0)
         activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in moments), default=0)
-        known = None if played.problem else activations
+        known = None if step.problem else activations
         tops = tuple(map(highest, by_phase.values()))
-        return cls(
-            moments, tops, unsharded, known, played.offloaded_bytes, played.problem, played.uncounted, played.directions
-        )
+        return cls(moments, tops, unsharded, known, step.offloaded_bytes, step.problem, step.uncounted, step.directions)
 
 
 def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:
@@ -190,7 +188,7 @@ def _shard_of(rank: int, run: PlannedRun) -> int:
 
 
 def _overhead(part: RankPart, run: PlannedRun, per_rank: Sequence[RankMemory]) -> Mapping[str, int]:
-    """What the GPU of the fullest rank holds besides tensors; nothing on CPUs."""
+    """The memory of the fullest rank's GPU that is not in tensors; nothing on CPUs."""
     peaks = [rank.peak_bytes for rank in per_rank]
     if not run.on_gpu or None in peaks:
         return {}

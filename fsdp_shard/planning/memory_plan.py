@@ -114,9 +114,9 @@ class RankMemory:
         reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
         schedule: The moments of a run, without what only some ranks have; shared by ranks.
-        highest_moments: Those of `schedule` with the most bytes in their phase: what a rank has besides is the same
+        highest_moments: Those of `schedule` with the most bytes in their phase: what a rank adds is the same
             within a phase, so that its peak is one of them.
-        own: Bytes by term that this rank has besides, at each moment from the first step on.
+        own: Bytes by term that this rank adds, at each moment from the first step on.
         own_in: The same in one phase only, by phase.
     """
 
@@ -201,10 +201,10 @@ class MemoryPlan:
         per_rank: The memory of each rank.
         problem: Why the activations could not be measured, if so.
         tree: The table of units, with `shard.explain`.
-        overhead: Bytes by term that a GPU holds besides tensors; none on CPUs.
+        overhead: Bytes of GPU memory that are not in tensors, by term; none on CPUs.
         shards: The shards of each unit; None in a plan that was made without.
         tensor_ranks: Number of neighboring ranks that have the same rows.
-        uncounted: Why a phase besides the step could not be measured, by phase; the peak is without it.
+        uncounted: Why a phase outside the step could not be measured, by phase; the peak is without it.
     """
 
     model_class: str
@@ -248,18 +248,18 @@ class MemoryPlan:
         return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
     def fits(self, memory_bytes: int | None) -> bool | None:
-        """Whether `memory_bytes` hold the peak of every rank and what a GPU has besides; None when unknown."""
+        """Whether `memory_bytes` hold the peak of every rank and the overhead of a GPU; None when unknown."""
         if memory_bytes is None or self.peak_bytes is None:
             return None
         return self.needed_bytes <= memory_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a device must have: the peak, which must be known, and what a GPU holds besides."""
+        """Bytes that a device must have: the peak, which must be known, and the overhead of a GPU."""
         assert self.peak_bytes is not None, "the caller has looked"
         return self.peak_bytes + self.overhead_bytes
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes that a GPU holds besides tensors."""
+        """Bytes of GPU memory that are not in tensors."""
         return sum(self.overhead.values())

@@ -111,7 +111,7 @@ def _plans_gpus(config: PlannedSettings) -> bool:
 
 
 def _quantization_line(model: PlannedModel) -> str:
-    """Which model is planned, for people, where the one that is given is stored quantized."""
+    """A line to print that says which model is planned, where the one that is given is stored quantized."""
     method = model.source.check_dequantizable()
     if method is None:
         return ""
@@ -139,7 +139,7 @@ def _notes(run: PlannedRun) -> str:
 
 
 def _objective_line(run: PlannedRun) -> str:
-    """What an objective other than supervised fine-tuning adds, for people."""
+    """What an objective other than supervised fine-tuning adds, as text."""
     objective = run.objective
     if objective.name == "sft":
         return ""

@@ -73,8 +73,8 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | N
 
 def summary_lines(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None = None) -> list[str]:
     """The peak, what is in host memory, which shards are uneven, and whether it fits in `memory_bytes` and `host`."""
-    besides = _overhead_lines(plan.overhead) if plan.overhead or plan.peak_bytes is None else [_NOT_COUNTED]
-    lines = [*_host_lines(plan), *_peak_lines(plan.per_rank), *besides, *_uneven_lines(plan)]
+    overhead = _overhead_lines(plan.overhead) if plan.overhead or plan.peak_bytes is None else [_NOT_COUNTED]
+    lines = [*_host_lines(plan), *_peak_lines(plan.per_rank), *overhead, *_uneven_lines(plan)]
     for name, why in plan.uncounted.items():
         lines.append(f"The phase {name} could not be measured ({why}); it is not counted.")
     lines.append(_verdict(plan, memory_bytes))
@@ -91,7 +91,7 @@ def host_misfit(plan: MemoryPlan, host: HostMemory) -> str:
 
 
 def _host_lines(plan: MemoryPlan) -> list[str]:
-    """What ranks have in host memory besides their processes."""
+    """What ranks keep in host memory in addition to their processes."""
     staging = max(rank.staging_bytes for rank in plan.per_rank)
     most = max(rank.needed_host_bytes for rank in plan.per_rank)
     lines = []
@@ -171,7 +171,7 @@ def _peak_lines(ranks: Sequence[RankMemory]) -> list[str]:
 
 
 def _overhead_lines(overhead: Mapping[str, int]) -> list[str]:
-    """What a GPU holds besides tensors."""
+    """GPU memory that is not in tensors."""
     sizes = ", ".join(f"{name} {format_size(num)}" for name, num in overhead.items() if num)
     return [f"Besides tensors a GPU holds about: {sizes}. The peak does not include it; whether it fits does."][
         : bool(overhead)

@@ -87,7 +87,7 @@ class RunPlan:
 
     Attributes:
         model: Its model.
-        text: The plan for people.
+        text: The plan as text.
         figures: Those of result.json.
         misfit: Why it does not fit in `device.memory`, in a sentence; None if it does, or if that is not known.
         front: What a search found.
@@ -139,7 +139,7 @@ def chosen_settings(config: SectionSettings) -> set[str]:
 
 
 def switched_off(config: SectionSettings) -> set[str]:
-    """Names of the settings that were typed as false, which no advice turns on."""
+    """Names of the settings that were typed as false, which no advice sets to true."""
     sections = ("model", "train", "shard", "objective", "adapter", "optim")
     values = [found for name in sections for found in walk(getattr(config, name), f"{name}.")]
     return {name for name, _, now in values if now is False and name in config.given}

@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 # float16 needs loss scaling, which bfloat16 made unnecessary.
 DTYPES = ("float32", "bfloat16")
 
-# The values of `activation_checkpointing` besides true, false and a number.
+# The values of `activation_checkpointing` other than true, false and a number.
 CHECKPOINTING_MODES = ("none", "all", "selective")
 
 

@@ -92,7 +92,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
 
 
 def free_gathered(module: nn.Module) -> None:
-    """Free what FSDP keeps gathered between two forward passes, which a change to the shards would not reach."""
+    """Free what FSDP keeps gathered between two forward passes, which a change to the shards would not update."""
     _reshard(module)
     free_flat_parameters(module)
 

@@ -32,7 +32,7 @@ _USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 
 
 def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
-    """The units of `model`: its blocks, or every module that is large enough, besides norms and quantized weights.
+    """The units of `model`: its blocks, or every module that is large enough, except norms and quantized weights.
 
     Parameters that are tied across units must be gathered at one time, so such modules are not units, whichever they
     are: the input embedding of a model with a tied head is in the root, which is gathered when the head runs. Nor are
@@ -115,7 +115,7 @@ def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable
 
 
 def _large_enough(model: nn.Module, min_params: int, gathered: Callable[[str], bool]) -> Iterator[str]:
-    """FQNs of the modules that hold at least `min_params` parameters besides those in such modules inside them."""
+    """FQNs of the modules with at least `min_params` parameters, without those of such modules inside them."""
     counted: set[int] = set()
     found = []
 

@@ -33,6 +33,12 @@ from .loss.cross_entropy import (
     cross_entropy as cross_entropy,
     cross_entropy_chunk_bytes as cross_entropy_chunk_bytes,
 )
+from .loss.custom_functions import (
+    CustomFunctions as CustomFunctions,
+    LossFunction as LossFunction,
+    MetricsFunction as MetricsFunction,
+    StepSums as StepSums,
+)
 from .loss.device_batch import DeviceBatch as DeviceBatch, PackedAnswers as PackedAnswers
 from .loss.distillation import Targets as Targets
 from .loss.forward_loss import forward_answers as forward_answers, forward_log_probs as forward_log_probs
@@ -40,12 +46,6 @@ from .loss.linear_cross_entropy import (
     giving_loss as giving_loss,
     linear_cross_entropy as linear_cross_entropy,
     use_loss_head as use_loss_head,
-)
-from .loss.own_functions import (
-    LossFunction as LossFunction,
-    MetricsFunction as MetricsFunction,
-    OwnFunctions as OwnFunctions,
-    StepSums as StepSums,
 )
 from .loss.row_values import LOSS_CHUNK_BYTES as LOSS_CHUNK_BYTES
 from .model_identity import check_base_model as check_base_model

@@ -195,7 +195,7 @@ class TrainConfig:
             raise ConfigError(
                 f"train.epochs={self.epochs:g} needs data with a known number of samples; set train.steps instead."
             )
-        # As people write it: 1.1 * 10 would be more than 11.
+        # As it is written: 1.1 * 10 would be more than 11.
         left = Fraction(str(self.epochs)) * samples_per_epoch - num_samples
         known = replace(self, steps=step + max(0, math.ceil(left / self.global_batch_size)))
         known._check_steps("train.")

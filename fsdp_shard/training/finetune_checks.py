@@ -16,8 +16,8 @@ from fsdp_shard.training.held_out.sample_completions import check_samples
 from fsdp_shard.training.load_model import check_adapter, chunk_loss, match_weights
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
+from fsdp_shard.training.loss.custom_functions import find_loss
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
-from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model, model_name
 from fsdp_shard.training.model_origin import (
     NewHead,
@@ -100,7 +100,7 @@ def check_finetune(config: FinetuneSettings) -> None:
 
 
 def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: Path | None = None) -> None:
-    """Build the model on the meta device, and check that it fits the settings, and settle `data.sequence_length`.
+    """Build the model on the meta device, and check that it fits the settings, and determine `data.sequence_length`.
 
     Args:
         config: The settings of the run.

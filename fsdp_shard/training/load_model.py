@@ -167,7 +167,7 @@ def unfilled_model(
     Args:
         config: Dtype, task and kernels.
         source: Where config and weights are, which stay open within the block.
-        shard: How it will be sharded: blocks of one's own, and what the wrapper can quantize.
+        shard: How it will be sharded: the blocks that the user names, and what the wrapper can quantize.
         adapter: The adapter to add.
         resumed: Step directory to resume from, with the adapter's weights; None makes a new adapter.
         context: The ranks to shard over.

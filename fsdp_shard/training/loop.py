@@ -25,7 +25,7 @@ from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.batch_loader import BatchLoader, LoadedStep, copy_to
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import finite, source_figures
-from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
+from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
 from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
 from fsdp_shard.training.optim.lr_schedule import learning_rate
@@ -50,7 +50,7 @@ class TrainingRun:
         stop: Signals that ask the run to stop.
         sync_every_micro_batch: Whether gradients are reduced after every micro-batch, or once per step.
         profile: Returns the context in which the step with this number is made.
-        functions: A loss and metrics of one's own.
+        functions: A custom loss and metrics.
         objective: What the model is trained for.
         reference: The model that it is compared with, or its teacher, for objectives that need one.
         average: Average of the weights, updated after each step that is not skipped.
@@ -70,7 +70,7 @@ class TrainingRun:
     stop: StopSignal = field(default_factory=StopSignal)
     sync_every_micro_batch: bool = True
     profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
-    functions: OwnFunctions = field(default_factory=OwnFunctions)
+    functions: CustomFunctions = field(default_factory=CustomFunctions)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     reference: Reference | Teacher | None = None
     average: WeightAverage | None = None
@@ -108,7 +108,7 @@ class StepReport:
         sources: Samples, tokens and epochs so far of each source of a mixture.
         epoch: Epochs so far; None for streams and mixtures.
         total_tokens: Predictions of all steps so far, those before a resume too.
-        metrics: The means of the metrics of the objective and of one's own, by name.
+        metrics: The means of the metrics of the objective and of custom ones, by name.
     """
 
     step: int
@@ -149,7 +149,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         A report of each step, as soon as it is done.
 
     Raises:
-        ConfigError: The run has a loss or metrics of one's own beside an objective that has its own.
+        ConfigError: The run has a custom loss or metrics, and an objective that has its own.
         LossError: On all ranks, with the weights of the step before: the loss or the gradients are not finite, and
             `config.non_finite` does not allow to skip the step.
 
@@ -248,7 +248,7 @@ def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
         if run.average is not None:
             run.average.update()
     else:
-        named = _blamed(run, loaded, losses)
+        named = _non_finite_in(run, loaded, losses)
         fault = f"loss {totals.loss} and norm of the gradients {totals.grad_norm}, not finite in the {named}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
@@ -256,7 +256,7 @@ def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
     return fault
 
 
-def _blamed(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
+def _non_finite_in(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
     """Where a step is not finite: in the loss of some samples, or in the gradients only; a collective."""
     bad = [int(i) for part, loss in zip(loaded.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
     in_loss = [position for rank in run.context.all_gather_object(bad) for position in rank]

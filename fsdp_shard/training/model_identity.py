@@ -24,7 +24,7 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
         step_directory: The step to resume from, if any.
 
     Returns:
-        A line for people if they could not be compared, and the run resumes all the same.
+        A line to print if they could not be compared, and the run resumes all the same.
 
     Raises:
         CheckpointError: It is another model, or there is none.

@@ -28,7 +28,7 @@ from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.run_log import RunLog, interrupted
 from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
-from fsdp_shard.training.loss.own_functions import find_loss
+from fsdp_shard.training.loss.custom_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import collect_model_files, data_task, model_source
 from fsdp_shard.training.objectives.reference_model import open_reference
@@ -127,7 +127,7 @@ def open_data(config: FinetuneSettings, start: RunStart) -> Samples:
         start: Its model and ranks.
 
     Returns:
-        `train`, a `Dataset` in the order in which it is trained; `held_out`, or None; and `notes` for people.
+        `train`, a `Dataset` in the order in which it is trained; `held_out`, or None; and `notes` to print.
 
     Raises:
         DataError, ConfigError: On all ranks: the data cannot be read, or has nothing to train on.
@@ -212,7 +212,7 @@ def open_run(
 def open_log(
     config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel, notes: Iterable[str] = ()
 ) -> RunLog:
-    """Create the log of a run: progress for people, metrics.jsonl, trackers and, at the end, result.json.
+    """Create the log of a run: progress on the terminal, metrics.jsonl, trackers and, at the end, result.json.
 
     A collective. Every rank has one; that of rank 0 shows and writes.
 

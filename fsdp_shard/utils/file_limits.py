@@ -21,7 +21,7 @@ class Limits:
         metadata_bytes: Whatever describes tensors: an index, a manifest, a pickle, a header; and a log of metrics.
         config_bytes: Any other small file, such as config.json, trainer.json or a chat template.
         settings_bytes: The settings of a run, in YAML.
-        tokenizer_bytes: Any other file of a model besides its weights, such as tokenizer.json.
+        tokenizer_bytes: Any file of a model other than its weights, such as tokenizer.json.
         nesting: Depth of JSON.
         tensors: Tensors in one file.
         array_items: Texts in an array of a GGUF file, such as the tokens of its tokenizer.

@@ -1,4 +1,4 @@
-"""Printing for people, where lines may quote what files say."""
+"""Printing to the terminal, where lines may quote what files say."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from fsdp_shard.utils.text import printable
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print lines of our own, made `printable`, on standard output unless another stream is given."""
+    """Print the program's own lines, made `printable`, on standard output unless another stream is given."""
     print(printable(str(text)), file=stream or sys.stdout, flush=True)
 
 
@@ -21,7 +21,7 @@ def make_logs_printable() -> None:
 
 @contextmanager
 def only_errors_of(library: str) -> Iterator[None]:
-    """Drop what the loggers of a library have to say besides errors.
+    """Drop what the loggers of a library say, except errors.
 
     Args:
         library: Name of its logger, such as `transformers`.

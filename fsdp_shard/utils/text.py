@@ -1,4 +1,4 @@
-"""Text for people: sizes in bytes, counts, the first line of an error, the closest known name."""
+"""Formatting of text: sizes in bytes, counts, the first line of an error, the closest known name."""
 
 import difflib
 import re

@@ -134,7 +134,7 @@ def hybrid_shard_grad_op() -> ShardingStrategy:
 
 
 def keep_batch_norms_wrapped(precision: MixedPrecision) -> None:
-    """Keep FSDP1 from taking batch norms out of their unit, which it does to spare them a lower precision."""
+    """Keep FSDP1 from taking batch norms out of their unit, which it does to keep them in full precision."""
     precision._module_classes_to_ignore = ()
 
 
@@ -235,7 +235,7 @@ def is_faking() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs on this thread. Without it, operators of backward passes could not be told apart."""
+    """Whether a backward pass runs on this thread. Without it, operators of backward passes could not be recognized."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -283,7 +283,7 @@ def test_wrong_use_is_one_error(tmp_path: Path) -> None:
     for wrong, message in cases:
         with pytest.raises(ConfigError, match=message):
             fit(run_dir, loader(), **wrong)
-    with pytest.raises(ConfigError, match="ModelCheckpoint beside LightningCheckpoint"):
+    with pytest.raises(ConfigError, match="ModelCheckpoint in addition to LightningCheckpoint"):
         fit(run_dir, loader(), ModelCheckpoint(tmp_path))
     with pytest.raises(ConfigError, match=r"WeightAveraging, which keeps its state by on_save_checkpoint"):
         fit(run_dir, loader(), WeightAveraging())

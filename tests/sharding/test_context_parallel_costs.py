@@ -28,14 +28,14 @@ class Sent(TorchDispatchMode):
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.num_ranks, self.exchanged, self.passed_on = num_ranks, 0, 0
+        self.num_ranks, self.exchanged, self.sent_to_next = num_ranks, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.name())
         if name == "c10d::alltoall_base_":
             self.exchanged += args[1].nbytes * (self.num_ranks - 1) // self.num_ranks
         if name == "c10d::send":
-            self.passed_on += sum(tensor.nbytes for tensor in args[0])
+            self.sent_to_next += sum(tensor.nbytes for tensor in args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -107,7 +107,7 @@ def train_once(context: DistributedContext, model: Any, method: str, batch_size:
 def sent(context: DistributedContext, method: str) -> tuple[int, int]:
     with Sent(context.world_size) as found:
         train_once(context, model_of(), method, BATCH, 48)
-    return found.exchanged, found.passed_on
+    return found.exchanged, found.sent_to_next
 
 
 def by_ulysses(num_ranks: int) -> int:

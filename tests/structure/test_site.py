@@ -91,6 +91,14 @@ def test_each_link_leads_to_a_file() -> None:
                 assert (page.parent / target.partition("#")[0]).resolve().is_file(), f"{page}: {target}"
 
 
+def test_each_path_that_contributing_names_exists() -> None:
+    text = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:fsdp_shard|conf|docs|recipes|scripts|tests)/[^`\s]+)`", text)
+    missing = [path for path in paths if not re.search("[A-Z]{4}", path) and not (DOCS.parent / path).exists()]
+    assert len(paths) > 20
+    assert not missing, missing
+
+
 def test_every_error_is_explained() -> None:
     found = {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
     table = (DOCS / "errors.md").read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ class Part:
     tensor: AnyTensor
 
 
-def put_together(
+def assemble_parts(
     root: Path, parts: Mapping[str, Sequence[Part]], num_files: int
 ) -> tuple[dict[str, TensorEntry], dict[str, str], tuple[Piece, ...]]:
     """Each tensor once, {alias: its name}, and the pieces that hold what another one holds.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fsdp_shard.checkpoint import torch_pickle
-from fsdp_shard.checkpoint.formats.rank_parts import NO_WEIGHTS, Part, other_state, put_together
+from fsdp_shard.checkpoint.formats.rank_parts import NO_WEIGHTS, Part, assemble_parts, other_state
 from fsdp_shard.checkpoint.formats.several_files import files_by_rank, sum_extras
 from fsdp_shard.checkpoint.formats.torch_checkpointing_metadata import (
     METADATA,
@@ -38,7 +38,7 @@ _FILE = re.compile(r"(?P<item>.*?(?<!_\d{4}))_(?P<rank>0|[1-9]\d{0,6})\.pt")
 
 
 def recognize(path: Path) -> bool:
-    """A directory with its metadata, or with files of an item `model` beside other items, or of several ranks."""
+    """A directory with its metadata, or with files of an item `model` and of other items, or of several ranks."""
     if not path.is_dir():
         return False
     if has_metadata(path):
@@ -70,7 +70,7 @@ def read(path: Path) -> TensorIndex:
     selection = torch_pickle.select_weights(paths, path)
     weights = {fqn: parts[stored] for stored, fqn in selection.names.items()}
     world_size = 1 + max(part.rank for held in weights.values() for part in held)
-    tensors, aliases, replicas = put_together(path, weights, world_size)
+    tensors, aliases, replicas = assemble_parts(path, weights, world_size)
     extras: dict[str, Extra] = {}
     for kind, names in selection.extras.items():
         extras = sum_extras(extras, {kind: torch_pickle.extra_of([part.tensor for n in names for part in parts[n]])})

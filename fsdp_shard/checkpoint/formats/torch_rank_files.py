@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fsdp_shard.checkpoint import torch_pickle
-from fsdp_shard.checkpoint.formats.rank_parts import NO_WEIGHTS, Part, other_state, put_together
+from fsdp_shard.checkpoint.formats.rank_parts import NO_WEIGHTS, Part, assemble_parts, other_state
 from fsdp_shard.checkpoint.formats.several_files import files_by_rank, one_world_size, sum_extras
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file, member
@@ -46,7 +46,7 @@ def read(path: Path) -> TensorIndex:
             "the model they are: FSDP's LOCAL_STATE_DICT, or a copy on each rank. Save a FULL_STATE_DICT or a "
             "SHARDED_STATE_DICT instead; of copies, give one file."
         )
-    tensors, aliases, replicas = put_together(path, parts, len(files))
+    tensors, aliases, replicas = assemble_parts(path, parts, len(files))
     extras = sum_extras(extras, _other_states(path))
     return TensorIndex(path, NAME, tensors, aliases, world_size=len(files), extras=extras, replicas=replicas)
 

@@ -1,6 +1,6 @@
 """`verify`: every byte of a checkpoint against the digests in its manifest, or against another checkpoint.
 
-Besides, and without either, what can be checked: structure, the CRCs in files of torch, the model of config.json, NaN
+With or without either, it checks what else it can: structure, the CRCs in files of torch, the model of config.json, NaN
 and infinities. torch is imported to build that model, or if two checkpoints hold a tensor in different dtypes.
 """
 

@@ -137,7 +137,7 @@ class Handles:
     """Open files by name, at most `MAX_HANDLES`, and at most a quarter of what the process may have open (`ulimit -n`).
 
     A tensor of a thousand ranks is read file after file, and so is the next one. So where they cannot all stay open, it
-    is the file last used that is closed: to close the longest unused one would close each shortly before its turn.
+    is the most recently used file that is closed: least-recently-used would close each just before it is read again.
     Where no more can be opened, all of this process give up what they do not use. Thread-safe.
     """
 

@@ -79,7 +79,7 @@ class PushReport:
     kept_card: bool = False
 
     def describe(self) -> str:
-        """What was pushed, for people, a line each."""
+        """What was pushed, as text, a line each."""
         width = max(map(len, [*self.written, *self.unchanged, *self.deleted]), default=0)
         lines = [f"  {name:<{width}}  {format_size(size)}" for name, size in self.written.items()]
         lines += [f"  {name:<{width}}  unchanged" for name in self.unchanged]
@@ -118,7 +118,7 @@ class HubRepository:
         Args:
             files: Name in the repository -> the file, or its content.
             message: The message of the commit.
-            has_own_card: Whether README.md among the files was written by people, and so replaces one that is there.
+            has_own_card: Whether README.md among the files was written by the user, and so replaces one that is there.
 
         Raises:
             RemoteError: The hub refuses something or fails, or what it has afterwards is not what was sent.

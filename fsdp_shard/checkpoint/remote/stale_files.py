@@ -23,7 +23,7 @@ _WEIGHTS = (
 
 
 def stale_files(names: Collection[str], sent: Collection[str]) -> tuple[str, ...]:
-    """Choose what a push deletes, besides manifest.json.
+    """Choose what a push deletes, in addition to manifest.json.
 
     Args:
         names: All files of the repository.

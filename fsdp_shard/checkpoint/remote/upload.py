@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.remote.store import RemoteStore
-from fsdp_shard.checkpoint.steps import MANIFEST, Store, parse_manifest, retired
+from fsdp_shard.checkpoint.steps import MANIFEST, Store, parse_manifest, steps_to_delete
 from fsdp_shard.distributed import Communicator, run_on_all, run_on_main
 from fsdp_shard.utils import balanced_partition
 
@@ -61,7 +61,7 @@ def prune_remote(remote: RemoteStore, newest: int, keep_last: int | None, keep_e
     remote.clean(newest)
     if keep_last is None:
         return []
-    deleted = retired(remote.steps(), keep_last, keep_every, {newest, remote.best()})
+    deleted = steps_to_delete(remote.steps(), keep_last, keep_every, {newest, remote.best()})
     for step in deleted:
         remote.delete(step)
     return deleted

@@ -52,6 +52,6 @@ from .step_store import (
     Store as Store,
     has_optimizer as has_optimizer,
     parse_step as parse_step,
-    retired as retired,
     step_name as step_name,
+    steps_to_delete as steps_to_delete,
 )

@@ -55,7 +55,7 @@ class Store:
         return sorted(step for step, entry in found if step is not None and has_file(entry, MANIFEST))
 
     def latest(self) -> int | None:
-        """The highest committed step. The pointer `latest` is for people: a crash may leave it one step behind."""
+        """The highest committed step. The pointer `latest` is for users: a crash may leave it one step behind."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
@@ -188,7 +188,7 @@ class Store:
         Returns:
             The deleted steps.
         """
-        deleted = retired(self.complete_steps(), keep_last, keep_every, {self.pointer(LATEST), self.best()})
+        deleted = steps_to_delete(self.complete_steps(), keep_last, keep_every, {self.pointer(LATEST), self.best()})
         for step in deleted:
             self.delete(step)
         return deleted
@@ -241,7 +241,7 @@ class Store:
         return found
 
 
-def retired(steps: Sequence[int], keep_last: int, keep_every: int | None, pinned: Set[int | None]) -> list[int]:
+def steps_to_delete(steps: Sequence[int], keep_last: int, keep_every: int | None, pinned: Set[int | None]) -> list[int]:
     """Those of `steps`, ascending, that retention deletes; `pinned` ones are always kept."""
     milestones = {step for step in steps if keep_every is not None and step % keep_every == 0}
     kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, *pinned}

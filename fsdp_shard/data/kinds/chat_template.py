@@ -1,4 +1,7 @@
-"""The chat template of the tokenizer, or one of the user's own: settings that all kinds with conversations share."""
+"""The settings of chat templates (`data.chat_template`, `data.roles`) that all kinds with conversations share.
+
+`chat_spans.py` renders conversations for training, and `inference/generation/tokenize_prompts.py` for `generate`.
+"""
 
 import copy
 from dataclasses import dataclass

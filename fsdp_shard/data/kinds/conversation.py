@@ -1,4 +1,4 @@
-"""Conversations as people store them, by OpenAI's, ShareGPT's or Alpaca's columns, as messages for a chat template.
+"""Conversations as commonly stored, by OpenAI's, ShareGPT's or Alpaca's columns, as messages for a chat template.
 
 Lists and tool calls may be JSON text, as CSV and Parquet exports have them. Nulls in mappings are left out: Arrow puts
 them where rows have different keys.

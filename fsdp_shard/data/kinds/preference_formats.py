@@ -23,7 +23,7 @@ _LARGEST = 3.4e38  # of numbers in float32
 # What an answer is.
 CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE = "chosen", "rejected", "desirable", "undesirable"
 
-# Why something is left out: what it is, and the reason, for people.
+# Why something is left out: what it is, and the reason, to print.
 EQUAL, EMPTY, EMPTY_ANSWER, TIED, SINGLE = "equal", "empty", "empty answer", "tied", "single"
 UNLABELED, UNSCORED = "unlabeled", "unscored"
 LEFT_OUT = {

@@ -1,4 +1,4 @@
-"""How tokens and examples become samples, by the settings of a source and the task, with notes for people."""
+"""How tokens and examples become samples, by the settings of a source and the task, with notes to print."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class SampleFactory:
     seed: int
 
     def open(self, file: TokenFile) -> tuple[SourceDataset, str]:
-        """Return the samples of one file, and what became of its rows, for people."""
+        """Return the samples of one file, and notes to print on what became of its rows."""
         opened = self._open_tokens if is_running_text(self.config, self.task.name) else self._open_examples
         dataset, notes = opened(file)
         return dataset, ", ".join([*notes, dataset.summary])

@@ -63,7 +63,7 @@ class SourceDataset(MapDataset):
     @property
     @abstractmethod
     def summary(self) -> str:
-        """How the samples are laid out, for people."""
+        """A description of the samples, to print."""
 
     @abstractmethod
     def slice(self, first: int, last: int) -> Self:
@@ -136,7 +136,7 @@ class Dataset(ABC):
         """
 
     def describe(self, positions: Iterable[int]) -> str:
-        """Say which samples these are, so that people find them in the data."""
+        """Describe which samples these are, so that a user finds them in the data."""
         return str(sorted({int(position) for position in positions}))
 
     def sources_of(self, positions: Ints) -> Ints:

@@ -1,4 +1,4 @@
-"""The figures of evaluations in a model card: a table for people, and the hub's metadata (`model-index`)."""
+"""The figures of evaluations in a model card: a Markdown table, and the hub's metadata (`model-index`)."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def figures_table(figures: Sequence[Figure]) -> Table:
 def eval_results(figures: Sequence[Figure], task: str) -> list[Any]:
     """The figures as `EvalResult`s of huggingface_hub, which the hub shows; `task` is its name of the model's work.
 
-    Those of quantized weights are left out: the hub shows no settings beside them, and they are of another model.
+    Those of quantized weights are left out: the hub shows no settings with them, and they are of another model.
     """
     from huggingface_hub import EvalResult
 

@@ -71,7 +71,7 @@ class CardSubject:
 
     @property
     def base_on_hub(self) -> str | None:
-        """The hub id of the model that the run began from; None if it lay in a directory."""
+        """The hub id of the model that the run began from; None if it was a directory."""
         path = self.adapter_base or (self.base.path if self.base else "")
         return path if is_hub_id(path) and not Path(path).exists() else None
 
@@ -151,8 +151,8 @@ def _of_weights(paths: Sequence[str], wanted: Digests) -> tuple[list[Run], list[
     of_others = f"{format_count(len(others), 'run')}, not evaluated with these weights: {', '.join(others)}."
     parts = [run.name for run in same if _limit_of(run.result) is not None]
     of_parts = f"{format_count(len(parts), 'run')} of a part of the questions (lm_eval.limit): {', '.join(parts)}."
-    told = [*([of_others] if others else []), *([of_parts] if parts else [])]
-    return [run for run in same if _limit_of(run.result) is None], told
+    notes = [*([of_others] if others else []), *([of_parts] if parts else [])]
+    return [run for run in same if _limit_of(run.result) is None], notes
 
 
 def _limit_of(result: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The text of a model card: metadata for the hub, and Markdown for people.
+"""The text of a model card: metadata for the hub, and Markdown.
 
 All that comes from files is escaped: in the metadata by YAML, in the text as Markdown.
 """

@@ -70,7 +70,7 @@ class DocumentFigures:
         return row if self.interval else row | {"confidence_interval_note": "it needs at least two documents"}
 
     def lines(self, bits_per_byte: float | None) -> list[str]:
-        """The interval and the bits per byte, for people."""
+        """The interval and the bits per byte, as text."""
         lines = [] if bits_per_byte is None else [f"{bits_per_byte:.4f} bits per byte"]
         count = format_count(len(self._scored), "document")
         if self.interval is None:

@@ -74,7 +74,7 @@ class ScoredText:
         digest: Of the tokens.
         size: The text of all scored tokens.
         num_unscored: Tokens that have nothing before them in their window; None for rows in windows of their own.
-        notes: What became of the rows, for people.
+        notes: Lines to print about what became of the rows.
         documents: Every row of the data; None if windows are not of single documents.
     """
 

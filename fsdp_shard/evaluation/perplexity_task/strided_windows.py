@@ -60,7 +60,7 @@ class StridedWindows(MapDataset):
 
     @classmethod
     def over(cls, tokens: Array, predicted: Array | None, ends: Ints, length: int, stride: int | None) -> Self:
-        """Lay windows over texts, and leave out those that have no token to score.
+        """Divide texts into windows, and leave out those that have no token to score.
 
         Args:
             tokens: As in the class.

@@ -1,6 +1,6 @@
 """The report as one HTML page that asks for nothing else: its style and script are in it, and nothing else may run.
 
-All that comes from files is escaped by jinja2, and what reaches the script is JSON in a block that is never executed.
+All that comes from files is escaped by jinja2, and what the script gets is JSON in a block that is never executed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ LOSS_UNIT = "nats per token; of preferences, per sample"
 
 @dataclass(frozen=True)
 class Cell:
-    """A value, for programs and sorting, and its text for people; `is_marked` if it differs from the first run's."""
+    """A value, for JSON and sorting, and its text for tables; `is_marked` if it differs from the first run's."""
 
     value: str | float | None
     text: str
@@ -103,7 +103,7 @@ def text(value: str | None) -> Cell:
 
 
 def digest(value: str | None) -> Cell:
-    """A cell of a digest, of which people see the beginning."""
+    """A cell of a digest, of which tables show the beginning."""
     whole = text(value)
     return Cell(whole.value, whole.text[:12])
 

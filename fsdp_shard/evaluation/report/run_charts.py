@@ -1,4 +1,4 @@
-"""The curves of runs over their steps, and the metrics of objectives and of one's own."""
+"""The curves of runs over their steps, and the metrics of objectives and custom ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _metric_charts(runs: Sequence[Run]) -> list[Chart]:
-    """A chart for each metric of an objective or of one's own, with dotted curves of held-out samples."""
+    """A chart for each metric of an objective and each custom one, with dotted curves of held-out samples."""
     charts = []
     for count, name in enumerate(_metric_names(runs)[:_MAX_METRICS]):
         chart = _chart(runs, f"metric-{count}", name, "", f"{METRIC}{name}")

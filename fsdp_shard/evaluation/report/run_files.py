@@ -76,7 +76,7 @@ class Run:
         return as_number(self.result.get(name))
 
 
-METRIC = "metrics:"  # what the names of metrics begin with in a row, beside those of figures and held-out sets
+METRIC = "metrics:"  # prefix of the names of metrics in a row, which also has figures and held-out sets
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -191,7 +191,7 @@ def _command_of(path: Path) -> str:
     except OSError:
         return ""
     words = first.removeprefix(_STARTS).split() if first.startswith(_STARTS) else []
-    # A recipe of one's own is `run FILE.py`; what it leaves shows what it does.
+    # A user's recipe is `run FILE.py`; what it leaves shows what it does.
     is_own = words[:1] == ["run"]
     return ("finetune" if (path / METRICS).is_file() else "run") if is_own else words[0] if words else ""
 
@@ -315,7 +315,7 @@ def _of_sets(row: Mapping[str, Any]) -> Row:
 
 
 def _of_metrics(row: Mapping[str, Any]) -> Row:
-    """The metrics of the objective and of one's own, as METRIC NAME."""
+    """The metrics of the objective and custom ones, as METRIC NAME."""
     metrics = row.get("metrics")
     return {
         f"{METRIC}{name}": as_number(value) for name, value in (metrics if isinstance(metrics, dict) else {}).items()

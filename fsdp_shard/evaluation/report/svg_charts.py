@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart, laid out: ticks are (position, label); `description` says in words what the curves show."""
+    """The layout of a chart: ticks are (position, label); `description` says in words what the curves show."""
 
     chart: Chart
     lines: Sequence[Line]

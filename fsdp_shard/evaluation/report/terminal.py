@@ -23,7 +23,7 @@ def to_text(report: Report) -> str:
     for at, table in enumerate(table for table in report.tables if table.key not in _APART):
         parts.append("\n".join(_table_lines(table)))
         if at == 0:
-            parts += ["\n".join(_course(curves[key], report.runs)) for key in ("loss", "held-out") if key in curves]
+            parts += ["\n".join(_sparklines(curves[key], report.runs)) for key in ("loss", "held-out") if key in curves]
     parts += ["\n".join(_sample_lines(report))] if report.samples else []
     parts += ["\n".join(["Left out", *(f"  {printable(one)}" for one in report.problems)])] if report.problems else []
     return "\n\n".join(parts)
@@ -60,7 +60,7 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def _course(chart: Chart, runs: Sequence[str]) -> list[str]:
+def _sparklines(chart: Chart, runs: Sequence[str]) -> list[str]:
     """A line of blocks for each curve, all on the same axes."""
     points = [point for curve in chart.curves for point in curve.points]
     first, last = min(x for x, _ in points), max(x for x, _ in points)

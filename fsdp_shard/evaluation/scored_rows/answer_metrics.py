@@ -53,7 +53,7 @@ def score_answers(
         references: The answer of the data to each, with at least one character that is not white space.
 
     Returns:
-        The scores by each measure, of which ROUGE has three, and notes for people.
+        The scores by each measure, of which ROUGE has three, and notes to print.
     """
     found, notes = list[Metric](), list[str]()
     for name in names:

@@ -75,7 +75,7 @@ class ClassFigures:
         return row
 
     def lines(self) -> list[str]:
-        """Tables of the classes and of what they are taken for, for people."""
+        """The metrics of each class and the confusion matrix, as tables of text."""
         precision, recall, f1, support = self._by_class
         shown = np.flatnonzero(support)[np.argsort(-support[support > 0], kind="stable")][:_MOST_PRINTED]
         header = ["class", "precision", "recall", "F1", "texts", "most often taken for"]

@@ -209,7 +209,7 @@ def open_classification(
 
 
 def check_classification(settings: EvaluateSettings) -> None:
-    """Check that the model is a classifier, and settle `data.sequence_length`; nothing for another task.
+    """Check that the model is a classifier, and determine `data.sequence_length`; nothing for another task.
 
     Raises:
         ModelError: The model is no classifier of texts by one class each.

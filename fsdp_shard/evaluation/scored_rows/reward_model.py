@@ -250,7 +250,7 @@ def open_rewards(
 
 
 def check_rewards(settings: EvaluateSettings) -> None:
-    """Check that the model is a reward model, and settle `data.sequence_length`; nothing for another task.
+    """Check that the model is a reward model, and determine `data.sequence_length`; nothing for another task.
 
     Raises:
         ModelError: The model is no sequence classifier with one output.

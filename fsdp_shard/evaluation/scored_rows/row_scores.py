@@ -49,7 +49,7 @@ class Intervals:
 
 
 def interval_text(ends: tuple[float, float] | None) -> str:
-    """The interval, for people."""
+    """The interval, as text."""
     return "none for a single row" if ends is None else f"{ends[0]:.4f} to {ends[1]:.4f}"
 
 
@@ -92,7 +92,7 @@ def text_provenance(
 
 
 def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:
-    """Return the task of a classifier, `settings.checkpoint`, and how long texts and its context are, for people."""
+    """Return the task of a classifier, `settings.checkpoint`, and a note on how long texts and its context are."""
     trust, source = settings.dispatch.trust_remote_code, settings.source
     task = data_task(ModelConfig(source.path, task=CLASSIFICATION, trust_remote_code=trust), source)
     return task, context_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)

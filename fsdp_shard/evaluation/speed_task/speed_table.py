@@ -1,4 +1,4 @@
-"""The figures of `task=speed` as a table for people."""
+"""The figures of `task=speed` as a table of text."""
 
 from collections.abc import Sequence
 

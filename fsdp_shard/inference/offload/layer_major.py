@@ -62,7 +62,7 @@ def run_wave(
             hook.remove()
 
 
-class _GivenUp(BaseException):
+class _PassCancelled(BaseException):
     """Ends a pass whose result nobody waits for; no Exception, as model code may catch those."""
 
 
@@ -109,14 +109,14 @@ class _Wave(Generic[T]):
         if one is None:
             raise RunError(ANOTHER_THREAD)
         if self._is_given_up:
-            raise _GivenUp
+            raise _PassCancelled
         if self._file is not None:
             self._file.move([*inputs, *(tensor() for tensor in one.noted)])
         one.waits_for = number
         self._suspended.release()
         one.go.acquire()
         if self._is_given_up:
-            raise _GivenUp
+            raise _PassCancelled
         self._inside[number] += 1
 
     def after(self, number: int) -> None:

@@ -30,7 +30,7 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
-_OTHER_FILES = 64  # that a process has open besides those that are mapped
+_OTHER_FILES = 64  # that a process has open in addition to those that are mapped
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Mapped:
 
 
 @dataclass(frozen=True)
-class _Stitched:
+class _MappedSpans:
     """A buffer with `spans` one after the other, each at one of `addresses`; unmapped when its last user is gone."""
 
     memory: Any
@@ -60,7 +60,7 @@ class MappedFiles:
     def __init__(self, index: TensorIndex) -> None:
         self._index = index
         self._files: dict[str, _Mapped] = {}
-        self._stitched: dict[str, _Stitched] = {}
+        self._stitched: dict[str, _MappedSpans] = {}
 
     def view(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """The stored tensor `name` as a view of its file, or None if it must be copied."""
@@ -107,7 +107,7 @@ class MappedFiles:
             return []
         return self._index.spans(name, 0, self._index.entry(name).num_elements)
 
-    def _stitch(self, name: str, spans: Sequence[Span]) -> _Stitched | None:
+    def _stitch(self, name: str, spans: Sequence[Span]) -> _MappedSpans | None:
         if name not in self._stitched and _meet_at_pages(spans):
             stitched = _stitch(spans, [self._open(span.file).descriptor for span in spans])
             if stitched is not None:
@@ -149,7 +149,7 @@ def _meet_at_pages(spans: Sequence[Span]) -> bool:
     return all(one.stop % mmap.PAGESIZE == 0 == two.start % mmap.PAGESIZE for one, two in pairwise(spans))
 
 
-def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _Stitched | None:
+def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _MappedSpans | None:
     """Map `spans`, which meet at pages, of the files open as `descriptors`.
 
     Returns:
@@ -173,7 +173,7 @@ def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _Stitched | No
     memory = (ctypes.c_ubyte * sum(span.num_bytes for span in spans)).from_address(addresses[0])
     # Not at the end of the process: others may still use the memory then.
     weakref.finalize(memory, _libc.munmap, base, sum(sizes)).atexit = False
-    return _Stitched(memory, spans, addresses)
+    return _MappedSpans(memory, spans, addresses)
 
 
 def _mapping_modes() -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What the cost of a step depends on besides the settings: measured once for a model, then used for many plans."""
+"""What the cost of a step depends on other than the settings: measured once for a model, then used for many plans."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

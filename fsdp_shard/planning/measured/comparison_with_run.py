@@ -93,7 +93,7 @@ def comparison_figures(rows: Sequence[Compared], run: MeasuredRun) -> dict[str, 
 
 
 def comparison_text(rows: Sequence[Compared], plan: MemoryPlan, run: MeasuredRun, figures: Mapping[str, Any]) -> str:
-    """The comparison for people.
+    """The comparison as text.
 
     Args:
         rows: What was compared.

@@ -23,7 +23,7 @@ _LENGTH_BYTES = 8  # of the header of a safetensors file
 
 # Settings that change memory, and that a plan does not have: why.
 _NOT_PLANNED: Mapping[str, tuple[Any, str]] = {
-    "loss": (None, "a loss of one's own"),
+    "loss": (None, "a custom loss"),
     "model.kernels": ("none", "fused kernels keep less than what is planned"),
     "shard.compile": (False, "a compiler decides what is kept"),
     "data.streaming": (False, "samples are not known before"),

@@ -1,4 +1,4 @@
-"""The stacked timeline of a step: laid out for SVG, and drawn as PNG by matplotlib."""
+"""The stacked timeline of a step: its layout for SVG, and a PNG drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A timeline, laid out.
+    """The layout of a timeline.
 
     Attributes:
         moments: What is in memory, in order.

@@ -116,7 +116,7 @@ def _time(fits: Fitting) -> float:
 
 
 def front_text(front: Front) -> str:
-    """What a search found, for people."""
+    """What a search found, as text."""
     memory = format_size(front.memory_bytes)
     if front.cheapest is None:
         return f"Nothing fits in {memory}, of {format_count(front.num_plans, 'plan')}."

@@ -1,4 +1,4 @@
-"""What a GPU holds besides the tensors of a run. It is shown apart from the peak, which counts tensors.
+"""GPU memory that is not in the tensors of a run. It is shown apart from the peak, which counts tensors.
 
 None of it is measured here. Defaults of libraries have their source; the others say that they are assumptions.
 """
@@ -35,7 +35,7 @@ def allocator_bytes(peak_bytes: int, num_tensors: int) -> int:
 
 
 def device_overhead(peak_bytes: int, num_tensors: int, num_groups: int) -> Mapping[str, int]:
-    """Bytes by term that a GPU holds besides tensors.
+    """Bytes of GPU memory that are not in tensors, by term.
 
     Args:
         peak_bytes: The peak of tensors.

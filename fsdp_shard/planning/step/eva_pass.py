@@ -89,7 +89,7 @@ def _matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @cache
 def _pca_bytes(rank: int, num_features: int, num_rows: int) -> tuple[int, int]:
-    """Bytes of the state of the PCA of a layer, and the most that a step takes besides it and its rows."""
+    """Bytes of the state of the PCA of a layer, and the most that a step takes in addition to it and its rows."""
     with one_thread(), FakeTensorMode():
         pca: Any = new_pca(rank)
         for _ in range(2):  # from the second one on in float64

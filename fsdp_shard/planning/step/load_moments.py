@@ -54,7 +54,7 @@ def place_bytes(model: nn.Module, run: PlannedRun) -> int:
 
 
 def _read_bytes(config: PretrainedConfig, model: nn.Module, run: PlannedRun) -> int:
-    """The most that reading a shard takes besides it, where it is cast or encoded; on a GPU it is host memory."""
+    """The most that reading a shard takes in addition to it, where it is cast or encoded; on a GPU, of host memory."""
     stored = _stored_dtype(config)
     encoded = {f"{fqn}.rows": module for fqn, module in quantized_weights(model)}
     most = 0

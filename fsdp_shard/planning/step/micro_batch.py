@@ -12,9 +12,9 @@ from fsdp_shard.planning.step.tape.recorder import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training import (
     LOSS_CHUNK_BYTES,
+    CustomFunctions,
     DeviceBatch,
     ObjectiveConfig,
-    OwnFunctions,
     PackedAnswers,
     Pass,
     StepSums,
@@ -40,7 +40,7 @@ class _SilentRanks(ContextRanks):
     def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         pass
 
-    def begin_to_pass_on(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
+    def begin_send_to_next(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
         return []
 
 
@@ -99,7 +99,7 @@ class PlannedBatch:
     def loss(self, shared: Any) -> torch.Tensor:
         """Run the forward pass and return the loss."""
         divisors, context = torch.ones(self.objective.num_terms), SimpleNamespace(device=_CPU)
-        sums = StepSums(OwnFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
+        sums = StepSums(CustomFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
         step = Pass(self.model, self.batch, divisors, sums, self.reference, shared)  # type: ignore[arg-type]  # it has the module
         return self.objective.terms(step).sum()
 
@@ -139,7 +139,7 @@ def planned_batch(
         objective: What it is trained for.
         reference_kind: As in `PlannedRun.reference_kind`.
         size: The size of the micro-batch.
-        recorder: Does not count the micro-batch, and is told which model runs.
+        recorder: Does not count the micro-batch, and receives which model runs.
     """
     batch, plain = _batch(model, size.num_rows, size.length, size.num_parts), _Plain(model)
     recorder.most_chosen = most_chosen(model)

@@ -45,7 +45,7 @@ def step_bytes(
     *,
     uses_foreach: bool = False,
 ) -> tuple[int, int]:
-    """Bytes of the state, and the most that a step of all these parameters takes besides it.
+    """Bytes of the state, and the most that a step of all these parameters takes in addition.
 
     Of parameters that are alike, one is updated, unless a step takes all of them at one time.
 
@@ -87,7 +87,7 @@ def _second_step(optimizer: torch.optim.Optimizer) -> int:
 
 
 def whole_update_bytes(optim: OptimConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The most bytes that the update of one whole parameter takes, besides its state.
+    """The most bytes that the update of one whole parameter takes, in addition to its state.
 
     Adafactor looks at values, so a step is made with small real tensors of as many dimensions, and scaled.
     """

@@ -1,4 +1,4 @@
-"""The moments of a planned run: what one micro-batch keeps, played over the units of the model."""
+"""The moments of a planned run: what one micro-batch keeps, simulated over the units of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +19,9 @@ from fsdp_shard.planning.step.divided_model import divide_model
 from fsdp_shard.planning.step.load_moments import FIGURES_BYTES, loading_moments, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.moment import COMPLETIONS, EVA, GRADIENTS, Moment
-from fsdp_shard.planning.step.players.player import Player, StepRules
-from fsdp_shard.planning.step.players.registry import PLAYERS
 from fsdp_shard.planning.step.shard_state import RankPart
+from fsdp_shard.planning.step.simulators.registry import SIMULATORS
+from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
 from fsdp_shard.planning.step.tape.events import DONE, LOSS, Event, Tapes
 from fsdp_shard.planning.step.tape.recording import ExtraPasses, record_tape
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
@@ -30,14 +30,14 @@ from fsdp_shard.utils import first_line
 
 
 @dataclass(frozen=True)
-class PlayedStep:
+class SimulatedStep:
     """The moments of a run on any rank, without the optimizer's state.
 
     Attributes:
         moments: The moments.
         offloaded_bytes: The most bytes of activations that are in host memory.
         problem: Why activations could not be measured, if so; then there are no moments of a step.
-        uncounted: Why a phase besides could not be measured, by phase.
+        uncounted: Why a phase outside the step could not be measured, by phase.
         directions: Bytes of the directions that `adapter.init=eva` has found on each rank, while it finds them.
     """
 
@@ -48,8 +48,8 @@ class PlayedStep:
     directions: Sequence[int] = ()
 
 
-def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> PlayedStep:
-    """Play a step of a run."""
+def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> SimulatedStep:
+    """Simulate a step of a run."""
     model = part.model
     in_units, parameters = unit_bytes(model, part.units, run.shard, run.num_shards, part.experts)
     terms = {} if run.shard.cpu_offload else {"parameters": parameters}
@@ -65,7 +65,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
             tapes = facts.of("tape", of_tape, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        return PlayedStep((*before,), problem=first_line(error))
+        return SimulatedStep((*before,), problem=first_line(error))
     if run.on_gpu:
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
         if run.objective.is_cross_entropy and not has_loss_head:
@@ -78,20 +78,20 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
         terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
             terms["buckets of the first step"] = terms[GRADIENTS]
-    begin, rules = PLAYERS[run.shard.wrapper], _rules(model, run)
+    begin, rules = SIMULATORS[run.shard.wrapper], _rules(model, run)
     directions: list[int] = []
     if EVA in tapes.extra:
         before += _find_directions(begin(in_units, rules, {**terms}), tapes)
         directions = extra[EVA].state_bytes(tapes.extra[EVA][0], dict(model.named_parameters()))
-    player = begin(in_units, rules, terms)
+    simulator = begin(in_units, rules, terms)
     if type(run.shard.reshard_after_forward) is int:
-        player.evaluate(tapes)  # as before the first step; some of what it gathers stays
-        player.moments.clear()
-    player.step(tapes)
-    player.update()
-    player.evaluate(tapes)
-    moments = (*before, *player.moments)
-    return PlayedStep(moments, player.most_offloaded, None, tapes.uncounted, directions)
+        simulator.evaluate(tapes)  # as before the first step; some of what it gathers stays
+        simulator.moments.clear()
+    simulator.step(tapes)
+    simulator.update()
+    simulator.evaluate(tapes)
+    moments = (*before, *simulator.moments)
+    return SimulatedStep(moments, simulator.most_offloaded, None, tapes.uncounted, directions)
 
 
 def _batch_size(run: PlannedRun) -> BatchSize:
@@ -180,11 +180,11 @@ def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
     return found
 
 
-def _find_directions(player: Player, tapes: Tapes) -> list[Moment]:
+def _find_directions(simulator: StepSimulator, tapes: Tapes) -> list[Moment]:
     """The moments of finding the initial values of an adapter."""
-    player.terms.pop("reference", None)  # it is opened later
-    player.play_without_gradients(EVA, tapes.extra[EVA])
-    return player.moments
+    simulator.terms.pop("reference", None)  # it is opened later
+    simulator.run_without_gradients(EVA, tapes.extra[EVA])
+    return simulator.moments
 
 
 def _tape(

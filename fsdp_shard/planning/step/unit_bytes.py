@@ -1,4 +1,4 @@
-"""Bytes of each unit on a rank, with padding, as the wrappers lay shards out."""
+"""Bytes of each unit on a rank, with the wrapper's padding of shards."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

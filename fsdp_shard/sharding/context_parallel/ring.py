@@ -54,7 +54,7 @@ class _Ring(torch.autograd.Function):
         how: Scoring,
     ) -> torch.Tensor:
         so_far = Accumulated.nothing(query, value.shape[-1])
-        for owner, keys, values in _go_round(key, value, mask.sequence.ranks):
+        for owner, keys, values in _circulate(key, value, mask.sequence.ranks):
             for rows, columns, allowed in _pairs(mask, owner):
                 block = keys[:, :, columns], values[:, :, columns]
                 so_far.part(rows).add(query[:, :, :, rows], *block, allowed, how)
@@ -71,16 +71,16 @@ class _Ring(torch.autograd.Function):
         delta = (grads[0].float() * output).sum(-1)
         of_query = torch.zeros_like(query, dtype=torch.float32)
         known = Gradients(query, grads[0], normalizer, delta, of_query)
-        home = _Travelling.zeros(key, value)
-        travelling = _Travelling.zeros(key, value) if ranks.num_ranks > 1 else home
-        for owner, keys, values in _go_round(key, value, ranks):
+        home = _KeyValueBuffer.zeros(key, value)
+        travelling = _KeyValueBuffer.zeros(key, value) if ranks.num_ranks > 1 else home
+        for owner, keys, values in _circulate(key, value, ranks):
             into = home if owner == ranks.rank else travelling
             for rows, columns, allowed in _pairs(ctx.mask, owner):
                 block = keys[:, :, columns], values[:, :, columns]
                 targets = into.of_key[:, :, columns], into.of_value[:, :, columns]
                 known.part(rows).add(block, targets, allowed, ctx.how)
             if owner != ranks.rank:
-                travelling = travelling.passed_on(ranks)
+                travelling = travelling.sent_to_next(ranks)
         if ranks.num_ranks > 1:
             home.both.add_(travelling.both)
         of_sinks = None
@@ -91,7 +91,7 @@ class _Ring(torch.autograd.Function):
         return of_query.to(query.dtype), of_key, of_value, of_sinks, None, None
 
 
-class _Travelling:
+class _KeyValueBuffer:
     """Two tensors in one piece of memory: keys and values, or their gradients."""
 
     def __init__(self, both: torch.Tensor, key_shape: torch.Size, value_shape: torch.Size) -> None:
@@ -100,40 +100,40 @@ class _Travelling:
         self.of_value = both[key_shape.numel() :].view(value_shape)
 
     @classmethod
-    def zeros(cls, key: torch.Tensor, value: torch.Tensor) -> "_Travelling":
+    def zeros(cls, key: torch.Tensor, value: torch.Tensor) -> "_KeyValueBuffer":
         """Return float32 zeros of these shapes."""
         both = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
         return cls(both, key.shape, value.shape)
 
     @classmethod
-    def joined(cls, key: torch.Tensor, value: torch.Tensor) -> "_Travelling":
+    def joined(cls, key: torch.Tensor, value: torch.Tensor) -> "_KeyValueBuffer":
         """Return a copy of both."""
         return cls(torch.cat([key.flatten(), value.flatten()]), key.shape, value.shape)
 
-    def begin_to_pass_on(self, ranks: ContextRanks) -> tuple["_Travelling", list[Any]]:
+    def begin_send_to_next(self, ranks: ContextRanks) -> tuple["_KeyValueBuffer", list[Any]]:
         """Send this to the next rank; returns what will come from the one before, and what to wait for."""
-        received = _Travelling(torch.empty_like(self.both), *self._shapes)
-        return received, ranks.begin_to_pass_on(received.both, self.both)
+        received = _KeyValueBuffer(torch.empty_like(self.both), *self._shapes)
+        return received, ranks.begin_send_to_next(received.both, self.both)
 
-    def passed_on(self, ranks: ContextRanks) -> "_Travelling":
+    def sent_to_next(self, ranks: ContextRanks) -> "_KeyValueBuffer":
         """Send this to the next rank and return what came from the one before; a collective."""
-        received, works = self.begin_to_pass_on(ranks)
+        received, works = self.begin_send_to_next(ranks)
         for work in works:
             work.wait()
         return received
 
 
-def _go_round(
+def _circulate(
     key: torch.Tensor, value: torch.Tensor, ranks: ContextRanks
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yield (rank, keys, values) of each rank, this one first, while those of the one after are on their way."""
     if ranks.num_ranks == 1:
         yield 0, key, value
         return
-    held = _Travelling.joined(key, value)
+    held = _KeyValueBuffer.joined(key, value)
     for step in range(ranks.num_ranks):
         is_last = step + 1 == ranks.num_ranks
-        received, works = (held, []) if is_last else held.begin_to_pass_on(ranks)
+        received, works = (held, []) if is_last else held.begin_send_to_next(ranks)
         yield (ranks.rank - step) % ranks.num_ranks, held.of_key, held.of_value
         for work in works:
             work.wait()

@@ -59,7 +59,7 @@ class ContextRanks:
         """Send the i-th part of `sent` to rank i, and receive what all ranks send to this one; a collective."""
         dist.all_to_all_single(received, sent, group=self.group)
 
-    def begin_to_pass_on(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
+    def begin_send_to_next(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
         """Send to the next rank and receive from the one before; returns what to wait for."""
         following, before = ((self.rank + step) % self.num_ranks for step in (1, -1))
         sends = dist.P2POp(dist.isend, sent, group=self.group, group_peer=following)
@@ -72,7 +72,7 @@ class ContextRanks:
 
         Args:
             inputs: Arrays [batch_size, length]: `input_ids`, and `position_ids` where documents are packed.
-            labels: Labels [batch_size, length], shifted already, so that each is beside the token that predicts it.
+            labels: Labels [batch_size, length], shifted already: each is at the token that predicts it.
             masked: The label that does not count, with which labels are padded.
 
         Returns:

@@ -16,7 +16,7 @@ from fsdp_shard.sharding import ShardedModel, attending_alone, free_gathered
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, to_device
 from fsdp_shard.training.figures import finite
 from fsdp_shard.training.loop import TrainingRun
-from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums, metric_means
+from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, metric_means
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
@@ -129,7 +129,7 @@ def evaluate_loss(
     dataset: MapDataset,
     micro_batch_size: int,
     context: DistributedContext,
-    functions: OwnFunctions | None = None,
+    functions: CustomFunctions | None = None,
     *,
     objective: ObjectiveConfig | None = None,
     reference: Reference | Teacher | None = None,
@@ -141,14 +141,14 @@ def evaluate_loss(
         dataset: The samples.
         micro_batch_size: Samples per rank and forward pass.
         context: The ranks that evaluate.
-        functions: A loss of one's own.
+        functions: A custom loss.
         objective: What the model is trained for; the cross-entropy if None.
         reference: The model that it is compared with, for objectives that need one.
 
     Raises:
         LossError: The loss is not finite.
     """
-    own = OwnFunctions(loss=None if functions is None else functions.loss)
+    own = CustomFunctions(loss=None if functions is None else functions.loss)
     evaluation = _Evaluation(model, micro_batch_size, context, own, objective or ObjectiveConfig(), reference)
     parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}
     with evaluating(model):
@@ -193,7 +193,7 @@ class _Evaluation:
     model: ShardedModel
     micro_batch_size: int
     context: DistributedContext
-    functions: OwnFunctions
+    functions: CustomFunctions
     objective: ObjectiveConfig
     reference: Reference | Teacher | None
 

@@ -1,4 +1,4 @@
-"""Completions of a few prompts by the model in training, so that people see what it writes and not only its loss."""
+"""Completions of a few prompts by the model in training, to show what it writes and not only its loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import Context, running
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.config import FinetuneSettings
-from fsdp_shard.training.loss.own_functions import SamplesFunction
+from fsdp_shard.training.loss.custom_functions import SamplesFunction
 
 
 def sample_completions(

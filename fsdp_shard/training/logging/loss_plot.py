@@ -66,7 +66,7 @@ def _draw_train(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     first, last = (math.exp(min(700.0, row["loss"])) for row in (rows[0], rows[-1]))
     label = f"held out (perplexity {first:.3g} \N{RIGHTWARDS ARROW} {last:.3g})"
-    if rows[-1].get("perplexity") is None:  # of a loss of one's own
+    if rows[-1].get("perplexity") is None:  # of a custom loss
         label = "held out"
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     axes.plot(steps, losses, color=_HELD_OUT, linewidth=1.8, marker="o", markersize=5, label=label)

@@ -1,4 +1,7 @@
-"""A log of JSON lines, one row per step, that a resumed run continues as if it had never stopped."""
+"""A log of JSON lines, one row per step, that a resumed run continues as if it had never stopped.
+
+What is in a row of metrics.jsonl is `StepReport` of `training/loop.py`; `run_log.py` adds the MFU and writes it.
+"""
 
 import json
 import os

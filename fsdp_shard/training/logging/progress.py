@@ -25,7 +25,7 @@ class Progress:
         first_step: Step that the run starts from.
         log_every: Steps per plain line.
         enabled: Whether to show anything; only rank 0 does.
-        headline: The metrics of the objective that a line shows; those of one's own are all shown.
+        headline: The metrics of the objective that a line shows; custom ones are all shown.
         stream: Where to write; standard error by default.
         clock: Returns the time in seconds.
     """
@@ -87,7 +87,7 @@ def _mean(reports: Sequence[StepReport]) -> StepReport:
 
 
 def _own(report: StepReport, headline: Sequence[str]) -> str:
-    """The metrics of one's own, such as `  accuracy 0.5312`, and the shares of the sources of a mixture."""
+    """The custom metrics, such as `  accuracy 0.5312`, and the shares of the sources of a mixture."""
     shown = dict(report.metrics)
     if headline:  # a mean over nothing, as of a batch without bad answers, is left out
         shown = {name: shown[name] for name in headline if math.isfinite(shown.get(name, math.nan))}

@@ -1,4 +1,4 @@
-"""The log of a run: progress for people, metrics for programs and trackers, and result.json at the end.
+"""The log of a run: progress on the terminal, metrics for files and trackers, and result.json at the end.
 
 Every rank has one, but only that of rank 0 shows and writes anything, so recipes need not ask for the rank.
 """

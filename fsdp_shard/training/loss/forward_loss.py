@@ -12,10 +12,10 @@ from fsdp_shard.data import NUM_PARTS, PROMPT_PART
 from fsdp_shard.models import giving_answer_scores, running, shared_prompt_masks
 from fsdp_shard.sharding import ShardedModel, attending, transformers_model
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
+from fsdp_shard.training.loss.custom_functions import StepSums
 from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, giving_rows
 from fsdp_shard.training.loss.log_probs import LabelLogProbs
-from fsdp_shard.training.loss.own_functions import StepSums
 from fsdp_shard.training.loss.row_values import RowFunction, rows_of_logits
 
 
@@ -31,9 +31,9 @@ def forward_loss(
         model: The model.
         batch: The batch.
         divisor: What the sum is divided by.
-        sums: Receives what functions of one's own make of the output; a loss among them replaces the cross-entropy.
+        sums: Receives what custom functions make of the output; a loss among them replaces the cross-entropy.
     """
-    chunked: AbstractContextManager[bool] = nullcontext(False)  # functions of one's own need logits
+    chunked: AbstractContextManager[bool] = nullcontext(False)  # custom functions need logits
     if sums is None or not sums.needs_output:
         chunked = giving_loss(model.module, batch.labels, divisor, batch.counted)
     with chunked as is_loss, attending(batch.sequence), _forward(model.module):

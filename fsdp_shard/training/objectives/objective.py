@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from fsdp_shard.data import Batch
     from fsdp_shard.distributed import DistributedContext
     from fsdp_shard.sharding import ShardedModel
+    from fsdp_shard.training.loss.custom_functions import StepSums
     from fsdp_shard.training.loss.device_batch import DeviceBatch
     from fsdp_shard.training.loss.distillation import Targets
-    from fsdp_shard.training.loss.own_functions import StepSums
 
 
 class Reference(Protocol):

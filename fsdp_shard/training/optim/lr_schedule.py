@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a checkpoint need not keep it. Pure, without torch.
+"""The learning rate and its warm-up as a function of the step alone, so that checkpoints need not keep it. Pure Python.
 
 The schedules are those of transformers' `get_scheduler`, each with a floor (`train.final_lr_fraction`); the cosine and
 its restarts after Loshchilov & Hutter, SGDR (2017). A schedule is one line in `_DECAYS`.

@@ -8,17 +8,8 @@ from fsdp_shard import checkpoint
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, InputError
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
-from fsdp_shard.training.peft.lora import Adapter
+from fsdp_shard.training.peft.lora import LIST_ENTRIES, SETTING_OF_ENTRY, Adapter
 from fsdp_shard.utils import in_yaml
-
-# Entry of adapter_config.json -> the setting that makes it, and what it is where it is missing.
-_SETTINGS: dict[str, tuple[str, Any]] = {
-    "r": ("rank", 8),
-    "lora_alpha": ("alpha", 8),
-    "use_rslora": ("rank_stabilized", False),
-    "use_dora": ("dora", False),
-}
-_LISTS = ("target_modules", "exclude_modules", "layers_to_transform", "modules_to_save")  # named alike in both
 
 
 def locate_earlier(config: AdapterConfig, base: str) -> checkpoint.Location | None:
@@ -170,10 +161,10 @@ def _advice(earlier: Mapping[str, Any], own: Mapping[str, Any], stored: Collecti
     if isinstance(earlier.get("target_modules"), str) and earlier["target_modules"] != "all-linear":
         return "Its target_modules is a pattern; set adapter.target_modules to the names of these modules."
     found = []
-    for entry, (setting, default) in _SETTINGS.items():
+    for entry, (setting, default) in SETTING_OF_ENTRY.items():
         if (value := earlier.get(entry, default)) != own[entry]:
             found.append(f"adapter.{setting}={in_yaml(value)}")
-    for name in _LISTS:
+    for name in LIST_ENTRIES:
         value = earlier.get(name) or []
         if name == "modules_to_save":  # peft lists modules that the model need not have
             value = [module for module in value if any(f".{module}." in tensor for tensor in stored)]

@@ -62,7 +62,7 @@ def fill_eva(
         stop: A signal that ends it.
 
     Returns:
-        What was done, for people.
+        What was done, to print.
 
     Raises:
         ConfigError, CheckpointError: On all ranks: the inputs of a layer have no directions to find.
@@ -75,7 +75,7 @@ def fill_eva(
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # graphs have no hooks
     with evaluating(model), adapters_disabled(module), eager:
         first = next(batches)
-        leaders = _leaders(module, layers, first, context)
+        leaders = _first_with_same_input(module, layers, first, context)
         found = _Directions({fqn: ranks[fqn] for fqn in dict.fromkeys(leaders.values())}, context)
         progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
         if context.is_main:
@@ -154,7 +154,7 @@ def _watching(module: nn.Module, layers: Sequence[str], seen: Seen) -> Iterator[
         yield
 
 
-def _leaders(
+def _first_with_same_input(
     module: nn.Module, layers: Sequence[str], batch: DeviceBatch, context: DistributedContext
 ) -> dict[str, str]:
     """Each layer -> the first layer that has the same input, such as `q_proj` for `k_proj`; a collective.

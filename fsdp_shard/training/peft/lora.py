@@ -36,17 +36,15 @@ _PEFT_TASKS = {CAUSAL: "CAUSAL_LM", SEQ2SEQ: "SEQ_2_SEQ_LM"}  # peft has none fo
 _EMBEDDING_LR = 1e-6  # peft's default with LoRA+
 _NAME = "default"  # peft's default name of an adapter
 # Entries of adapter_config.json that define the adapter; the others only describe where it comes from.
-_DEFINING = (
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "exclude_modules",
-    "modules_to_save",
-    "layers_to_transform",
-    "use_rslora",
-    "use_dora",
-    "fan_in_fan_out",
-)
+# Entry -> the setting `adapter.NAME` that makes it, and peft's default.
+SETTING_OF_ENTRY: dict[str, tuple[str, Any]] = {
+    "r": ("rank", 8),
+    "lora_alpha": ("alpha", 8),
+    "use_rslora": ("rank_stabilized", False),
+    "use_dora": ("dora", False),
+}
+LIST_ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "modules_to_save")  # settings of that name
+_DEFINING = (*SETTING_OF_ENTRY, *LIST_ENTRIES, "fan_in_fan_out")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Adapter:
         names: FQN of a trained parameter -> its name in peft's file.
         config: Content of adapter_config.json.
         base: The base model.
-        frozen: Quantization of the frozen weights, for people.
+        frozen: Quantization of the frozen weights, to print.
         magnitudes: Parameter with the magnitudes of DoRA -> what they are the norms of.
         principal: The layers that begin as a part of their weights, if any.
         eva: FQNs of layers whose first values are found in their inputs, by `fill_eva`.

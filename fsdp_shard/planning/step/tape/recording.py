@@ -42,7 +42,7 @@ class ExtraPasses(Protocol):
         """The parts of the tape, which each begin at the same state."""
 
     def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
-        """Bytes that each rank has meanwhile besides what is on the tape; none if no rank has any."""
+        """Bytes that each rank has meanwhile in addition to what is on the tape; none if no rank has any."""
 
 
 class MicroBatch(Protocol):

@@ -1,4 +1,4 @@
-"""Plays a training step of one rank over the units of its model: what is in memory at each moment, term by term.
+"""Simulates a training step of one rank, unit by unit: what is in memory at each moment, term by term.
 
 Pure Python: the tape says what activations and gradients of the unsharded model take. A subclass adds the memory of
 its wrapper, as torch's code handles it.
@@ -19,7 +19,7 @@ from fsdp_shard.planning.step.moment import (
 from fsdp_shard.planning.step.tape.events import BEGIN, ENTER, LEAVE, Event, Tapes
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
-_SHOWN = 3  # micro-batches; the third is as the fourth
+_SHOWN = 3  # micro-batches; from the third on all are alike
 
 Key = tuple[bool, str]  # whether it is of the reference, and the FQN
 
@@ -60,8 +60,8 @@ class StepRules:
 
 
 @dataclass
-class Player:
-    """Plays the tape of a micro-batch; a subclass is a wrapper.
+class StepSimulator:
+    """Replays the tape of a micro-batch; there is a subclass for each wrapper.
 
     Attributes:
         units: The units, the root last.
@@ -88,57 +88,57 @@ class Player:
         self._last_block: tuple[str, tuple[int, int]] | None = None
 
     def step(self, tapes: Tapes) -> None:
-        """Play the passes of all micro-batches of a step."""
+        """Simulate the passes of all micro-batches of a step."""
         shown = min(self.rules.num_micro_batches, _SHOWN)
         for _ in range(shown):
-            self._play_all(tapes.preparation)
+            self._replay(tapes.preparation)
         for number in range(shown):
             self.micro_batch = number
             self.is_synced = self.rules.sync_every_micro_batch or number == shown - 1
             self.finished.clear()
-            self._play_all(tapes.training)
+            self._replay(tapes.training)
 
     def update(self) -> None:
         """The optimizer updates the weights; then gradients are freed."""
         self.note("", "optimizer")
 
     def evaluate(self, tapes: Tapes) -> None:
-        """Play two batches of an evaluation after a step, completions, and a save after that.
+        """Simulate two batches of an evaluation after a step, completions, and a save after that.
 
-        What the first batch leaves gathered, the second one has.
+        What the first batch leaves gathered is still gathered in the second.
         """
-        self.play_without_gradients(EVALUATION, [tapes.evaluation] * 2)
-        self.play_without_gradients(COMPLETIONS, tapes.extra.get(COMPLETIONS, ()))
+        self.run_without_gradients(EVALUATION, [tapes.evaluation] * 2)
+        self.run_without_gradients(COMPLETIONS, tapes.extra.get(COMPLETIONS, ()))
         self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
 
-    def play_without_gradients(self, phase: str, parts: Sequence[Sequence[Event]]) -> None:
-        """Play passes in eval mode, in parts that each begin at the same state."""
+    def run_without_gradients(self, phase: str, parts: Sequence[Sequence[Event]]) -> None:
+        """Simulate passes in eval mode, in parts that each begin at the same state."""
         self.without_gradients, kept = phase, self.terms.get(ACTIVATIONS, 0)
         for part in parts:
-            self._play_all(part)
+            self._replay(part)
             self.terms[ACTIVATIONS] = kept
         self.end_evaluation()
         self.without_gradients = ""
 
-    def _play_all(self, tape: Sequence[Event]) -> None:
+    def _replay(self, tape: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"
         for event in tape:
-            self._play(event)
+            self._apply(event)
 
     def add(self, term: str, num_bytes: int) -> None:
         """Add bytes to a term."""
         self.terms[term] = self.terms.get(term, 0) + num_bytes
 
     def note(self, where: str, phase: str | None = None, extra: Mapping[str, int] | None = None) -> None:
-        """Remember this moment, with `extra` bytes for it alone."""
+        """Record this moment, with `extra` bytes for it alone."""
         terms = {name: num for name, num in self.terms.items() if num}
         for name, num in (extra or {}).items():
             if num:
                 terms[name] = terms.get(name, 0) + num
         self.moments.append(Moment(self.without_gradients or phase or self.phase, where, terms))
 
-    def _play(self, event: Event) -> None:
-        self.play_bytes(event)
+    def _apply(self, event: Event) -> None:
+        self.apply_bytes(event)
         unit, key = self.by_fqn.get(event.module), (event.is_reference, event.module)
         match event.kind:
             case "loss":
@@ -163,7 +163,7 @@ class Player:
         if self.rules.offloads_activations:
             self._offload(event)
 
-    def play_bytes(self, event: Event) -> None:
+    def apply_bytes(self, event: Event) -> None:
         """The activations and gradients since the event before."""
         is_alone = self.micro_batch > 0 and self.keeps_autograd_gradients
         self.note_rise(event, event.rise_alone if is_alone else event.rise)
@@ -182,7 +182,7 @@ class Player:
         return False
 
     def _offload(self, event: Event) -> None:
-        """Let what a block saved leave after the block behind it, and come back before its own backward pass."""
+        """Offload what a block saved once the next block has run; reload it before the block's backward pass."""
         if event.kind == LEAVE and event.saved and not event.is_reference and not self.in_backward:
             if self._last_block is not None:
                 name, saved = self._last_block
@@ -210,7 +210,7 @@ class Player:
         """The backward pass of a module begins."""
 
     def finish(self, unit: UnitBytes) -> None:
-        """The gradients of a module are there."""
+        """The gradients of a module are complete."""
 
     def end_backward(self) -> None:
         """The backward pass ends."""

@@ -1,12 +1,12 @@
-"""`fully_shard` as a player: it follows `_fsdp_param_group.py` and `_fsdp_collectives.py` of torch 2.13."""
+"""Simulates the memory of `fully_shard`, as in `_fsdp_param_group.py` and `_fsdp_collectives.py` of torch 2.13."""
 
 from fsdp_shard.planning.step.moment import BUFFERS, GATHERED, GRADIENTS, UNREDUCED
-from fsdp_shard.planning.step.players.gathering_player import GatheringPlayer
-from fsdp_shard.planning.step.players.player import Key
+from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
+from fsdp_shard.planning.step.simulators.step_simulator import Key
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 
-class Fsdp2Player(GatheringPlayer):
+class Fsdp2Simulator(FsdpSimulator):
     """`fully_shard`."""
 
     def __post_init__(self) -> None:

@@ -20,8 +20,8 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.held_out.evaluator import evaluate_loss
+from fsdp_shard.training.loss.custom_functions import CustomFunctions, find_loss
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
-from fsdp_shard.training.loss.own_functions import OwnFunctions, find_loss
 from fsdp_shard.training.optim.build import build_optimizer
 from fsdp_shard.utils import check
 from tests.support.ranks import on_ranks
@@ -89,7 +89,7 @@ def train_weighted(context: DistributedContext, wrapper: str) -> dict[str, Any]:
     model = sharded(WRAPPERS[wrapper](param_dtype="float32"), context)
     run = Run(context, model=model, data=uneven())
     run.optimizer = build_optimizer(ADAMW, model, context)
-    functions = OwnFunctions(weighted, accuracy)
+    functions = CustomFunctions(weighted, accuracy)
     reports = run.go(CONFIG, functions=functions)
     held_out = evaluate_loss(model, stream(5 * 8 + 4), 2, context, functions)
     return {"losses": losses(reports), "metrics": [report.metrics for report in reports], "held_out": held_out.loss}
@@ -111,7 +111,7 @@ def test_evaluations_use_it(alone: DistributedContext) -> None:
     with torch.no_grad():
         output = model.module(torch.from_numpy(batch.input_ids))
         total, count = weighted(output, {"labels": torch.from_numpy(batch.labels)})
-    report = evaluate_loss(model, data, 4, alone, OwnFunctions(weighted))
+    report = evaluate_loss(model, data, 4, alone, CustomFunctions(weighted))
     assert report.loss == pytest.approx(float(total / count), rel=1e-6)
     assert report.num_tokens == batch.num_predictions
     assert report.perplexity is None, "its exponential is none"
@@ -119,7 +119,7 @@ def test_evaluations_use_it(alone: DistributedContext) -> None:
 
 def test_the_cross_entropy_as_a_function_of_ones_own(alone: DistributedContext) -> None:
     expected = Run(alone, data=uneven()).go(CONFIG)
-    found = Run(alone, data=uneven()).go(CONFIG, functions=OwnFunctions(cross_entropy))
+    found = Run(alone, data=uneven()).go(CONFIG, functions=CustomFunctions(cross_entropy))
     assert losses(found) == pytest.approx(losses(expected), rel=2e-6)
     assert [report.tokens for report in found] == [report.tokens for report in expected]
 
@@ -127,7 +127,7 @@ def test_the_cross_entropy_as_a_function_of_ones_own(alone: DistributedContext) 
 def test_whole_logits_where_the_head_would_compute_the_loss(alone: DistributedContext) -> None:
     model = llama(tied=False)
     assert use_loss_head(model, True)
-    reports = Run(alone, model=Plain(model), data=uneven()).go(CONFIG, functions=OwnFunctions(None, accuracy))
+    reports = Run(alone, model=Plain(model), data=uneven()).go(CONFIG, functions=CustomFunctions(None, accuracy))
     expected = Run(alone, model=Plain(llama(tied=False)), data=uneven()).go(CONFIG)
     assert losses(reports) == pytest.approx(losses(expected), rel=2e-6)
     assert reports[0].row()["metrics"].keys() == {"accuracy", "ones"}
@@ -143,19 +143,19 @@ def test_whole_logits_where_the_head_would_compute_the_loss(alone: DistributedCo
 )
 def test_what_is_no_loss(alone: DistributedContext, returned: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Run(alone).go(CONFIG, functions=OwnFunctions(returned))
+        Run(alone).go(CONFIG, functions=CustomFunctions(returned))
 
 
 def test_metrics_have_the_same_names_always(alone: DistributedContext) -> None:
     names = iter("aaab")
-    functions = OwnFunctions(metrics=lambda output, batch: {next(names): (torch.ones(()), 1)})
+    functions = CustomFunctions(metrics=lambda output, batch: {next(names): (torch.ones(()), 1)})
     config = dataclasses.replace(CONFIG, global_batch_size=1)
     with pytest.raises(ConfigError, match=r"returned \['b'\] after \['a'\]"):
         Run(alone).go(config, functions=functions)
 
 
 def other_names(context: DistributedContext) -> str:
-    functions = OwnFunctions(metrics=lambda output, batch: {f"of_rank_{context.rank}": (torch.ones(()), 1)})
+    functions = CustomFunctions(metrics=lambda output, batch: {f"of_rank_{context.rank}": (torch.ones(()), 1)})
     with pytest.raises(ConfigError) as caught:
         Run(context, model=sharded(WRAPPERS["fsdp2"](param_dtype="float32"), context)).go(CONFIG, functions=functions)
     return str(caught.value)

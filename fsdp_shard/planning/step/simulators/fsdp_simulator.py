@@ -1,12 +1,12 @@
-"""What both FSDPs have in common as players: units are gathered and freed, and gradients are reduced to shards."""
+"""What the simulators of FSDP1 and FSDP2 share: units are all-gathered and freed, gradients reduce-scattered."""
 
 from fsdp_shard.planning.step.moment import BUFFERS, GATHERED, GRADIENTS
-from fsdp_shard.planning.step.players.player import Key, Player
+from fsdp_shard.planning.step.simulators.step_simulator import Key, StepSimulator
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 
-class GatheringPlayer(Player):
-    """What both FSDPs have in common."""
+class FsdpSimulator(StepSimulator):
+    """What FSDP1 and FSDP2 have in common."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

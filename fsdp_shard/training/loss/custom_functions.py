@@ -1,4 +1,4 @@
-"""Functions of one's own that a run calls: a loss instead of the cross-entropy, metrics, samples of what it writes.
+"""The user's functions that a run calls: a loss instead of the cross-entropy, metrics, samples of what it writes.
 
 Loss and metrics return sums and counts, so that a mean is over all ranks and micro-batches of a step, however they
 divide it.
@@ -73,8 +73,8 @@ def _working_directory_is_importable() -> Iterator[None]:
 
 
 @dataclass
-class OwnFunctions:
-    """The functions of one's own that a run calls, the first two in each step.
+class CustomFunctions:
+    """The user's functions that a run calls, the first two in each step.
 
     Attributes:
         loss: Takes the model's output and the batch, a dict of the arguments of the model and `labels` (int64; already
@@ -115,7 +115,7 @@ class StepSums:
         context: The ranks that take the step.
     """
 
-    def __init__(self, functions: OwnFunctions, context: DistributedContext) -> None:
+    def __init__(self, functions: CustomFunctions, context: DistributedContext) -> None:
         self._functions, self._context = functions, context
         self._count: torch.Tensor | None = None  # float64 []
         self._metrics: dict[str, torch.Tensor] = {}  # sum and count, float64 [2]

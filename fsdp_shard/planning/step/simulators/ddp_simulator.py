@@ -1,17 +1,17 @@
-"""DistributedDataParallel as a player: it follows `reducer.cpp` of torch 2.13."""
+"""Simulates the memory of DistributedDataParallel, as in `reducer.cpp` of torch 2.13."""
 
 from fsdp_shard.planning.step.moment import UNREDUCED
-from fsdp_shard.planning.step.players.player import Player
+from fsdp_shard.planning.step.simulators.step_simulator import StepSimulator
 from fsdp_shard.planning.step.tape.events import Event
 
 
-class DdpPlayer(Player):
+class DdpSimulator(StepSimulator):
     """DistributedDataParallel: gradients are views of buckets that are there all the time; nothing is gathered.
 
-    Those of micro-batches that are not reduced are kept besides the buckets until the last one.
+    Those of micro-batches that are not reduced are kept in addition to the buckets until the last one.
     """
 
-    def play_bytes(self, event: Event) -> None:
+    def apply_bytes(self, event: Event) -> None:
         is_first = self.micro_batch == 0
         rise = event.rise if is_first and not self.is_synced else event.rise_alone
         self.note_rise(event, rise)

@@ -1,12 +1,12 @@
-"""FullyShardedDataParallel as a player: it follows `_runtime_utils.py` and `_flat_param.py` of torch 2.13."""
+"""Simulates the memory of FullyShardedDataParallel, as in `_runtime_utils.py` and `_flat_param.py` of torch 2.13."""
 
 from fsdp_shard.planning.step.moment import BUFFERS, EVALUATION, GATHERED, GRADIENTS, UNREDUCED
-from fsdp_shard.planning.step.players.gathering_player import GatheringPlayer
-from fsdp_shard.planning.step.players.player import Key
+from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
+from fsdp_shard.planning.step.simulators.step_simulator import Key
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 
-class Fsdp1Player(GatheringPlayer):
+class Fsdp1Simulator(FsdpSimulator):
     """FullyShardedDataParallel: the parameters of a unit are one flat one, and so is their gradient."""
 
     def enter(self, key: Key, unit: UnitBytes) -> None:

@@ -17,7 +17,7 @@ from fsdp_shard.utils import in_yaml
 CONFIG_NAME = "own_file"  # of the file in Hydra's ConfigStore
 
 
-def split_own_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_preset_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the YAML file that is the first argument but for flags, if there is one, and all other arguments."""
     first = next((n for n, argument in enumerate(arguments) if not argument.startswith("-")), None)
     if first is None or Path(arguments[first]).suffix not in (".yaml", ".yml"):
@@ -30,7 +30,7 @@ def split_own_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return arguments[first], rest
 
 
-def register_own_file(file: str, schema: type) -> None:
+def register_preset_file(file: str, schema: type) -> None:
     """Put the settings in `file` into Hydra's ConfigStore as CONFIG_NAME, on top of all that the command starts from.
 
     Raises:

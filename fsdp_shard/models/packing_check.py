@@ -1,4 +1,7 @@
-"""Whether the positions of a model keep packed documents apart, by running a tiny one of the same architecture.
+"""Whether a model keeps packed documents apart, checked by running a tiny one of the same architecture.
+
+The model itself masks attention between packed documents, by `position_ids` that restart with each document, which
+`data/samples/packing.py` writes. Where a model ignores them, packing is refused.
 
 Other properties of an architecture that no config states are tried in the same way (`try_tiny_model`).
 """

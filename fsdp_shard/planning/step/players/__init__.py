@@ -1,1 +1,0 @@
-"""The players: each plays a training step of one rank as one wrapper handles its memory."""
