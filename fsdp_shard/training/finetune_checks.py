@@ -28,7 +28,7 @@ from fsdp_shard.training.model_origin import (
     origin_config,
 )
 from fsdp_shard.training.objectives.objective_checks import check_objective
-from fsdp_shard.training.objectives.teachers.teacher_checks import check_teacher
+from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, check_teacher
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import PRINCIPAL, AdapterConfig, LoraConfig
@@ -94,6 +94,7 @@ def check_finetune(config: FinetuneSettings) -> None:
     check_base_model(config, resumed)
     check_model(config, source := model_source(config, resumed), resumed)
     check_teacher(config, source)
+    check_same_teacher(config, resumed)
     check_trackers(config.train.trackers)
     if config.train.plot:
         check_plots()
