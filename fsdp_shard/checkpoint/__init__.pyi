@@ -1,6 +1,7 @@
 from .base_model import (
     ADAPTER_BASE as ADAPTER_BASE,
     BASE_MODEL as BASE_MODEL,
+    TEACHER as TEACHER,
     BaseModel as BaseModel,
     HeadChanges as HeadChanges,
     class_names as class_names,

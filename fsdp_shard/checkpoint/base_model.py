@@ -7,7 +7,7 @@ file that the manifest lists.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
 
 BASE_MODEL, ADAPTER_BASE = "base_model.json", "adapter_base.json"  # of a whole model, of an adapter
+TEACHER = "teacher.json"  # the same of the teacher of `objective=distill`
 _ELEMENTS = 1024
 
 
@@ -111,8 +112,12 @@ def _fingerprint_of_stacked(index: TensorIndex, directory: Path) -> str | None:
         matched.reader.files.close()
 
 
-def read_base_model(directory: Path) -> BaseModel | None:
+def read_base_model(directory: Path, files: Sequence[str] = (ADAPTER_BASE, BASE_MODEL)) -> BaseModel | None:
     """Read what a step, or an adapter copied out of one, records of its base model.
+
+    Args:
+        directory: The step or the adapter.
+        files: Names of the file; the first that is there is read.
 
     Returns:
         The model; None if nothing is recorded, as by earlier versions and other programs.
@@ -120,7 +125,7 @@ def read_base_model(directory: Path) -> BaseModel | None:
     Raises:
         CheckpointError: The file is damaged.
     """
-    name = next((name for name in (ADAPTER_BASE, BASE_MODEL) if has_file(directory, name)), None)
+    name = next((name for name in files if has_file(directory, name)), None)
     if name is None:
         return None
     path = member(directory, name)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from fsdp_shard import checkpoint, config as configs
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.cli.machine_check import MachineCheck
-from fsdp_shard.cli.sweep_table import changed_settings_of, sweep_table
+from fsdp_shard.cli.sweep_table import changed_settings_of, refuse_other_sweep, sweep_table
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.utils import RESULT, check_writable, shipped, walk, warnings_of
@@ -142,6 +142,8 @@ def run_jobs(
         is_checked_later = schema.ranks_are == "started" and is_joined_rank()  # by one rank of each machine
         for job in [] if is_checked_later else jobs:
             _check(find(), job.config)
+        if len(jobs) > 1:
+            refuse_other_sweep(jobs)
     if is_program:
         start_garbage_collection()
     if len(jobs) > 1:

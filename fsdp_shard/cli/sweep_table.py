@@ -7,6 +7,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard import checkpoint, config as configs, training
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import RESULT, format_size, format_table, in_yaml, read_json, walk
 
 if TYPE_CHECKING:  # `Job` brings Hydra, which --help does without
@@ -25,6 +27,28 @@ def changed_settings_of(jobs: Sequence[Job[Any]]) -> list[dict[str, str]]:
         {name: shorten(values.get(name, overrides.get(name, "")), _WIDTH, placeholder="...") for name in names}
         for values, overrides in zip(settings, given, strict=True)
     ]
+
+
+def refuse_other_sweep(jobs: Sequence[Job[Any]]) -> None:
+    """Raise ConfigError if a run would continue one that had other values of what varies: the table would be wrong.
+
+    Args:
+        jobs: The runs, before the first begins.
+    """
+    for number, (job, settings) in enumerate(zip(jobs, changed_settings_of(jobs), strict=True), start=1):
+        config = job.config
+        store = checkpoint.Store(Path(config.run_dir) / checkpoint.CHECKPOINTS)
+        if not isinstance(config, configs.FinetuneConfig) or not config.writes or (step := store.latest()) is None:
+            continue
+        changes = training.changed_settings(config, store.path(step)) or []
+        # adapter.path is recorded as the step that it led to, and a resume compares its values.
+        other = [change for change in changes if change.split()[0] in settings.keys() - {"adapter.path"}]
+        if other:
+            raise ConfigError(
+                f"Run {number} of this sweep would continue the run in run_dir={config.run_dir}, whose settings were "
+                f"others ({', '.join(other)}), and the table would show figures of both as of one. Give the sweep "
+                f"another run_dir."
+            )
 
 
 def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:

@@ -7,7 +7,10 @@ from .checkpoints.resume import (
     is_finished as is_finished,
     read_trainer as read_trainer,
 )
-from .checkpoints.resume_report import describe_finished as describe_finished
+from .checkpoints.resume_report import (
+    changed_settings as changed_settings,
+    describe_finished as describe_finished,
+)
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
 from .checkpoints.saver import Saver as Saver, new_saver as new_saver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave

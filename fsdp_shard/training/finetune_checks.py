@@ -28,7 +28,7 @@ from fsdp_shard.training.model_origin import (
     origin_config,
 )
 from fsdp_shard.training.objectives.objective_checks import check_objective
-from fsdp_shard.training.objectives.teachers.teacher_checks import check_teacher
+from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, check_teacher
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import PRINCIPAL, AdapterConfig, LoraConfig
@@ -36,6 +36,7 @@ from fsdp_shard.training.peft.earlier_adapter import (
     check_earlier,
     check_head,
     check_resumed,
+    is_gone,
     locate_earlier,
     pin_earlier,
 )
@@ -87,13 +88,14 @@ def check_finetune(config: FinetuneSettings) -> None:
     _check_labels(config, resumed)
     resume.check_same_objective(resumed, config.objective)
     lora.check_continues(config.adapter, resumed)
-    if resumed is None:
-        pin_earlier(config.adapter, model_name(config.model))
-    else:
+    if resumed is not None:
         check_resumed(config.adapter, model_name(config.model), resumed)
+    if resumed is None or not is_gone(config.adapter):
+        pin_earlier(config.adapter, model_name(config.model))
     check_base_model(config, resumed)
     check_model(config, source := model_source(config, resumed), resumed)
     check_teacher(config, source)
+    check_same_teacher(config, resumed)
     check_trackers(config.train.trackers)
     if config.train.plot:
         check_plots()
@@ -147,7 +149,8 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     if isinstance(adapter, LoraConfig):
         head = NewHead.of(model).modules if config.model.labels else ()
         added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
-        if resumed is None and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
+        is_read = resumed is None or not is_gone(adapter)  # also by a run that is resumed, as the reference
+        if is_read and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
             shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
             check_head(adapter, config.model.labels, earlier)
             check_earlier(added, adapter, shapes, earlier, source.model_index, source.model_directory)

@@ -32,6 +32,7 @@ from fsdp_shard.training.loss.custom_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import collect_model_files, data_task, model_source
 from fsdp_shard.training.objectives.reference_model import open_reference
+from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, teacher_record
 from fsdp_shard.training.optim.build import check_rates
 from fsdp_shard.training.optim.weight_average import average_files, open_average
 from fsdp_shard.training.peft.eva import fill_eva
@@ -115,6 +116,7 @@ def _find_start(config: FinetuneSettings, context: DistributedContext, stop: Sto
     if step is not None and run_on_main(context, lambda: resume.is_finished(step, config.run_dir, config.train)):
         run_on_main(context, lambda: say(describe_finished(config, step), sys.stderr))
         return RunStart(context, source, step, is_finished=True)
+    run_on_main(context, lambda: check_same_teacher(config, step))
     resume.verify_resumed(step, config.checkpoint, context)
     return RunStart(context, source, step, stop=stop, note=note, trust_remote_code=trust)
 
@@ -290,7 +292,7 @@ def open_saver(config: FinetuneSettings, run: TrainingRun, start: RunStart, load
     source, adapter = start.source, loaded.adapter
     files = run_on_main(run.context, lambda: collect_model_files(source, config.model, config.data, adapter))
     files |= average_files(files) if run.average is not None else {}
-    files |= run_files(config, loaded)
+    files |= run_files(config, loaded) | run_on_main(run.context, lambda: teacher_record(config))
     saver = new_saver(config.run_dir, config.checkpoint, run.context, loaded, run.optimizer, files, log)
     saver.average = run.average
     return saver

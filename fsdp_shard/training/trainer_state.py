@@ -37,6 +37,7 @@ class TrainerState:
         source_tokens: Predictions of each source of a mixture, by name.
         samples_per_epoch: Number of samples in an epoch; None for streams and mixtures, and in older checkpoints.
         owes_evaluation: Whether the run was interrupted before an evaluation that was due after this step.
+        held_out: Identity of the samples that evaluations so far were of; empty without any, and in older checkpoints.
     """
 
     seed: int
@@ -54,6 +55,7 @@ class TrainerState:
     source_tokens: dict[str, int] = field(default_factory=dict)
     samples_per_epoch: int | None = None
     owes_evaluation: bool = False
+    held_out: str = ""
 
     @property
     def epoch(self) -> float | None:
@@ -69,6 +71,21 @@ class TrainerState:
             self.source_tokens[name] = self.source_tokens.get(name, 0) + num
         self.num_skipped += skipped
         self.num_skipped_in_row = self.num_skipped_in_row + 1 if skipped else 0
+
+    def hold_out(self, held_out: str) -> bool:
+        """Record the samples that are evaluated from now on. Losses of others are not compared with theirs.
+
+        Args:
+            held_out: Their identity.
+
+        Returns:
+            Whether there is a best step of other samples, which is forgotten.
+        """
+        is_other = self.best_step is not None and self.held_out not in ("", held_out)
+        if is_other:
+            self.best_loss, self.best_step, self.reference_loss, self.num_stale = None, None, None, 0
+        self.held_out = held_out
+        return is_other
 
     def evaluated(self, loss: float, min_delta: float = 0.0) -> None:
         """Record the held-out loss of this step.
@@ -137,10 +154,11 @@ def _check_entry(name: str, value: Any, what: str) -> None:
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
-_OPTIONAL = {"place", "source_tokens", "samples_per_epoch", "owes_evaluation"}  # left out if empty
+_OPTIONAL = {"place", "source_tokens", "samples_per_epoch", "owes_evaluation", "held_out"}  # left out if empty
 # The types of entries, and words for them; of other entries, counts.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
+    "held_out": ((str,), "text"),
     "place": ((dict, type(None)), "an object or null"),
     "source_tokens": ((dict,), "an object"),
     "owes_evaluation": ((bool,), "true or false"),

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fsdp_shard.cli.sweep_table import sweep_table
-from fsdp_shard.config import EvaluateConfig, compose_jobs
+import pytest
+
+from fsdp_shard.checkpoint import CHECKPOINTS, MANIFEST, RUN_CONFIG, Store
+from fsdp_shard.cli.sweep_table import refuse_other_sweep, sweep_table
+from fsdp_shard.config import EvaluateConfig, FinetuneConfig, Job, compose_jobs
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import write_result
 
 
@@ -23,3 +27,18 @@ def test_a_row_has_what_differs_and_the_figures(tmp_path: Path) -> None:
         ["3", "c", "keep", "14.35", "3", "done", f"{tmp_path}/2"],
         ["4", "c", "float32", "-", "-", "failed", f"{tmp_path}/3"],
     ]
+
+
+def test_a_run_of_another_sweep_is_not_continued(tmp_path: Path) -> None:
+    def jobs(rates: str, steps: int) -> list[Job[FinetuneConfig]]:
+        given = ["-m", "model.path=m", "data.path=d", f"run_dir={tmp_path}", f"train.steps={steps}"]
+        return compose_jobs(FinetuneConfig, [*given, f"optim.lr={rates}"], "finetune")
+
+    for job in (first := jobs("0.1,0.01", 2)):
+        step = Store(Path(job.config.run_dir) / CHECKPOINTS).path(2)
+        step.mkdir(parents=True)
+        (step / MANIFEST).touch()
+        (step / RUN_CONFIG).write_text(job.config.to_yaml())
+    refuse_other_sweep(first)  # goes on
+    with pytest.raises(ConfigError, match=r"^Run 2 .*/1, whose settings were others \(optim.lr 0.01 -> 1.0\)"):
+        refuse_other_sweep(jobs("0.1,1", 4))

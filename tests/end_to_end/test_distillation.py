@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -244,6 +246,17 @@ def _few_positions(directory: Path) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
+
+
+def test_another_teacher_at_the_same_path(settings: list[str], teacher: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(teacher, tmp_path / "teacher"))
+    given = [*settings, f"objective.teacher={changed}", "train.eval_every=0", "data.eval_fraction=0"]
+    _done(tmp_path / "run", *given, "train.steps=1")
+    weights = load_file(changed / "model.safetensors")
+    save_file({name: -tensor for name, tensor in weights.items()}, changed / "model.safetensors", {"format": "pt"})
+    ended = run_recipe("finetune", tmp_path / "run", *given)
+    assert ended.status == 2, ended.err
+    assert f"was trained with the teacher {changed}, but objective.teacher={changed} holds other weights" in ended.err
 
 
 def test_a_teacher_of_another_vocabulary(settings: list[str], teacher: Path, tmp_path: Path) -> None:

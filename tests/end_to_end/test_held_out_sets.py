@@ -34,6 +34,22 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
+def test_losses_of_other_held_out_data_are_not_compared(settings: list[str], texts: Path, tmp_path: Path) -> None:
+    """The first ones are easy: nothing after them would be the best step."""
+    held_out = tmp_path / "held_out.txt"
+    given = [*settings, "launch.ranks=1", f"data.eval_path={held_out}", "train.eval_every=1"]
+    given += ["optim.lr=1e-2", "train.schedule=constant"]
+    held_out.write_text((texts / "train.txt").read_text()[:600])
+    first = run_recipe("finetune", tmp_path / "run", *given, "train.steps=1")
+    assert first.status == 0, first.err
+    held_out.write_text("\x07\x08" * 300)
+    resumed = run_recipe("finetune", tmp_path / "run", *given, "train.steps=2")
+    assert resumed.status == 0, resumed.err
+    assert "differ from those of the evaluations up to step 1: best step and patience start anew" in resumed.err
+    last = _rows(tmp_path / "run")[-1]
+    assert (resumed.result["best_step"], resumed.result["best_loss"]) == (2, last["loss"])
+
+
 @pytest.mark.long
 def test_each_set_has_the_loss_that_it_has_alone(settings: list[str], texts: Path, tmp_path: Path) -> None:
     lines = (texts / "held_out.txt").read_text().splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -136,11 +137,25 @@ def test_a_plan_says_that_it_does_not_read_it(tiny_model: Path, tmp_path: Path) 
     assert "adapter.path=/nowhere is not read" in ended.out
 
 
+def test_an_earlier_adapter_keeps_its_scale(settings: list[str], earlier: Path, tmp_path: Path) -> None:
+    """It is the reference of a run that is resumed, too."""
+    (step,) = (earlier / "checkpoints").glob("step-*")
+    adapter = Path(shutil.copytree(step, tmp_path / "adapter"))
+    given = [*settings, "adapter.modules_to_save=[model.norm]", "resume=auto", f"adapter.path={adapter}"]
+    _done(tmp_path / "run", *given, "train.steps=1")
+    stored = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(stored | {"lora_alpha": 20 * stored["lora_alpha"]}))
+    said = _refused(tmp_path / "run", *given, "train.steps=2")
+    assert f"adapter.path={adapter} is another adapter than these settings define: the scale of " in said
+
+
 @pytest.mark.long
 def test_a_resumed_run_began_with_the_same(settings: list[str], earlier: Path, tmp_path: Path) -> None:
     given = [*settings, "adapter.modules_to_save=[model.norm]", "resume=auto"]
     _done(tmp_path / "run", *given, f"adapter.path={earlier}")
-    _done(tmp_path / "run", *given, f"adapter.path={earlier}", "train.steps=3")
+    assert (
+        "changed: train.steps 2 -> 3" in _done(tmp_path / "run", *given, f"adapter.path={earlier}", "train.steps=3").err
+    )
     (step,) = (earlier / "checkpoints").glob("step-*")
     began = f"began with adapter.path={step}, and it is"
     assert f"{began} None; set adapter.path={step}" in _refused(tmp_path / "run", *given, "train.steps=4")

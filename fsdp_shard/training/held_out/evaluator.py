@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_shard.data import Batch, Concatenation, MapDataset
+from fsdp_shard.data import Batch, Concatenation, MapDataset, cache_key
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel, attending_alone, free_gathered
@@ -59,6 +59,9 @@ class EvaluationLog(Protocol):
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
         """Record prompts and their completions after `step`."""
 
+    def note(self, lines: str) -> None:
+        """Show a line to whoever watches the run."""
+
 
 class HeldOutEvaluator:
     """Evaluates a run when `train.eval_every` asks for it, for the log and for early stopping.
@@ -82,7 +85,11 @@ class HeldOutEvaluator:
 
     def before_training(self) -> None:
         """Evaluate before the first step, or when the run was interrupted before an evaluation; a collective."""
-        if self._run.state.step == 0 or self._run.state.owes_evaluation:
+        state = self._run.state
+        if self._samples is not None and state.hold_out(cache_key([one.identity for one in self._samples.sources])):
+            up_to = f"of the evaluations up to step {state.step}"
+            self._log.note(f"held-out data differ from those {up_to}: best step and patience start anew")
+        if state.step == 0 or state.owes_evaluation:
             self._evaluate()
 
     def after_step(self) -> None:

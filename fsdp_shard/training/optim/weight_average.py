@@ -20,7 +20,7 @@ from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError
 
 _CONFIG = "config.json"
-_OF_A_RUN = (checkpoint.RUN_CONFIG, checkpoint.BASE_MODEL)  # files of a step that make no model
+_OF_A_RUN = (checkpoint.RUN_CONFIG, checkpoint.BASE_MODEL, checkpoint.TEACHER)  # files of a step that make no model
 
 
 class WeightAverage:

@@ -121,6 +121,12 @@ def load_earlier(adapter: Adapter, shards: Mapping[str, LocalShard], earlier: ch
     checkpoint.load_shards(earlier.index, adapter.stored(shards))
 
 
+def is_gone(config: AdapterConfig) -> bool:
+    """Whether `adapter.path` is set, and there is nothing any more."""
+    path = config.path if isinstance(config, LoraConfig) else None
+    return path is not None and not checkpoint.is_remote(path) and not Path(path.partition("@")[0]).exists()
+
+
 def check_resumed(config: AdapterConfig, base: str, step_directory: Path) -> None:
     """Check that `adapter.path` is what the run to resume began with, unless it is gone.
 
@@ -135,9 +141,7 @@ def check_resumed(config: AdapterConfig, base: str, step_directory: Path) -> Non
     if given is None and began is None:
         return
     if given is not None and began is not None:
-        run = Path(given.partition("@")[0])
-        is_gone = not checkpoint.is_remote(given) and not run.exists()
-        if is_gone and where is not None and Path(where).is_relative_to(run):
+        if is_gone(config) and where is not None and Path(where).is_relative_to(given.partition("@")[0]):
             return  # the values are those of the step
         earlier = locate_earlier(config, base)
         assert earlier is not None

@@ -1,7 +1,10 @@
-"""Whether a teacher can teach the model of a run, found before any rank starts."""
+"""Whether a teacher can teach the model of a run, found before any rank starts, and whether it is still the same."""
+
+from dataclasses import replace
+from pathlib import Path
 
 from fsdp_shard import checkpoint, models
-from fsdp_shard.errors import ConfigError, InputError
+from fsdp_shard.errors import CheckpointError, ConfigError, InputError
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import PRECOMPUTED
@@ -66,3 +69,38 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
         raise ConfigError(
             f"objective.top_k={distill.top_k} is more than the {sizes[0]} tokens of the vocabulary; set null for all."
         )
+
+
+def teacher_record(config: FinetuneSettings) -> dict[str, bytes]:
+    """Return what each step records of the teacher, file name -> content; nothing without one.
+
+    Args:
+        config: The settings of `finetune`.
+    """
+    if not isinstance(config.objective, DistillConfig):
+        return {}
+    source = config.objective.source
+    path = source.path if source.step is None else str(source.weights)
+    with replace(source).model_index as index:  # as it is stored: that of a teacher that was loaded may be changed
+        return {checkpoint.TEACHER: checkpoint.BaseModel(path, checkpoint.fingerprint(index)).to_json()}
+
+
+def check_same_teacher(config: FinetuneSettings, step_directory: Path | None) -> None:
+    """Raise CheckpointError if a step was trained with another teacher; reads the first elements of its tensors.
+
+    Args:
+        config: The settings of the run.
+        step_directory: The step to resume from, if any.
+    """
+    if not isinstance(config.objective, DistillConfig) or step_directory is None:
+        return
+    source, recorded = config.objective.source, checkpoint.read_base_model(step_directory, [checkpoint.TEACHER])
+    if recorded is None:  # saved by an earlier version
+        return
+    with replace(source).model_index as index:
+        if not checkpoint.is_base_model(index, recorded, source.model_directory):
+            raise CheckpointError(
+                f"{step_directory} was trained with the teacher {recorded.path}, but objective.teacher="
+                f"{config.objective.teacher} holds other weights (names, dtypes, shapes or values differ). Give the "
+                f"teacher that it was trained with, or start a new run in another run_dir."
+            )
