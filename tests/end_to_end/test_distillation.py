@@ -248,6 +248,7 @@ def _few_positions(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_another_teacher_at_the_same_path(settings: list[str], teacher: Path, tmp_path: Path) -> None:
     changed = Path(shutil.copytree(teacher, tmp_path / "teacher"))
     given = [*settings, f"objective.teacher={changed}", "train.eval_every=0", "data.eval_fraction=0"]

@@ -34,6 +34,7 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_losses_of_other_held_out_data_are_not_compared(settings: list[str], texts: Path, tmp_path: Path) -> None:
     """The first ones are easy: nothing after them would be the best step."""
     held_out = tmp_path / "held_out.txt"
