@@ -263,7 +263,7 @@ def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
 
 
 def test_settings_that_must_be_given_are_asked_for_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"data\.path .* model\.path .* are not set\. Add data\.path=VALUE model"):
+    with pytest.raises(ConfigError, match=r"data\.path and model\.path are not set\. Add data\.path=VALUE model"):
         compose_jobs(FinetuneConfig, [], "fsdp-shard finetune")
 
 
