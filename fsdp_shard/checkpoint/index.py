@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass
+@dataclass(repr=False)
 class TensorIndex:
     """The weights of one checkpoint. A context manager: files that were read from stay open until `close`.
 
@@ -68,6 +68,9 @@ class TensorIndex:
                 problem = f"{alias} is stored itself" if alias in self.tensors else f"{kept} is not stored"
                 raise CheckpointError(f"{self.path} says that tensor {alias} is tied to {kept}, but {problem}.")
         self.reader = PieceReader(self.root, self.headers)
+
+    def __repr__(self) -> str:
+        return f"TensorIndex({str(self.path)!r}, format={self.format!r}, step={self.step}, {len(self.tensors)} tensors)"
 
     @property
     def path(self) -> Path:

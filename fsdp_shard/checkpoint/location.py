@@ -329,10 +329,11 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
     """Open a checkpoint of any format, recognized by its content. Only headers are read.
 
     Args:
-        path: A path as for `locate`, or what it located.
+        path: A run (its latest step), a step of one (RUN@best, RUN@step-400), a checkpoint of any format, a model
+            directory, a weight file, the address of a run or a step on a remote store, or a hub id; or a `Location`.
 
     Returns:
-        The tensor index, a context manager.
+        The tensor index, a context manager: `names`, `dtypes`, `shapes`, and `read(name, slices)`.
 
     Raises:
         CheckpointError: It names the file that is damaged, or what was found instead of a checkpoint.

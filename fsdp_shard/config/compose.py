@@ -88,7 +88,8 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
-        raise composition_error(error, schema, quoted, preset_file) from error
+        # Of Hydra's own traceback, two screens, nothing helps who calls this from Python.
+        raise composition_error(error, schema, quoted, preset_file) from None
     if is_sweep and len(composed) == 1:
         refuse_unquoted_list(arguments, quoted)
     if is_sweep and not composed:
@@ -235,9 +236,9 @@ def _sections(composed: Any) -> Iterator[tuple[str, Any]]:
 
 def _missing(missing: Sequence[str], schema: type) -> str:
     helps = {setting.name: setting.help for setting in settings_of(schema)}
-    said = "; ".join(f"{name} ({helps[name].rstrip('.')})" if name in helps else name for name in missing)
     verb = "is" if len(missing) == 1 else "are"
-    return f"{said} {verb} not set. Add {' '.join(f'{name}=VALUE' for name in missing)}."
+    said = [f"{' and '.join(missing)} {verb} not set. Add {' '.join(f'{name}=VALUE' for name in missing)}."]
+    return " ".join([*said, *(f"{name}: {helps[name]}" for name in missing if name in helps)])
 
 
 def write_config(config: RunConfig) -> None:

@@ -54,7 +54,7 @@ def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]
         try:
             override = OverridesParser.create().parse_override(argument)
         except HydraException:
-            return _unreadable(argument)
+            return _unreadable(argument, schema)
         if (said := _unknown(override, schema, error)) is not None:
             return said
         if override.is_sweep_override() and "Ambiguous value" in str(error):
@@ -66,10 +66,16 @@ def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]
     return None
 
 
-def _unreadable(argument: str) -> str:
+def _unreadable(argument: str, schema: type) -> str:
     if "=" not in argument:
         is_file = argument.endswith((".yaml", ".yml"))
-        hint = "; one file of settings is read, and must come first" if is_file else ", such as seed=1"
+        settings = settings_of(schema)
+        # What is no setting's name is most likely the model or checkpoint.
+        required = next(
+            (setting.name for setting in settings if setting.default == "???" and not setting.only_with), "model.path"
+        )
+        named = f"{argument}=VALUE" if argument in {setting.name for setting in settings} else f"{required}={argument}"
+        hint = "; one file of settings is read, and must come first" if is_file else f", such as {named}"
         return f"{argument} is not of the form name=value{hint}."
     name, _, value = argument.partition("=")
     if name != name.strip():

@@ -33,6 +33,7 @@ _AUTO_CLASSES: dict[str, Any] = {
     "sequence_classification": transformers.AutoModelForSequenceClassification,
 }
 # Their code in transformers downloads native code where the package `kernels` is installed.
+_TOKENIZER_FILES = re.compile(r"tokeniz|vocab|merges|spm|spiece|sentencepiece|codes")  # in names of files
 _DOWNLOADING = frozenset({"rwkv", "yoso", "mra", "sam3_video"})
 
 
@@ -188,7 +189,12 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
     )
     with model_errors(f"There is no usable tokenizer in {directory}", advice):
         with without_requests(unless=trust_remote_code):
-            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+            except (ValueError, OSError) as error:
+                if any(_TOKENIZER_FILES.search(path.name) for path in directory.iterdir()):
+                    raise
+                raise OSError("it has no tokenizer files.") from error  # transformers speaks of how to convert them
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"its class {type(tokenizer).__name__} is that of no tokenizer.")
         try_tokenizer(tokenizer, directory)

@@ -71,8 +71,8 @@ class ShardConfig:
     )
     context_method: str = setting(
         "auto",
-        "How they attend to each other's tokens. ulysses: exchange tokens for heads; ring: send keys and values round; "
-        "auto: ulysses if context_parallel divides the heads, else ring.",
+        "How they attend to each other's tokens. ulysses: exchange tokens for heads; ring: send keys and values around "
+        "the ranks; auto: ulysses if context_parallel divides the heads, else ring.",
         choices=("auto", "ulysses", "ring"),
     )
     reshard_after_forward: bool | int = setting(

@@ -78,7 +78,7 @@ def first_line(error: BaseException) -> str:
     If the message is empty, that is the name of the error's class.
     """
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
-    line = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+    line = f"{first.rstrip()} {others[0].strip()}" if first.rstrip().endswith(":") and others else first
     return line if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 

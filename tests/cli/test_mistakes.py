@@ -130,7 +130,7 @@ MISTAKES = [
     ("generate", "checkpoint"),
     (_GENERATE, "prompt"),
     (f"{_GENERATE} prompt=", "prompt is empty"),
-    ("generate {m} hello", "is not of the form name=value"),
+    ("generate {m} hello", "is not of the form name=value, such as checkpoint="),
     ("generate --checkpoint={m} prompt=a", "did you mean checkpoint=VALUE?"),
     ("generate checkpoint={m}@best prompt=a", "has no finished checkpoint"),
     ("generate checkpoint={t} prompt=a", "is no checkpoint that fsdp-shard reads"),

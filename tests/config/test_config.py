@@ -200,7 +200,7 @@ def test_mappings_can_be_given_whole() -> None:
         ("launch.nodes=2", "launch.nodes=2 needs launch.rendezvous=host:port"),
         ("launch.rendezvous=a:1", "launch.rendezvous=a:1 has no effect with launch.nodes=1"),
         ("launch.rendezvous=here", "launch.rendezvous=here is not host:port"),
-        ("train.steps", "train.steps is not of the form name=value"),
+        ("train.steps", "train.steps is not of the form name=value, such as train.steps=VALUE"),
         ("shard.blocks=[a", "shard.blocks=[a cannot be parsed"),
         ("-m model.path=a,b", """model.path=a,b is one text. Quote each of its values, such as 'model.path="a","b"'"""),
         ("train.warmup_steps.x=1", "train.warmup_steps is 0, not a mapping that has x"),
@@ -263,7 +263,7 @@ def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
 
 
 def test_settings_that_must_be_given_are_asked_for_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"data\.path .* model\.path .* are not set\. Add data\.path=VALUE model"):
+    with pytest.raises(ConfigError, match=r"data\.path and model\.path are not set\. Add data\.path=VALUE model"):
         compose_jobs(FinetuneConfig, [], "fsdp-shard finetune")
 
 

@@ -196,7 +196,7 @@ def test_held_out_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "content", "words"),
     [
-        ("chat", '{"text": "x"}', "no column 'messages'"),
+        ("chat", '{"prompt": "x"}', "Set data.messages_column, or data.kind=instruction if"),
         ("chat", '{"messages": "x"}', "not a list of messages"),
         ("chat", '{"messages": [{"who": "x"}]}', "a message has who; expected role and content"),
         ("chat", '{"messages": [{"role": "user", "content": "x"}]}', "it has 1 row, none with anything to learn"),

@@ -210,7 +210,7 @@ def _head(d: CheckpointSummary) -> list[str]:
         "format": d.format,
         "layout": d.layout,
         "step": d.step,
-        "world size": d.world_size,
+        "world size": None if d.layout == "gathered" else d.world_size,  # 1 whatever wrote it
         "tensors": f"{d.num_tensors:,}",
         "parameters": f"{d.num_parameters:,}",
         "bytes": f"{format_size(d.num_bytes)} ({dtype_sizes})",

@@ -16,6 +16,7 @@ from fsdp_shard.utils import format_count, nearest
 Message = dict[str, Any]
 
 _LISTS = ("messages", "conversations")
+_OTHER_KIND = ", or data.kind=instruction if a row has a question and an answer in columns of their own"
 _ALPACA = ("instruction", "input", "output")
 COLUMNS = (*_LISTS, *_ALPACA, "history", "system", "tools")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -100,14 +101,16 @@ def _given(row: Row, column: str | None) -> Iterable[Any]:
             f"the one to train on."
         )
     name = next((name for name in (*found, *readers) if name in row.values), next(iter(readers)))
-    require_columns(row, {"data.messages_column": name})
+    require_columns(row, {"data.messages_column": name}, _OTHER_KIND)
     return readers[name](row, name)
 
 
 def _listed(row: Row, name: str) -> list[Any]:
     messages = decoded(row.values[name])
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        raise DataError(f"{row.where}: column {name!r} is not a list of messages. Set data.messages_column.")
+        raise DataError(
+            f"{row.where}: column {name!r} is not a list of messages. Set data.messages_column{_OTHER_KIND}."
+        )
     return messages
 
 

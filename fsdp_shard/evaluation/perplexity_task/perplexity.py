@@ -131,7 +131,8 @@ class PerplexityEvaluation:
         """The length of windows and the context, the number of tokens, and what is left out or not scored."""
         text = self.text
         tokens, count = format_count(text.windows.num_predictions, "token"), format_count(len(text.windows), "window")
-        lines = [*self.lengths, *text.notes, f"{tokens} in {count} of {text.windows.sequence_length}"]
+        most = "up to " if text.num_unscored is None else ""  # rows have windows of their own, of their length
+        lines = [*self.lengths, *text.notes, f"{tokens} in {count} of {most}{text.windows.sequence_length}"]
         if text.documents is not None:
             used = len(text.documents) - sum(text.left_out.values())
             lines[-1] = f"{format_count(used, 'document')}, {lines[-1]}"

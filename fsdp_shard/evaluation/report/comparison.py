@@ -237,7 +237,7 @@ def _checkpoint_tables(runs: Sequence[Run]) -> list[Table]:
             text(run.name),
             number(stored.step),
             text(stored.layout),
-            number(stored.num_ranks),
+            number(None if stored.layout == "gathered" else stored.num_ranks),  # its manifest has 1
             size(stored.num_bytes),
             size(stored.optimizer_bytes),
             text(", ".join(stored.kept) or None),
