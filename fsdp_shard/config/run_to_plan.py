@@ -37,6 +37,8 @@ def split_run(arguments: Sequence[str], schema: type[RunConfig]) -> tuple[str | 
     run = str(Path(given[-1]).expanduser())
     if not Path(run).is_dir():
         raise ConfigError(f"run={given[-1]} is not a directory; give the run_dir of a run of finetune.")
+    if not (Path(run) / CONFIG_FILE).is_file() and (Path(run) / "config.json").is_file():
+        raise ConfigError(f"{run} is a model, not the run_dir of a run of finetune; plan it by model.path={run}.")
     names = [a.partition("=")[0].lstrip("+~") for a in rest if not a.startswith("-")]
     if other := [name for name in names if name.partition(".")[0] not in _FREE]:
         raise ConfigError(

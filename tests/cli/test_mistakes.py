@@ -165,6 +165,7 @@ MISTAKES = [
     (f"{_CONVERT} target={{d}}/x output_dir=y", "here it is target"),
     # plan and doctor
     ("plan", "model.path"),
+    ("plan {m}", "is a model, not the run_dir of a run of finetune; plan it by model.path="),
     (f"{_PLAN} device.memory=big", "is not a size"),
     (f"{_PLAN} launch.ranks=0", "1 to 99,999 ranks"),
     (f"{_PLAN} data.path=x", "data.path is not a setting of plan"),
