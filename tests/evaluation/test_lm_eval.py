@@ -150,7 +150,7 @@ def test_tasks_that_cannot_be_asked(
         (["task=lm_eval", "lm_eval.tasks=a", "data.path=b.txt"], r"data\.path=b\.txt is for task=perplexity"),
         (["task=lm_eval", "lm_eval.tasks=a", "data.sequence_length=9"], r"data\.sequence_length=9 is for task=perpl"),
         (["data.path=b.txt", "lm_eval.limit=3"], r"lm_eval\.limit=3 is for task=lm_eval, not perplexity"),
-        (["lm_eval.tasks=a"], r"data\.path .* is not set"),
+        (["lm_eval.tasks=a"], r"data\.path is not set"),
         (["task=lm_eval", "lm_eval.tasks=a", "lm_eval.limit=0"], r"lm_eval\.limit=0 is out of range"),
     ],
 )
