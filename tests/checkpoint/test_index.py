@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def test_reads_what_safetensors_wrote(tmp_path: Path) -> None:
         assert index.dtypes["half"] == "BF16"
         assert index.shapes["half"] == (3, 2, 4)
         assert index.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert re.fullmatch(rf"TensorIndex\(.*model.*, step=None, {len(tensors)} tensors\)", repr(index))
     with open_checkpoint(tmp_path / "model" / "model.safetensors") as index:
         assert_same(index, tensors)
 

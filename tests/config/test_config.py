@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,12 @@ def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
 def test_settings_that_must_be_given_are_asked_for_by_name() -> None:
     with pytest.raises(ConfigError, match=r"data\.path and model\.path are not set\. Add data\.path=VALUE model"):
         compose_jobs(FinetuneConfig, [], "fsdp-shard finetune")
+
+
+def test_callers_from_python_see_no_traceback_of_hydra() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_jobs(FinetuneConfig, ["train.stepz=1"], "fsdp-shard finetune")
+    assert "site-packages" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_wrong_key_in_a_preset_of_the_user_is_named_with_its_file(tmp_path: Path) -> None:

@@ -91,6 +91,9 @@ def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path)
     assert "device_map" not in plain.result
     assert "Asynchronous saves" not in plain.out
     assert (plain.result["num_trained_params"], "4.82 K are trained" in plain.out) == (4824, True)
+    said = "The devices are those of this machine"
+    here = run_recipe("plan", tmp_path / "here", *settings, "dispatch.device_map=auto")
+    assert (said in here.out, said in ended.out) == (True, False)
     useless = run_recipe("plan", tmp_path / "useless", *settings, "dispatch.max_memory={cpu: 60kB}")
     assert (useless.status, "add dispatch.device_map=auto" in useless.err) == (2, True)
 
