@@ -106,6 +106,8 @@ def rank_main(side: str, source: Path) -> None:
     if dist.get_rank() == 0:
         names = ("seconds", "growth_bytes", "shard_bytes", "block_bytes", "sum")
         print(json.dumps(dict(zip(names, [*worst.tolist(), block, float(sums)], strict=True))), flush=True)
+    # Gives threads of gloo time to free the last tensors: while Python ends, that would abort it (torch 2.13).
+    dist.barrier()
     dist.destroy_process_group()
 
 
