@@ -102,6 +102,7 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     casts = settings.dtype not in ("keep", stored) or settings.quantize != "none"
     found = plan_generation(dispatched, devices, budget, casts=casts, quantize=settings.quantize)
     text = f"\n\n{devices.table()}\n{devices.describe()} of {budget}\n\n{found.describe(budget)}"
-    if settings.max_memory is None and settings.device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+    strategy = settings.device_map  # or a whole map
+    if settings.max_memory is None and isinstance(strategy, str) and strategy not in ("cpu", "disk"):
         text += "\nThe devices are those of this machine; dispatch.max_memory={0: 24GB, cpu: 64GB} plans for others."
     return text, {"device_map": devices.devices, "dispatch": asdict(devices) | {"generation": found.figures()}}
