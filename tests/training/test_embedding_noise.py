@@ -50,14 +50,23 @@ def settings(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFac
 RUNS = [("fsdp2", 1), ("fsdp2", 2), ("fsdp1", 2), ("ddp", 2)]
 
 
+class Runs(dict[tuple[str, int], Ended]):
+    """A run with noise by wrapper and number of ranks; each is trained when a test first asks for it."""
+
+    def __init__(self, settings: list[str], root: Path) -> None:
+        self._settings, self._root = settings, root
+
+    def __missing__(self, key: tuple[str, int]) -> Ended:
+        wrapper, ranks = key
+        overrides = [*self._settings, NOISE, f"shard={wrapper}", f"launch.ranks={ranks}"]
+        self[key] = run_recipe("finetune", self._root / f"{wrapper}-{ranks}", *overrides)
+        assert self[key].status == 0, self[key].err
+        return self[key]
+
+
 @pytest.fixture(scope="module")
-def runs(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Ended]:
-    done = {}
-    for run in RUNS:
-        overrides = [*settings, NOISE, f"shard={run[0]}", f"launch.ranks={run[1]}"]
-        done[run] = run_recipe("finetune", tmp_path_factory.mktemp("runs") / "run", *overrides)
-        assert done[run].status == 0, done[run].err
-    return done
+def runs(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(settings, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +75,7 @@ def without(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> En
 
 
 @pytest.mark.long
-def test_losses_are_those_of_transformers_noise(
-    runs: dict[tuple[str, int], Ended], tiny_model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_losses_are_those_of_transformers_noise(runs: Runs, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     data = DataConfig(
         path=f"{texts}/train.txt", sequence_length=32, eval_fraction=0.02, cache_dir=str(tmp_path / "cache")
     )
@@ -93,7 +100,7 @@ def test_losses_are_those_of_transformers_noise(
     assert runs["fsdp2", 1].losses == pytest.approx(losses, rel=1e-5)
 
 
-def test_noise_is_in_training_only(runs: dict[tuple[str, int], Ended], without: Ended) -> None:
+def test_noise_is_in_training_only(runs: Runs, without: Ended) -> None:
     first = [json.loads((ended.run_dir / "evaluations.jsonl").read_text().splitlines()[0]) for ended in (
         runs["fsdp2", 1], without
     )]  # fmt: skip
@@ -102,16 +109,15 @@ def test_noise_is_in_training_only(runs: dict[tuple[str, int], Ended], without: 
     assert runs["fsdp2", 1].losses[0] != pytest.approx(without.losses[0], rel=1e-4)
 
 
-def test_wrappers_have_the_same_noise(runs: dict[tuple[str, int], Ended]) -> None:
+@pytest.mark.long
+def test_wrappers_have_the_same_noise(runs: Runs) -> None:
     for wrapper in ("fsdp1", "ddp"):
         assert runs[wrapper, 2].losses == pytest.approx(runs["fsdp2", 2].losses, rel=1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: " ".join(map(str, run)))
-def test_resume_is_bit_equal(
-    run: tuple[str, int], runs: dict[tuple[str, int], Ended], settings: list[str], tmp_path: Path
-) -> None:
+def test_resume_is_bit_equal(run: tuple[str, int], runs: Runs, settings: list[str], tmp_path: Path) -> None:
     step = f"resume={runs[run].run_dir}/checkpoints/step-{STEPS // 2:08d}"
     rest = run_recipe("finetune", tmp_path, *settings, NOISE, f"shard={run[0]}", f"launch.ranks={run[1]}", step)
     assert rest.status == 0, rest.err

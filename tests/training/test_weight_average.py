@@ -61,13 +61,21 @@ def settings(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFac
     return [*SETTINGS, f"model.path={tiny_model}", f"data.path={texts}/train.txt", f"data.cache_dir={cache}"]
 
 
+class Runs(dict[str, Ended]):
+    """The runs of `RUNS`; each is trained when a test first asks for it."""
+
+    def __init__(self, settings: list[str], root: Path) -> None:
+        self._settings, self._root = settings, root
+
+    def __missing__(self, name: str) -> Ended:
+        self[name] = run_recipe("finetune", self._root / name, *self._settings, *RUNS[name])
+        assert self[name].status == 0, self[name].err
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def runs(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    done = {}
-    for name, overrides in RUNS.items():
-        done[name] = run_recipe("finetune", tmp_path_factory.mktemp("runs") / "run", *settings, *overrides)
-        assert done[name].status == 0, done[name].err
-    return done
+def runs(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(settings, tmp_path_factory.mktemp("runs"))
 
 
 def step_of(ended: Ended, step: int) -> Path:
@@ -81,7 +89,7 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
-def test_is_the_average_of_the_weights_of_all_steps(name: str, runs: dict[str, Ended], tiny_model: Path) -> None:
+def test_is_the_average_of_the_weights_of_all_steps(name: str, runs: Runs, tiny_model: Path) -> None:
     average = read(step_of(runs[name], 1) / "ema")  # after one update; before it the weights are those of the model
     if "lora" not in name:
         first, model = read(step_of(runs[name], 1)), read(tiny_model)
@@ -98,7 +106,7 @@ def test_is_the_average_of_the_weights_of_all_steps(name: str, runs: dict[str, E
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
-def test_resume_is_bit_equal(name: str, runs: dict[str, Ended], settings: list[str], tmp_path: Path) -> None:
+def test_resume_is_bit_equal(name: str, runs: Runs, settings: list[str], tmp_path: Path) -> None:
     step = f"resume={step_of(runs[name], STEPS // 2)}"
     rest = run_recipe("finetune", tmp_path, *settings, *RUNS[name], step)
     assert rest.status == 0, rest.err
@@ -126,7 +134,7 @@ def _restored(context: DistributedContext, base: Path, step: Path, wrapper: str,
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "wrapper"), [(1, "ddp"), (3, "fsdp2"), (3, "fsdp1")])
-def test_is_restored_on_any_number_of_ranks(ranks: int, wrapper: str, runs: dict[str, Ended], tiny_model: Path) -> None:
+def test_is_restored_on_any_number_of_ranks(ranks: int, wrapper: str, runs: Runs, tiny_model: Path) -> None:
     step = runs["fsdp2"].checkpoint
     assert all(on_ranks(ranks, _restored, tiny_model, step, wrapper, None))
     adapter = LoraConfig(rank=3, modules_to_save=["model.norm"])
@@ -134,7 +142,7 @@ def test_is_restored_on_any_number_of_ranks(ranks: int, wrapper: str, runs: dict
 
 
 @pytest.mark.long
-def test_is_opened_as_a_model(runs: dict[str, Ended], texts: Path, tmp_path: Path) -> None:
+def test_is_opened_as_a_model(runs: Runs, texts: Path, tmp_path: Path) -> None:
     """By convert, generate and evaluate, of a model and of an adapter; the run itself leads to its weights."""
     losses = {}
     for name in ("fsdp2", "fsdp1 gathered", "lora fsdp2"):
@@ -159,7 +167,7 @@ def test_is_opened_as_a_model(runs: dict[str, Ended], texts: Path, tmp_path: Pat
             assert tensor_digests(one) == tensor_digests(two)
 
 
-def test_damage_is_found(runs: dict[str, Ended], settings: list[str], tmp_path: Path) -> None:
+def test_damage_is_found(runs: Runs, settings: list[str], tmp_path: Path) -> None:
     assert verify(runs["fsdp2"].checkpoint).is_sound
     step = shutil.copytree(step_of(runs["fsdp2"], 2), tmp_path / "checkpoints/step-00000002")
     path = next(step.glob("ema/shard-00001*"))
@@ -172,7 +180,7 @@ def test_damage_is_found(runs: dict[str, Ended], settings: list[str], tmp_path: 
     assert "ema/shard-00001-of-00002.safetensors is not what was written" in ended.err
 
 
-def test_a_run_goes_on_with_or_without_it(runs: dict[str, Ended], settings: list[str], tmp_path: Path) -> None:
+def test_a_run_goes_on_with_or_without_it(runs: Runs, settings: list[str], tmp_path: Path) -> None:
     step = f"resume={step_of(runs['one rank'], 2)}"
     without = [setting for setting in settings if "ema_decay" not in setting]
     ended = run_recipe("finetune", tmp_path / "0", *without, step)
@@ -213,7 +221,7 @@ def test_a_skipped_step_does_not_count(tiny_model: Path) -> None:
     on_ranks(1, _skips, tiny_model)
 
 
-def test_an_average_of_other_parameters_is_refused(runs: dict[str, Ended], tiny_model: Path) -> None:
+def test_an_average_of_other_parameters_is_refused(runs: Runs, tiny_model: Path) -> None:
     def other(context: DistributedContext) -> Any:
         adapter = LoraConfig(rank=4)
         shard = WRAPPERS["fsdp2"](param_dtype="float32")
@@ -227,6 +235,6 @@ def test_an_average_of_other_parameters_is_refused(runs: dict[str, Ended], tiny_
     on_ranks(1, other)
 
 
-def test_rank_files_of_an_adapter_are_not_pushed_as_they_are(runs: dict[str, Ended]) -> None:
+def test_rank_files_of_an_adapter_are_not_pushed_as_they_are(runs: Runs) -> None:
     with pytest.raises(CheckpointError, match="is an adapter in rank files, which peft does not read"):
         adapter_to_push(locate(runs["lora fsdp2"].checkpoint / "ema"), "org/base")
