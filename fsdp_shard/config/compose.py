@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import io
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,7 +239,11 @@ def _missing(missing: Sequence[str], schema: type) -> str:
     helps = {setting.name: setting.help for setting in settings_of(schema)}
     verb = "is" if len(missing) == 1 else "are"
     said = [f"{' and '.join(missing)} {verb} not set. Add {' '.join(f'{name}=VALUE' for name in missing)}."]
-    return " ".join([*said, *(f"{name}: {helps[name]}" for name in missing if name in helps)])
+    return " ".join([*said, *(f"{name}: {_first_sentence(helps[name])}" for name in missing if name in helps)])
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
 
 
 def write_config(config: RunConfig) -> None:

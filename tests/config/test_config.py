@@ -268,6 +268,14 @@ def test_settings_that_must_be_given_are_asked_for_by_name() -> None:
         compose_jobs(FinetuneConfig, [], "fsdp-shard finetune")
 
 
+def test_settings_that_must_be_given_are_explained_by_the_first_sentence_of_their_help() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_jobs(FinetuneConfig, ["model.path=m"], "fsdp-shard finetune")
+    assert str(caught.value).endswith(
+        "data.path: Training data: a file, a directory, a pattern such as data/*.jsonl, or a dataset on the hub."
+    )
+
+
 def test_callers_from_python_see_no_traceback_of_hydra() -> None:
     with pytest.raises(ConfigError) as caught:
         compose_jobs(FinetuneConfig, ["train.stepz=1"], "fsdp-shard finetune")

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.distributed import Stopped
+from fsdp_shard.errors import ConfigError, Interrupted
 from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
 from tests.support.runs import Ended, Started, run_recipe
 
@@ -68,6 +69,22 @@ def test_other_inputs_start_again_and_are_named(tmp_path: Path) -> None:
         log.append(FIRST)
     with LossLog(path, {"weights": "b", "settings": {"stride": 2, "by": "windows"}}, BATCHES) as log:
         assert (log.finished, log.changed) == ([], ["weights", "settings.stride"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "number"), [(Stopped(signal.SIGTERM), signal.SIGTERM), (KeyboardInterrupt(), signal.SIGINT)]
+)
+def test_a_signal_ends_with_how_to_go_on(raised: BaseException, number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "losses.jsonl"
+    log = LossLog(path, {}, BATCHES)
+    log.append(FIRST)
+    with pytest.raises(Interrupted) as caught, log:
+        raise raised
+    assert str(caught.value).startswith(f"Stopped by {number.name}. The losses of finished batches are in {path}; ")
+    assert f"the same command with run_dir={tmp_path} " in str(caught.value)
+    assert caught.value.exit_status == 128 + number
+    with LossLog(path, {}, BATCHES) as log:
+        assert log.finished == [FIRST], "the file is not locked any more"
 
 
 def test_two_evaluations_do_not_write_one_file(tmp_path: Path) -> None:

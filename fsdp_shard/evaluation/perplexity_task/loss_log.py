@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,8 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 import xxhash
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.distributed import Stopped
+from fsdp_shard.errors import ConfigError, Interrupted
 from fsdp_shard.inference import BATCH_MAJOR, SCHEDULES
 from fsdp_shard.utils import name_in_errors, try_lock
 
@@ -38,6 +40,8 @@ class BatchLosses(NamedTuple):
 
 class LossLog:
     """The file of one model's losses. A context manager: the file is locked until `close`.
+
+    A signal that ends the evaluation inside of the context is raised as Interrupted, which says how to go on.
 
     Args:
         path: The file, which may exist. Its directory is made.
@@ -89,6 +93,13 @@ class LossLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+        if isinstance(error, Stopped | KeyboardInterrupt):
+            number = error.number if isinstance(error, Stopped) else signal.SIGINT
+            raise Interrupted(
+                f"Stopped by {signal.Signals(number).name}. The {self._names[1]} of finished batches are in "
+                f"{self._path}; give the same command with run_dir={self._path.parent} to go on after them.",
+                signal_number=number,
+            ) from error
 
     def _begin(self, header: dict[str, Any], batches: Sequence[Sequence[int]]) -> None:
         """Read what is there; keep the complete batches if they are of the same inputs, and nothing otherwise."""
