@@ -19,7 +19,6 @@ from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tenso
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.integrity.load_checks import compare_with_config
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
@@ -231,6 +230,8 @@ def _compare_with_named(settings: ConvertSettings, source: Location, index: Tens
     """
     if settings.config is None:
         return []
+    from fsdp_shard.checkpoint.integrity.load_checks import compare_with_config
+
     problems, notes = compare_with_config(index, source.model_directory)
     if problems:
         raise CheckpointError(f"config={settings.config} is not the config of {index.path}: {problems[0].message}")
