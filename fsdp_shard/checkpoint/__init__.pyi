@@ -5,6 +5,8 @@ from .base_model import (
     BaseModel as BaseModel,
     HeadChanges as HeadChanges,
     class_names as class_names,
+    computation as computation,
+    config_changes as config_changes,
     fingerprint as fingerprint,
     is_base_model as is_base_model,
     read_base_model as read_base_model,

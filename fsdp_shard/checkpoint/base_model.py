@@ -7,7 +7,7 @@ file that the manifest lists.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
-from fsdp_shard.checkpoint.model_files import CLASSIFIER_ENTRIES
+from fsdp_shard.checkpoint.model_files import CLASSIFIER_ENTRIES, CONFIG
 from fsdp_shard.errors import CheckpointError, InputError
 from fsdp_shard.utils import read_json
 
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 BASE_MODEL, ADAPTER_BASE = "base_model.json", "adapter_base.json"  # of a whole model, of an adapter
 TEACHER = "teacher.json"  # the same of the teacher of `objective=distill`
 _ELEMENTS = 1024
+# Entries of config.json that change no output of the model: of files, classes, generation and programs. Versions of
+# transformers write and rename them as they like.
+_NOT_COMPUTED = CLASSIFIER_ENTRIES | {
+    *("transformers_version", "dtype", "torch_dtype", "use_cache", "auto_map", "tokenizer_class", "num_labels"),
+    *("bos_token_id", "eos_token_id", "sep_token_id", "forced_bos_token_id", "forced_eos_token_id", "prefix"),
+    *("problem_type", "finetuning_task", "task_specific_params", "initializer_range", "quantization_config"),
+    *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "torchscript"),
+    *("attn_implementation", "gradient_checkpointing", "use_bfloat16", "pretraining_tp"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class BaseModel:
     """The model that a run began from: its path, its fingerprint, and how an adapter's run quantized it.
 
     `head` is of an adapter with a new head. `adapter` is the fingerprint of an earlier adapter that it began with, and
-    `adapter_path` where that was.
+    `adapter_path` where that was. `config` is `computation` of its config; None in steps of earlier versions.
     """
 
     path: str
@@ -64,6 +73,7 @@ class BaseModel:
     head: HeadChanges | None = None
     adapter: str | None = None
     adapter_path: str | None = None
+    config: Mapping[str, Any] | None = None
 
     def to_json(self) -> bytes:
         """The content of the file."""
@@ -93,6 +103,49 @@ def is_base_model(index: TensorIndex, recorded: BaseModel, directory: Path) -> b
     """
     known = recorded.fingerprint
     return known == fingerprint(index) or known == _fingerprint_of_stacked(index, directory)
+
+
+def computation(directory: Path) -> dict[str, Any] | None:
+    """Return the entries of config.json in a directory that change what its model computes; None without one."""
+    values = read_json(member(directory, CONFIG)) if has_file(directory, CONFIG) else None
+    return _computed(values) if isinstance(values, dict) else None
+
+
+def _computed(values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in values.items() if key not in _NOT_COMPUTED and not key.startswith("_")}
+    return {key: _computed(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def config_changes(recorded: BaseModel, directory: Path) -> list[str]:
+    """Compare the config of a model with the recorded one, entry by entry.
+
+    An entry that only one of them has is no difference: versions of transformers add, leave out and rename some.
+
+    Args:
+        recorded: The model that a step or an adapter records.
+        directory: The directory with the config of the model.
+
+    Returns:
+        `name before -> now` of each entry that changes what the model computes; none if nothing is recorded.
+    """
+    now = computation(directory)
+    return [] if recorded.config is None or now is None else sorted(_differences(recorded.config, now, ""))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    before, now = _with_rotary(before), _with_rotary(now)
+    for key in before.keys() & now.keys():
+        was, value = before[key], now[key]
+        if isinstance(was, dict) and isinstance(value, dict):
+            yield from _differences(was, value, f"{prefix}{key}.")
+        elif was != value:
+            yield f"{prefix}{key} {json.dumps(was)} -> {json.dumps(value)}"
+
+
+def _with_rotary(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of a config, with the entry that is often added for longer texts: without it nothing is scaled."""
+    has_none = "rope_theta" in values and "rope_parameters" not in values
+    return {"rope_scaling": None, **values} if has_none else values
 
 
 def _fingerprint_of_stacked(index: TensorIndex, directory: Path) -> str | None:
@@ -137,9 +190,12 @@ def read_base_model(directory: Path, files: Sequence[str] = (ADAPTER_BASE, BASE_
     adapter, where = values.get("adapter"), values.get("adapter_path")
     if not all(isinstance(text, str) for text in [*texts, adapter or "", where or ""]):
         raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
+    config = values.get("config")
+    if not isinstance(config, dict | None):
+        raise CheckpointError(f"{path} is damaged: config must have entries of a config.json.")
     head = values.get("head")
     changes = None if head is None else _head_of(path, head)
-    return replace(BaseModel(*texts), head=changes, adapter=adapter, adapter_path=where)
+    return replace(BaseModel(*texts), head=changes, adapter=adapter, adapter_path=where, config=config)
 
 
 def _head_of(path: Path, value: Any) -> HeadChanges:

@@ -1,7 +1,7 @@
 """`convert`: the weights of any checkpoint that can be read, written in another layout, size or dtype.
 
-Plans every file first, then streams; imports neither torch nor transformers unless it casts or reads GGUF. The target
-appears complete or not at all.
+Plans every file first, then streams; imports neither torch nor transformers unless it casts, reads GGUF or compares the
+tensors with a `config=`. The target appears complete or not at all.
 """
 
 import os
@@ -71,7 +71,7 @@ class ConvertReport:
         peak_memory_bytes: Peak of the resident memory of the process.
         verified: Whether the target was read back and compared.
         left_out: Number of tensors in the source that are not weights, by kind: `optimizer`, `adapter`, `other`.
-        notes: Lines about what an adapter's settings leave out.
+        notes: Lines about what an adapter's settings leave out, and about tensors that the model of `config=` has not.
         source: What was converted, as `Location.to_json` has it: a run may have a later step by now.
     """
 
@@ -212,6 +212,7 @@ def _check(settings: ConvertSettings, source: Location) -> None:
     """Raise an error if this can be seen to fail before anything is written."""
     with source.model_index as stored, _to_write(stored, settings) as index:
         _refuse(settings, source, index)
+        _compare_with_named(settings, source, index)
         check_model_config(source.directory)  # without a config, nobody could load what is pushed
 
 
@@ -221,11 +222,28 @@ def _refuse(settings: ConvertSettings, source: Location, index: TensorIndex) -> 
     _check_target(target, index, source.model_files if settings.overwrite else None)
 
 
+def _compare_with_named(settings: ConvertSettings, source: Location, index: TensorIndex) -> list[str]:
+    """Compare the tensors with a config that was not saved with them; lines about those that its model does not have.
+
+    Raises:
+        CheckpointError: They are of another model, and nothing could load what would be written.
+    """
+    if settings.config is None:
+        return []
+    from fsdp_shard.checkpoint.integrity.load_checks import compare_with_config
+
+    problems, notes = compare_with_config(index, source.model_directory)
+    if problems:
+        raise CheckpointError(f"config={settings.config} is not the config of {index.path}: {problems[0].message}")
+    return notes
+
+
 def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
     with source.model_index as stored, _to_write(stored, settings) as index:
         _refuse(settings, source, index)
+        notes = _compare_with_named(settings, source, index)
         plan = plan_conversion(index, settings, source.model_files)
         settings_of_adapter = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
         check_side_files({**plan.model_files, **settings_of_adapter})
@@ -247,7 +265,7 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         peak_memory_bytes=peak_resident_bytes(),
         verified=settings.verify,
         left_out={kind: extra.num_tensors for kind, extra in index.extras.items()},
-        notes=index.notes,
+        notes=(*index.notes, *notes),
         source=source.to_json(),
     )
 

@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint.keys.quantized_weights import (
     quantization,
     refuse_quantized,
 )
-from fsdp_shard.checkpoint.lora_merge import merge_adapter
+from fsdp_shard.checkpoint.lora_merge import merge_adapter, refuse_other_config
 from fsdp_shard.checkpoint.model_files import (
     CONFIG,
     classifier_directory,
@@ -215,6 +215,8 @@ class Location:
             base = location.index
         except InputError as error:
             raise self._unreadable_base(location.path, error) from error
+        if self.config_path is None:
+            refuse_other_config(adapter.root, location.model_directory)
         return merge_adapter(adapter, base, self.model_directory)
 
     def check_dequantizable(self) -> str | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.base_model import BaseModel, is_base_model, read_base_model
+from fsdp_shard.checkpoint.base_model import BaseModel, config_changes, is_base_model, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch, torch_name
@@ -117,6 +117,7 @@ def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[
     recorded = read_base_model(adapter.root)
     if recorded is not None:
         _refuse_other_base(adapter.root, base, side, recorded)
+    refuse_other_config(adapter.root, side)
     return settings, parts
 
 
@@ -219,6 +220,25 @@ def _refuse_other_base(root: Path, base: TensorIndex, side: Path, recorded: Base
         raise CheckpointError(
             f"{root} is an adapter that was trained on {recorded.path}, but the weights in {base.path} are others; "
             f"give that model as base, with the names and dtypes that it had."
+        )
+
+
+def refuse_other_config(root: Path, side: Path) -> None:
+    """Refuse a base that has another config than it had when an adapter was trained on it.
+
+    Args:
+        root: The directory of the adapter.
+        side: The directory with the config of the base.
+
+    Raises:
+        CheckpointError: It computes something else.
+    """
+    recorded = read_base_model(root)
+    if recorded is not None and (changes := config_changes(recorded, side)):
+        raise CheckpointError(
+            f"{root} is an adapter that was trained on {recorded.path}, and config.json in {side} has other values "
+            f"than that had: {', '.join(changes)}. Set them back, or give another base; convert, generate and evaluate "
+            f"use another config where config=PATH names it."
         )
 
 

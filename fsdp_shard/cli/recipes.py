@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -248,9 +249,31 @@ def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
         check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
         launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)
     else:
+        missing = _missing_directories(Path(config.run_dir).absolute())
         if not recipe.writes_config:
             configs.write_config(config)
-        recipe.perform(config)
+        try:
+            recipe.perform(config)
+        except InputError:
+            _remove_made(missing)
+            raise
+
+
+def _missing_directories(run_dir: Path) -> list[Path]:
+    """The run directory and those around it that do not exist, from the inside out."""
+    return list(takewhile(lambda path: not path.exists(), (run_dir, *run_dir.parents)))
+
+
+def _remove_made(directories: Sequence[Path]) -> None:
+    """Remove directories that were made for what is refused, unless there is more in them than the config."""
+    for number, directory in enumerate(directories):
+        names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
+        if names - ({checkpoint.CONFIG_FILE} if number == 0 else set()):
+            return
+        for name in names:
+            (directory / name).unlink(missing_ok=True)
+        if directory.is_dir():
+            directory.rmdir()
 
 
 def _make_run_dir(config: configs.RunConfig) -> None:

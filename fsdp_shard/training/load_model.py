@@ -16,7 +16,7 @@ from fsdp_shard.models import ModelConfig, attention_implementations, no_split_b
 from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
-from fsdp_shard.training.model_identity import model_name, other_model
+from fsdp_shard.training.model_identity import model_name, other_config, other_model
 from fsdp_shard.training.model_origin import NewHead, classifier_entries, empty_model, layer_drop_notes
 from fsdp_shard.training.peft import initial_values, lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
@@ -282,11 +282,16 @@ def _base_model(
         began, where = (recorded.adapter, recorded.adapter_path) if recorded is not None else (None, None)
         if resumed is None and (earlier := locate_earlier(adapter, model_name(config))) is not None:
             began, where = checkpoint.fingerprint(earlier.index), adapter.path
-        model = lora.base_path(config, source), checkpoint.fingerprint(index)
-        return checkpoint.BaseModel(*model, adapter.quantize, adapter=began, adapter_path=where)
+        if resumed and recorded and (changes := checkpoint.config_changes(recorded, source.model_directory)):
+            raise other_config(resumed, recorded, config.path, changes)
+        model, values = lora.base_path(config, source), checkpoint.computation(source.model_directory)
+        return checkpoint.BaseModel(
+            model, checkpoint.fingerprint(index), adapter.quantize, adapter=began, adapter_path=where, config=values
+        )
     if resumed is not None:
         return checkpoint.read_base_model(resumed)
-    return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index))
+    values = checkpoint.computation(source.model_directory)
+    return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index), config=values)
 
 
 def _head_changes(

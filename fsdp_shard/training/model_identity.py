@@ -1,6 +1,7 @@
 """Whether `model.path` is the model that the run to resume began from, by what its step records of that."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_shard import checkpoint
@@ -24,10 +25,11 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
         step_directory: The step to resume from, if any.
 
     Returns:
-        A line to print if they could not be compared, and the run resumes all the same.
+        A line to print if they could not be compared, or if only the config has changed, which is then not used; the
+        run resumes all the same.
 
     Raises:
-        CheckpointError: It is another model, or there is none.
+        CheckpointError: It is another model, or there is none; or its config has changed, and the run uses it.
     """
     if step_directory is None:
         return None
@@ -45,6 +47,7 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
         source = checkpoint.locate(given.path, given.gguf_file, fetch_weights=False) if is_unchanged else config.source
         with source.model_index as index:
             is_same = checkpoint.is_base_model(index, recorded, source.model_directory)
+        changes = checkpoint.config_changes(recorded, source.model_directory)
     except InputError as error:
         if is_unchanged:
             return f"model.path={given.path} was not compared with the start of the run, as it is gone: {error}"
@@ -54,7 +57,25 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
         ) from error
     if not is_same:
         raise other_model(step_directory, recorded, given.path)
-    return None
+    if not changes:
+        return None
+    has_reference = getattr(getattr(config, "objective", None), "reference", None) is not None
+    if has_reference or checkpoint.is_adapter(step_directory):
+        raise other_config(step_directory, recorded, given.path, changes)
+    return (
+        f"config.json of model.path={given.path} has changed since the run began from it ({', '.join(changes)}), and "
+        f"has no effect: the config of {step_directory} is used"
+    )
+
+
+def other_config(
+    step_directory: Path, recorded: checkpoint.BaseModel, path: str, changes: Sequence[str]
+) -> CheckpointError:
+    """The error for a model at `path` with the weights, but not the config, that a step records."""
+    return CheckpointError(
+        f"{step_directory} was trained on {recorded.path}, but config.json of model.path={path} has other values than "
+        f"that had: {', '.join(changes)}. Set them back, or start a new run in another run_dir."
+    )
 
 
 def other_model(step_directory: Path, recorded: checkpoint.BaseModel, path: str) -> CheckpointError:

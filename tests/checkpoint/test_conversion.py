@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_shard.checkpoint import conversion as convert_module, transfer
@@ -580,3 +581,19 @@ def test_a_sealed_adapter_whose_settings_were_changed(tiny_model: Path, tmp_path
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 100}))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is not what was written"):
         convert(adapter, tmp_path / "target", overwrite=True)
+
+
+def test_a_named_config_is_of_the_tensors(tiny_model: Path, tmp_path: Path) -> None:
+    weights = load_file(tiny_model / "model.safetensors")
+    for kind, extra in (("whole", {}), ("value", {"value_head.weight": torch.ones(1, 8)})):
+        write_huggingface(tmp_path / kind, weights | extra)
+    both = {f"{part}.{name}": tensor for part in ("actor", "critic") for name, tensor in weights.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(both, checkpoint_id=tmp_path / "both")
+    with pytest.raises(CheckpointError, match=rf"config={tiny_model} is not the config of .*lacks .*it holds actor\."):
+        convert(tmp_path / "both", tmp_path / "target", config=tiny_model)
+    assert not (tmp_path / "target").exists()
+    report = convert(tmp_path / "value", tmp_path / "value-target", config=tiny_model)
+    assert report.notes == (f"not in the model of {tiny_model}/config.json: value_head.weight",)
+    assert report.notes[0] in report.describe(str(tmp_path / "value-target"))
+    assert convert(tmp_path / "whole", tmp_path / "whole-target", config=tiny_model).notes == ()

@@ -510,3 +510,15 @@ def test_hydras_own_ways_of_looking(place: Path) -> None:
 def test_the_module_and_the_command_are_the_same() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert 'fsdp-shard = "fsdp_shard.cli.command_line:main"' in text
+
+
+@pytest.mark.parametrize("run_dir", ["kept", "outputs/deep/new"])
+def test_a_refused_conversion_leaves_nothing(checkpoint: Path, tmp_path: Path, run_dir: str) -> None:
+    (tmp_path / "kept").mkdir()
+    given = (f"target={tmp_path}/t", f"run_dir={tmp_path}/{run_dir}")
+    before = _left(tmp_path)
+    done = fsdp_shard("convert", f"source={checkpoint}", "dtype=bfloat16", f"config={checkpoint}", *given, cwd=tmp_path)
+    assert (done.status, done.err.count("error: ")) == (2, 1), done.err
+    assert not (tmp_path / "outputs").exists()
+    assert (tmp_path / "kept").exists()
+    assert [name for name in _left(tmp_path) if not name.startswith("kept/")] == before

@@ -14,7 +14,16 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fsdp_shard.checkpoint import ADAPTER_BASE, BASE_MODEL, MANIFEST, RUN_CONFIG, read_manifest, verify
+from fsdp_shard.checkpoint import (
+    ADAPTER_BASE,
+    BASE_MODEL,
+    MANIFEST,
+    RUN_CONFIG,
+    BaseModel,
+    config_changes,
+    read_manifest,
+    verify,
+)
 from tests.support.commands import ROOT, run
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, save_model
@@ -356,3 +365,74 @@ def test_a_resume_without_a_length_keeps_that_of_its_step(settings: list[str], r
     assert "set data.sequence_length to that of its run, which was 1024 unless it was given" in refused.err
     again = run_recipe("finetune", run_dir, *settings, "train.steps=4")
     assert again.status == 0, again.err
+
+
+def _edit_config(model: Path, **changes: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.long
+def test_an_adapter_whose_base_has_another_config_is_refused(
+    settings: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    given = [*settings, "adapter=lora", "adapter.target_modules=[q_proj]", f"model.path={model}"]
+    step = run_recipe("finetune", tmp_path / "run", *given).checkpoint
+    longer = [*given, "train.steps=3"]
+
+    _edit_config(model, rms_norm_eps=0.01, rope_parameters={**config["rope_parameters"], "rope_theta": 5e5})
+    was = f"rms_norm_eps {config['rms_norm_eps']} -> 0.01, rope_parameters.rope_theta 10000.0 -> 500000.0"
+    resumed = run_recipe("finetune", tmp_path / "run", *longer)
+    assert (resumed.status, was in resumed.err) == (2, True), resumed.err
+    doctor = run_recipe("doctor", tmp_path / "run", *longer)
+    assert (doctor.status, was in doctor.out) == (1, True), doctor.out
+    other = run_recipe("finetune", tmp_path / "other", *given, f"adapter.path={step}")
+    assert (other.status, was in other.err) == (2, True), other.err
+    convert = ["convert", tmp_path / "convert", f"source={step}", f"target={tmp_path}/merged"]
+    generate = ["generate", tmp_path / "generate", f"checkpoint={step}", "prompt=a"]
+    switched = ["generate", tmp_path / "switched", f"checkpoint={model}", f"adapters={{a: {step}}}", "prompt=a"]
+    for command, *arguments in (convert, generate, switched):
+        ended = run_recipe(str(command), Path(arguments[0]), *map(str, arguments[1:]))
+        assert (ended.status, was in ended.err) == (2, True), ended.err
+    assert not (tmp_path / "merged").exists()
+    named = run_recipe("convert", tmp_path / "named", *map(str, convert[2:]), f"config={model}")
+    assert named.status == 0, named.err
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["rms_norm_eps"] == 0.01
+
+    # What versions of transformers write as they like: nothing of it is another model.
+    del config["attention_dropout"]
+    del config["dtype"]
+    config |= {"transformers_version": "4.40.0", "use_cache": False, "torch_dtype": "float32", "eos_token_id": [1, 2]}
+    (model / "config.json").write_text(json.dumps(config | {"new_entry": 1, "_name_or_path": "elsewhere"}))
+    again = run_recipe("finetune", tmp_path / "run", *longer)
+    assert again.status == 0, again.err
+
+
+@pytest.mark.long
+def test_a_full_run_says_that_another_config_of_its_model_has_no_effect(
+    settings: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    given = [*settings, f"model.path={model}"]
+    first = run_recipe("finetune", tmp_path / "run", *given).checkpoint
+    _edit_config(model, rms_norm_eps=0.01)
+    ended = run_recipe("finetune", tmp_path / "run", *given, "train.steps=3")
+    assert ended.status == 0, ended.err
+    assert f"(rms_norm_eps 1e-06 -> 0.01), and has no effect: the config of {first} is used" in ended.err
+    assert (ended.checkpoint / "config.json").read_bytes() == (first / "config.json").read_bytes()
+
+
+def test_entries_that_programs_add_are_no_changes_but_scaled_positions_are(tmp_path: Path) -> None:
+    def changes(before: dict[str, object], now: dict[str, object]) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(now))
+        return config_changes(BaseModel("m", "f", config=before), tmp_path)
+
+    old, scaled = {"rope_theta": 1e4, "head_dim": 8}, {"rope_type": "yarn", "factor": 4.0}
+    assert changes(old, {"rope_theta": 10000, "rope_scaling": None, "mlp_bias": False}) == []
+    assert changes(old, {**old, "rope_scaling": scaled}) == [f"rope_scaling null -> {json.dumps(scaled)}"]
+    assert changes({**old, "rope_scaling": scaled}, {"rope_parameters": {**scaled, "rope_theta": 1e4}}) == []
+    assert changes({"text_config": old}, {"text_config": {**old, "head_dim": 4}}) == ["text_config.head_dim 8 -> 4"]
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert config_changes(BaseModel("m", "f"), tmp_path) == [], "of an earlier version"

@@ -82,7 +82,8 @@ def teacher_record(config: FinetuneSettings) -> dict[str, bytes]:
     source = config.objective.source
     path = source.path if source.step is None else str(source.weights)
     with replace(source).model_index as index:  # as it is stored: that of a teacher that was loaded may be changed
-        return {checkpoint.TEACHER: checkpoint.BaseModel(path, checkpoint.fingerprint(index)).to_json()}
+        values = checkpoint.computation(source.model_directory)
+        return {checkpoint.TEACHER: checkpoint.BaseModel(path, checkpoint.fingerprint(index), config=values).to_json()}
 
 
 def check_same_teacher(config: FinetuneSettings, step_directory: Path | None) -> None:
@@ -104,3 +105,9 @@ def check_same_teacher(config: FinetuneSettings, step_directory: Path | None) ->
                 f"{config.objective.teacher} holds other weights (names, dtypes, shapes or values differ). Give the "
                 f"teacher that it was trained with, or start a new run in another run_dir."
             )
+    if changes := checkpoint.config_changes(recorded, source.model_directory):
+        raise CheckpointError(
+            f"{step_directory} was trained with the teacher {recorded.path}, but config.json of objective.teacher="
+            f"{config.objective.teacher} has other values than that had: {', '.join(changes)}. Set them back, or start "
+            f"a new run in another run_dir."
+        )
