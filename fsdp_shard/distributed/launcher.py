@@ -235,8 +235,19 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": first_node(nodes),
         "MASTER_PORT": str(port),
     }
+    if (num_local := _num_local_tasks(environment)) is not None:
+        variables["LOCAL_WORLD_SIZE"] = str(num_local)
     # What the user has set takes precedence.
     return {name: environment.get(name, value) for name, value in variables.items()}
+
+
+def _num_local_tasks(environment: Mapping[str, str]) -> int | None:
+    """Return the number of tasks of this step on this machine, as Slurm says: `8(x2),4` are 8, 8 and 4."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)
+    node = environment.get("SLURM_NODEID", "0" if len(counts) == 1 else "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
 def first_node(nodes: str) -> str:

@@ -36,12 +36,14 @@ class Facts:
         device: Its device: cpu, or the number and name of the GPU.
         versions: Versions of libraries on its machine.
         visible: Of each directory that the run writes to, whether the rank sees what rank 0 has written there.
+        gpu_id: UUID of its GPU: where each rank sees only its own, all of them have number 0.
     """
 
     host: str
     device: str
     versions: dict[str, str]
     visible: dict[str, bool]
+    gpu_id: str = ""
 
 
 def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
@@ -91,7 +93,7 @@ def judge(facts: Sequence[Facts], seconds: float, bytes_per_second: float) -> It
                 f"{blind[0]} does not see what {facts[0].host} writes to {directory}; give a directory that all "
                 f"machines share."
             )
-    gpus = [(fact.host, fact.device) for fact in facts if fact.device != "cpu"]
+    gpus = [(fact.host, fact.device, fact.gpu_id) for fact in facts if fact.device != "cpu"]
     if shared := next((gpu for gpu in gpus if gpus.count(gpu) > 1), None):
         yield problem(f"two ranks use {shared[1]} of {shared[0]}; each needs a GPU of its own.")
     machines = f"on {len(hosts)} machines " if len(hosts) > 1 else ""
@@ -124,11 +126,12 @@ def _probe(findings: str, config: FinetuneConfig) -> None:
 
 
 def _facts(context: DistributedContext, written: dict[str, str]) -> Facts:
-    device = context.device.type
+    device, gpu_id = context.device.type, ""
     if device == "cuda":
-        device = f"GPU {context.device.index} ({torch.cuda.get_device_properties(context.device).name})"
+        properties = torch.cuda.get_device_properties(context.device)
+        device, gpu_id = f"GPU {context.device.index} ({properties.name})", str(properties.uuid)
     visible = {directory: os.path.exists(mark) for directory, mark in written.items()}
-    return Facts(platform.node(), device, versions(), visible)
+    return Facts(platform.node(), device, versions(), visible, gpu_id)
 
 
 def _all_reduce_rate(context: DistributedContext) -> float:

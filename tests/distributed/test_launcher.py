@@ -87,6 +87,15 @@ def test_slurm_variables_become_those_of_torchrun() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tasks", "node", "own"), [("8", None, "8"), ("8(x2),4", "1", "8"), ("8(x2),4", "2", "4"), ("8(x2)", None, None)]
+)
+def test_slurm_says_how_many_ranks_a_machine_has(tasks: str, node: str | None, own: str | None) -> None:
+    """Else each would take its part of a machine's memory and GPUs for that of one among all ranks."""
+    slurm = _SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks} | ({} if node is None else {"SLURM_NODEID": node})
+    assert slurm_variables(slurm).get("LOCAL_WORLD_SIZE") == own
+
+
+@pytest.mark.parametrize(
     ("nodes", "first"),
     [
         ("a", "a"),

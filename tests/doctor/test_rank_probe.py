@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from fsdp_shard.doctor import rank_probe
 from fsdp_shard.doctor.findings import OK, PROBLEM
 from fsdp_shard.doctor.rank_probe import Facts, judge
 
@@ -35,6 +39,18 @@ def test_what_keeps_ranks_from_working_together(other: Facts, said: str) -> None
     assert first.mark == PROBLEM
     assert said in first.text
     assert last.mark == OK
+
+
+def test_ranks_that_see_only_their_own_gpu_have_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `srun --gpus-per-task=1`: each GPU is number 0 of its rank. torch.cuda is stood in for."""
+    seen = iter(("4f2a", "91c0"))
+    found = lambda device: SimpleNamespace(name="X", uuid=next(seen))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found)
+    context: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    facts = [rank_probe._facts(context, {}) for _ in range(2)]
+    assert [fact.device for fact in facts] == ["GPU 0 (X)"] * 2
+    (finding,) = judge(facts, 1.0, 1e9)
+    assert finding.mark == OK
 
 
 def test_ranks_on_cores_share_a_device() -> None:

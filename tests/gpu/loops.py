@@ -76,7 +76,7 @@ class Measured:
     peak_bytes: int
 
 
-def sharded(job: Job, context: DistributedContext, device: Device) -> ShardedModel:
+def sharded(job: Job, context: DistributedContext) -> ShardedModel:
     """The model of a job with random weights, sharded as `load_sharded` does."""
     options = dict(job.shard)
     settings = WRAPPERS[options.pop("wrapper", "fsdp2")](**options)
@@ -84,14 +84,14 @@ def sharded(job: Job, context: DistributedContext, device: Device) -> ShardedMod
     use_loss_head(model, "auto")
     rebuild_buffers(model, context.device)
     found = settings.shard(model, context)
-    fill_shards(found, device)
+    fill_shards(found, context.device)
     return found
 
 
 @torch.no_grad()
-def fill_shards(model: ShardedModel, device: Device, seed: int = 0) -> None:
-    """Give this rank's shards random values, whatever the wrapper."""
-    generator = torch.Generator("cpu" if IS_REHEARSAL else device.torch_device).manual_seed(seed)
+def fill_shards(model: ShardedModel, device: torch.device, seed: int = 0) -> None:
+    """Give this rank's shards random values, drawn on the `device` of this rank, whatever the wrapper."""
+    generator = torch.Generator(device).manual_seed(seed)
     for name, shard in model.local_shards().items():
         if not isinstance(shard.tensor, torch.nn.Parameter) and not shard.data.is_floating_point():
             continue
@@ -106,7 +106,7 @@ def fill_shards(model: ShardedModel, device: Device, seed: int = 0) -> None:
 def ours(job: Job, device: Device) -> Iterator[float]:
     """Steps of our loop, each when it is asked for; their losses."""
     with init_distributed(device.type, timeout_seconds=120) as context, TemporaryDirectory() as directory:
-        model = sharded(job, context, device)
+        model = sharded(job, context)
         run = training_run(job, model, context)
         with run.stop, RunLog(directory, run) as log:
             for report in train(run):

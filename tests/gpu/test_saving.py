@@ -45,7 +45,7 @@ def staged_saves(job: Job, num_saves: int) -> tuple[int, float]:
     """Bytes of saves in the background that differ from copies made while nothing ran; memory over staged bytes."""
     device = open_device()
     with init_distributed(device.type, timeout_seconds=60) as context:
-        model = sharded(job, context, device)
+        model = sharded(job, context)
         run = training_run(job, model, context)
         running, staging, wrong, growth = train(run), Staging(), 0, 0.0
         next(running)  # makes the optimizer's state
@@ -110,7 +110,7 @@ def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], li
     """Seconds of steps without a save, of the steps after one, and of the calls that began one."""
     device = open_device()
     with init_distributed(device.type, timeout_seconds=60) as context:
-        model = sharded(job, context, device)
+        model = sharded(job, context)
         run = training_run(job, model, context)
         aliases = tied_names(build_on_meta(job.config, job.dtype))
         loaded = LoadedModel(model=model, num_params=0, num_blocks=0, aliases=aliases, figures=LoadFigures(0, 0, 0, 0))

@@ -296,7 +296,7 @@ def small_losses(job: Job, kind: str, steps: int) -> list[float]:
 
 def filled_alike(job: Job, context: DistributedContext) -> ShardedModel:
     """The model of a job with weights that depend on their names alone, on no device and number of ranks."""
-    model = sharded(job, context, open_device())
+    model = sharded(job, context)
     for name, shard in model.local_shards().items():
         if not isinstance(shard.tensor, torch.nn.Parameter):
             continue

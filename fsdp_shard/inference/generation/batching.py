@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
 from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.named_adapters import use_adapter
@@ -71,7 +71,9 @@ def complete(
         Completions in the order of the prompts; on data-parallel ranks other than rank 0, none.
     """
     rank, num_ranks = (context.data_rank, context.num_data_ranks) if context else (0, 1)
-    num_done = context.broadcast_object(num_done) if context else num_done
+    if context is not None:  # one may have a batch whose answers are long, and another none
+        context = context.with_new_group(LONG_WAIT_SECONDS)
+        num_done = context.broadcast_object(num_done)
     lengths, reads_padding = [len(ids) for ids in encoded], is_stateful(decoder.model)
     adapters = [prompt.adapter for prompt in prompts]
     for window in windows(lengths, decoder.settings.batch_size, equal=reads_padding, kinds=adapters):
