@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fsdp_shard.models import attention_implementations
-from fsdp_shard.planning.step.tape.recorder import GROUPED_PRODUCT, grouped_product
+from fsdp_shard.planning.step.recording.recorder import GROUPED_PRODUCT, grouped_product
 from fsdp_shard.sharding import is_saved_operator
 from fsdp_shard.utils import TorchDispatchMode, replace_tensors, tree_leaves, tree_map
 
