@@ -1,6 +1,6 @@
 """The memory of `generate` on each device, from configs alone: weights by the device map, KV cache and activations.
 
-One prefill pass and one pass of decoding at full length run on fake tensors, as in training (`step/tape/recording.py`).
+One prefill pass and one pass of decoding at full length run on fake tensors, as in training (`step/recording`).
 What a pass keeps outside the KV cache is counted on the device whose block runs. Samples are drawn by top-p, which
 takes more than the most likely token does. A rank computes a batch at a time, of one length and with a mask of its
 padding.
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, TopPLogitsWarper
 
 from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, device_name
 from fsdp_shard.models import no_split_blocks
-from fsdp_shard.planning.step.moment import ACTIVATIONS, Moment, highest
-from fsdp_shard.planning.step.tape.events import DONE, LEAVE, Event
-from fsdp_shard.planning.step.tape.recorder import Recorder, pinned_bytes, storages_of
-from fsdp_shard.planning.step.tape.recording import record_forward
+from fsdp_shard.planning.step.recording.events import DONE, LEAVE, Event
+from fsdp_shard.planning.step.recording.record_passes import record_forward
+from fsdp_shard.planning.step.recording.recorder import Recorder, pinned_bytes, storages_of
+from fsdp_shard.planning.step.snapshot import ACTIVATIONS, Snapshot, highest
 from fsdp_shard.utils import first_line, format_size, format_table, storage_key
 
 WEIGHTS, ADAPTERS, IN_FLIGHT, READ, CACHE = "weights", "adapters", "blocks in flight", "read buffers", "KV cache"
@@ -31,26 +31,26 @@ _TERMS = (WEIGHTS, ADAPTERS, IN_FLIGHT, READ, CACHE, ACTIVATIONS)
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What is on each device at the highest moment of each phase.
+    """What is on each device at the highest snapshot of each phase.
 
     Attributes:
-        peaks: Device -> its highest moment of each phase, in order.
-        problem: Why activations could not be measured, if so; then there are no moments.
+        peaks: Device -> its highest snapshot of each phase, in order.
+        problem: Why activations could not be measured, if so; then there are no snapshots.
         uncounted: What the peaks do not have, in a sentence, if anything.
     """
 
-    peaks: Mapping[str, Sequence[Moment]] = field(default_factory=dict)
+    peaks: Mapping[str, Sequence[Snapshot]] = field(default_factory=dict)
     problem: str | None = None
     uncounted: str | None = None
 
     @property
     def peak_bytes(self) -> dict[str, int]:
         """The most bytes on each device."""
-        return {device: highest(moments).total_bytes for device, moments in self.peaks.items()}
+        return {device: highest(snapshots).total_bytes for device, snapshots in self.peaks.items()}
 
     def figures(self) -> dict[str, Any]:
         """The figures of result.json."""
-        peaks = {device: [asdict(moment) for moment in moments] for device, moments in self.peaks.items()}
+        peaks = {device: [asdict(snapshot) for snapshot in snapshots] for device, snapshots in self.peaks.items()}
         return {"peak_bytes": self.peak_bytes, "peaks": peaks, "problem": self.problem, "uncounted": self.uncounted}
 
     def describe(self, budget: KVCacheBudget) -> str:
@@ -59,10 +59,10 @@ class GenerationPlan:
             return f"What else generation takes could not be measured ({self.problem})."
         shown = [term for term in _TERMS if any(term in m.terms for found in self.peaks.values() for m in found)]
         rows = [["device", "phase", "all", *shown, "at"]]
-        for device, moments in self.peaks.items():
-            for moment in moments:
-                sizes = [moment.total_bytes, *(moment.terms.get(term, 0) for term in shown)]
-                rows.append([device, moment.phase, *map(format_size, sizes), moment.where or "(root)"])
+        for device, snapshots in self.peaks.items():
+            for snapshot in snapshots:
+                sizes = [snapshot.total_bytes, *(snapshot.terms.get(term, 0) for term in shown)]
+                rows.append([device, snapshot.phase, *map(format_size, sizes), snapshot.where or "(root)"])
         peaks = ", ".join(f"{format_size(size)} on {device}" for device, size in self.peak_bytes.items())
         summary = f"Generation of {budget} takes up to {peaks}. {self.uncounted or ''}".rstrip()
         return "\n".join([*format_table(rows), "", summary])
@@ -166,7 +166,7 @@ def plan_generation(
         repeated = [fqn for fqn in repeated if "decoder" in fqn.split(".")]
     passes = _Passes(model, budget)
     try:
-        tape, like = record_forward(model, passes, has_mask=budget.batch_size > 1)
+        recording, like = record_forward(model, passes, has_mask=budget.batch_size > 1)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
         return GenerationPlan(problem=first_line(error))
     adapters: dict[str, int] = {}
@@ -179,7 +179,7 @@ def plan_generation(
     simulator = _GenerationSimulator(
         devices, buffers, cached, adapters, READ_BYTES if casts or devices.main != "cpu" else 0
     )
-    simulator.replay(tape)
+    simulator.replay(recording)
     return GenerationPlan(simulator.peaks(), uncounted=_uncounted(model, quantize))
 
 
@@ -195,14 +195,14 @@ def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
 
 
 class _GenerationSimulator:
-    """Replays a recorded tape: what is on each device at each moment."""
+    """Replays a recording: what is on each device at each point."""
 
     def __init__(
         self, devices: DevicePlan, buffers: int, cached: Mapping[str, int], adapters: Mapping[str, int], read: int
     ) -> None:
         self._devices, self._cached = devices, cached
         self._main = device_name(devices.main)
-        self._moments: dict[str, dict[str, list[Moment]]] = {}
+        self._snapshots: dict[str, dict[str, list[Snapshot]]] = {}
         self._state: dict[str, dict[str, int]] = {}
         for device, num_bytes in devices.resident_bytes.items():
             if device != "disk":
@@ -221,11 +221,11 @@ class _GenerationSimulator:
         for device in self._state:
             self._note(device, "load", "", 0)
 
-    def replay(self, tape: Sequence[Event]) -> None:
+    def replay(self, recording: Sequence[Event]) -> None:
         """Replay a prefill pass and a pass of decoding."""
         phases = iter(_PHASES)
         live, phase, before = 0, next(phases), list[tuple[str, str, int]]()
-        for event in tape:
+        for event in recording:
             before.append((event.module if event.kind == LEAVE else "", event.kind, live + event.rise))
             live += event.change
             if event.kind != DONE:
@@ -263,11 +263,12 @@ class _GenerationSimulator:
         self, device: str, phase: str, where: str, activations: int, held: Mapping[str, int] | None = None
     ) -> None:
         terms = {**self._state[device], CACHE: (held or {}).get(device, 0), ACTIVATIONS: activations}
-        moment = Moment(phase, where, {term: num for term, num in terms.items() if num})
-        self._moments.setdefault(device, {}).setdefault(phase, []).append(moment)
+        snapshot = Snapshot(phase, where, {term: num for term, num in terms.items() if num})
+        self._snapshots.setdefault(device, {}).setdefault(phase, []).append(snapshot)
 
-    def peaks(self) -> dict[str, list[Moment]]:
-        """The highest moment of each phase, by device."""
+    def peaks(self) -> dict[str, list[Snapshot]]:
+        """The highest snapshot of each phase, by device."""
         return {
-            device: [highest(moments) for moments in by_phase.values()] for device, by_phase in self._moments.items()
+            device: [highest(snapshots) for snapshots in by_phase.values()]
+            for device, by_phase in self._snapshots.items()
         }

@@ -1,8 +1,8 @@
 """Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
-Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
+Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each point of a
 step, an evaluation and a save, simulated unit by unit (`step/simulators`) from what one micro-batch keeps
-(`step/tape`). The peak is the highest of these moments. It counts tensors. The overhead of a GPU
+(`step/recording`). The peak is the highest of these snapshots. It counts tensors. The overhead of a GPU
 (`device_overhead`) is shown apart.
 """
 
@@ -17,7 +17,15 @@ from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_an
 from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun, RankMemory
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.device_overhead import device_overhead
-from fsdp_shard.planning.step.moment import (
+from fsdp_shard.planning.step.shard_state import (
+    RankPart,
+    ShardState,
+    part_of_rank,
+    shard_states,
+    staged_bytes,
+    unit_shards,
+)
+from fsdp_shard.planning.step.snapshot import (
     ACTIVATIONS,
     BUFFERS,
     DIRECTIONS,
@@ -28,18 +36,10 @@ from fsdp_shard.planning.step.moment import (
     TEMPORARIES,
     UNREDUCED,
     ZEROS,
-    Moment,
+    Snapshot,
     highest,
 )
-from fsdp_shard.planning.step.shard_state import (
-    RankPart,
-    ShardState,
-    part_of_rank,
-    shard_states,
-    staged_bytes,
-    unit_shards,
-)
-from fsdp_shard.planning.step.step_moments import SimulatedStep, plan_step
+from fsdp_shard.planning.step.step_snapshots import SimulatedStep, plan_step
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:
@@ -107,7 +107,7 @@ class _Shared:
     """What all ranks have in common.
 
     Attributes:
-        moments: The moments of a run.
+        snapshots: The snapshots of a run.
         highest: The highest of each phase.
         unsharded: The most bytes that are unsharded, with buffers.
         activations: The most bytes of activations and of the loss; None if they could not be measured.
@@ -117,8 +117,8 @@ class _Shared:
         directions: As in `SimulatedStep`.
     """
 
-    moments: tuple[Moment, ...]
-    highest: tuple[Moment, ...]
+    snapshots: tuple[Snapshot, ...]
+    highest: tuple[Snapshot, ...]
     unsharded: int
     activations: int | None
     offloaded: int
@@ -129,14 +129,16 @@ class _Shared:
     @classmethod
     def of(cls, step: SimulatedStep) -> Self:
         """What a simulated step has in common for its ranks."""
-        moments, by_phase = step.moments, dict[str, list[Moment]]()
-        for moment in moments:
-            by_phase.setdefault(moment.phase, []).append(moment)
-        unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in moments), default=0)
-        activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in moments), default=0)
+        snapshots, by_phase = step.snapshots, dict[str, list[Snapshot]]()
+        for snapshot in snapshots:
+            by_phase.setdefault(snapshot.phase, []).append(snapshot)
+        unsharded = max((_sum(snapshot, GATHERED, UNREDUCED, BUFFERS) for snapshot in snapshots), default=0)
+        activations = max((_sum(snapshot, ACTIVATIONS, LOSS_TERM) for snapshot in snapshots), default=0)
         known = None if step.problem else activations
         tops = tuple(map(highest, by_phase.values()))
-        return cls(moments, tops, unsharded, known, step.offloaded_bytes, step.problem, step.uncounted, step.directions)
+        return cls(
+            snapshots, tops, unsharded, known, step.offloaded_bytes, step.problem, step.uncounted, step.directions
+        )
 
 
 def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:
@@ -159,8 +161,8 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared,
         needed_host_bytes=host + staging + shared.offloaded if run.on_gpu else 0,
         reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
         average_bytes=state.average,
-        schedule=shared.moments,
-        highest_moments=shared.highest,
+        schedule=shared.snapshots,
+        highest_snapshots=shared.highest,
         own={name: num for name, num in own.items() if num},
         own_in=_own_in_phases(state, run, shared.directions[rank] if shared.directions else 0),
     )
@@ -178,8 +180,8 @@ def _own_in_phases(state: ShardState, run: PlannedRun, directions: int) -> dict[
     return found | {"resume": resumed, "optimizer": updates}
 
 
-def _sum(moment: Moment, *terms: str) -> int:
-    return sum(moment.terms.get(term, 0) for term in terms)
+def _sum(snapshot: Snapshot, *terms: str) -> int:
+    return sum(snapshot.terms.get(term, 0) for term in terms)
 
 
 def _shard_of(rank: int, run: PlannedRun) -> int:

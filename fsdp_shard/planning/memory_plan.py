@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.step.moment import EVA, Moment
+from fsdp_shard.planning.step.snapshot import EVA, Snapshot
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
@@ -113,10 +113,10 @@ class RankMemory:
             that copy, page-locked memory as torch allocates it; Python and libraries are not counted.
         reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
-        schedule: The moments of a run, without what only some ranks have; shared by ranks.
-        highest_moments: Those of `schedule` with the most bytes in their phase: what a rank adds is the same
+        schedule: The snapshots of a run, without what only some ranks have; shared by ranks.
+        highest_snapshots: Those of `schedule` with the most bytes in their phase: what a rank adds is the same
             within a phase, so that its peak is one of them.
-        own: Bytes by term that this rank adds, at each moment from the first step on.
+        own: Bytes by term that this rank adds, at each point from the first step on.
         own_in: The same in one phase only, by phase.
     """
 
@@ -131,8 +131,8 @@ class RankMemory:
     needed_host_bytes: int = 0
     reference_bytes: int = 0
     average_bytes: int = 0
-    schedule: tuple[Moment, ...] = ()
-    highest_moments: tuple[Moment, ...] = ()
+    schedule: tuple[Snapshot, ...] = ()
+    highest_snapshots: tuple[Snapshot, ...] = ()
     own: Mapping[str, int] = field(default_factory=dict)
     own_in: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
@@ -142,29 +142,29 @@ class RankMemory:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.average_bytes
 
     @property
-    def moments(self) -> tuple[Moment, ...]:
-        """What is on the device at each moment of a run."""
-        return tuple(self._complete(moment) for moment in self.schedule)
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """What is on the device at each point of a run."""
+        return tuple(self._complete(snapshot) for snapshot in self.schedule)
 
     @cached_property
-    def peak(self) -> Moment | None:
-        """The moment with the most bytes on the device; None when the activations could not be measured."""
-        if self.activations_bytes is None or not self.highest_moments:
+    def peak(self) -> Snapshot | None:
+        """The snapshot with the most bytes on the device; None when the activations could not be measured."""
+        if self.activations_bytes is None or not self.highest_snapshots:
             return None
-        return self._complete(max(self.highest_moments, key=lambda moment: sum(self._terms(moment).values())))
+        return self._complete(max(self.highest_snapshots, key=lambda snapshot: sum(self._terms(snapshot).values())))
 
     @property
     def peak_bytes(self) -> int | None:
         """The most bytes of tensors on the device; None when the activations could not be measured."""
         return None if self.peak is None else self.peak.total_bytes
 
-    def _complete(self, moment: Moment) -> Moment:
-        return replace(moment, terms=self._terms(moment))
+    def _complete(self, snapshot: Snapshot) -> Snapshot:
+        return replace(snapshot, terms=self._terms(snapshot))
 
-    def _terms(self, moment: Moment) -> dict[str, int]:
-        """Bytes by term at a moment, with what only this rank has."""
-        own = {} if moment.phase in ("load", EVA, "resume") else self.own
-        return {**own, **moment.terms, **self.own_in.get(moment.phase, {})}
+    def _terms(self, snapshot: Snapshot) -> dict[str, int]:
+        """Bytes by term at a point, with what only this rank has."""
+        own = {} if snapshot.phase in ("load", EVA, "resume") else self.own
+        return {**own, **snapshot.terms, **self.own_in.get(snapshot.phase, {})}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from fsdp_shard.planning.single_plan import plan_one
 from fsdp_shard.utils import only_errors_of, require_package
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from fsdp_shard.planning.measured.measured_run import MeasuredRun
     from fsdp_shard.planning.memory_plan import PlannedRun
 
@@ -86,8 +88,9 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     )  # fmt: skip
     plan = plan_search if config.search else plan_one
     with only_errors_of("transformers"):
+        notes = _notes(run, is_adapter_read=_reads_adapter(model_config, run))
         found = plan(config, model, model_config, run)
-    text = f"{context.describe(length)}\n{_quantization_line(model)}{_notes(run)}{found.text}"
+    text = f"{context.describe(length)}\n{_quantization_line(model)}{notes}{found.text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
@@ -128,10 +131,24 @@ def _measured(config: PlannedSettings) -> MeasuredRun:
     return measured
 
 
-def _notes(run: PlannedRun) -> str:
-    """Lines about the objective, about an adapter that is not read, and about prompts whose tokens are not known."""
+def _reads_adapter(model_config: PretrainedConfig, run: PlannedRun) -> bool:
+    """Whether the adapter of `adapter.path` is on this machine; ConfigError if the other settings define another."""
+    from fsdp_shard.planning.meta_model import build_adapted
+    from fsdp_shard.training import LoraConfig, check_planned
+
+    if not isinstance(run.adapter, LoraConfig) or run.adapter.path is None:
+        return False
+    built, adapter = build_adapted(model_config, run.model, run.adapter, run.model.dtype)
+    assert adapter is not None
+    return check_planned(adapter, run.adapter, {name: tuple(param.shape) for name, param in built.named_parameters()})
+
+
+def _notes(run: PlannedRun, *, is_adapter_read: bool) -> str:
+    """Lines about the objective, about an adapter that is not there, and about prompts whose tokens are not known."""
     path = getattr(run.adapter, "path", None)
-    of_adapter = "" if path is None else f"adapter.path={path} is not read: the adapter is that of the other settings\n"
+    of_adapter = ""
+    if path is not None and not is_adapter_read:
+        of_adapter = f"adapter.path={path} is not on this machine: the adapter is that of the other settings\n"
     of_prompts = ""
     if run.train.sample_prompts:
         of_prompts = "train.sample_prompts are taken to have a token for each byte, and data.kind to add none\n"

@@ -46,7 +46,7 @@ _FIGURES = (
 
 
 def _rank_figures(rank: RankMemory) -> dict[str, Any]:
-    """The figures of a rank, with the moment of its peak."""
+    """The figures of a rank, with the snapshot of its peak."""
     peak = None if rank.peak is None else asdict(rank.peak)
     return {name: getattr(rank, name) for name in _FIGURES} | {"peak": peak}
 

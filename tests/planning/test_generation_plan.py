@@ -95,7 +95,7 @@ def test_the_command_shows_the_peak_of_generation(tmp_path: Path) -> None:
     ended = run_recipe("plan", tmp_path / "run", *given)
     assert ended.status == 0, ended.err
     generation = ended.result["dispatch"]["generation"]
-    assert [moment["phase"] for moment in generation["peaks"]["cpu"]] == ["load", "prefill", "logits", "decode"]
+    assert [snapshot["phase"] for snapshot in generation["peaks"]["cpu"]] == ["load", "prefill", "logits", "decode"]
     assert generation["peak_bytes"]["cpu"] == max(sum(m["terms"].values()) for m in generation["peaks"]["cpu"])
     assert "Generation of 1 text of 64 tokens takes up to" in ended.out
     assert "adapters" not in ended.out

@@ -19,8 +19,8 @@ from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import optimizer as planned_optimizer
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
-from fsdp_shard.planning.step.tape.events import END, LEAVE, Event
-from fsdp_shard.planning.step.tape.recording import record_tape
+from fsdp_shard.planning.step.recording.events import END, LEAVE, Event
+from fsdp_shard.planning.step.recording.record_passes import record_passes
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, plan_units, recompute_blocks
 from fsdp_shard.training import (
     OBJECTIVES,
@@ -146,18 +146,18 @@ def saved_bytes(rows: int, length: int, dtype: torch.dtype, *, checkpointing: bo
     return sum(storage.nbytes() for storage in storages)
 
 
-def tape_of(layers: int, rows: int, length: int, dtype: torch.dtype, **settings: Any) -> list[Event]:
-    """The tape of a micro-batch of the tiny model."""
+def recording_of(layers: int, rows: int, length: int, dtype: torch.dtype, **settings: Any) -> list[Event]:
+    """The recording of a micro-batch of the tiny model."""
     model = build_on_meta(llama_config(layers=layers), dtype)
     shard = Fsdp2Config(param_dtype=str(dtype).removeprefix("torch."), **settings)
     make = partial(planned_batch, model, ObjectiveConfig(), None, BatchSize(rows, length))
-    return list(record_tape(model, shard, plan_units(model, shard), make).training)
+    return list(record_passes(model, shard, plan_units(model, shard), make).training)
 
 
-def kept_by_forward(tape: list[Event]) -> int:
+def kept_by_forward(recording: list[Event]) -> int:
     """Live bytes when the root is left."""
-    end = next(number for number, event in enumerate(tape) if (event.kind, event.module) == (LEAVE, ""))
-    return sum(event.change for event in tape[: end + 1])
+    end = next(number for number, event in enumerate(recording) if (event.kind, event.module) == (LEAVE, ""))
+    return sum(event.change for event in recording[: end + 1])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -165,29 +165,29 @@ def kept_by_forward(tape: list[Event]) -> int:
 def test_the_forward_pass_leaves_what_autograd_keeps(
     rows: int, length: int, dtype: torch.dtype, checkpointing: bool
 ) -> None:
-    tape = tape_of(3, rows, length, dtype, activation_checkpointing=checkpointing)
+    recording = recording_of(3, rows, length, dtype, activation_checkpointing=checkpointing)
     # Besides: the angles of positions, which recomputation keeps as arguments of blocks, and flat token ids.
     real = saved_bytes(rows, length, dtype, checkpointing=checkpointing)
     tokens = 8 * rows * length  # which are part of the batch
-    assert real - tokens <= kept_by_forward(tape) <= real + 2 * 12 * length * dtype.itemsize + tokens
+    assert real - tokens <= kept_by_forward(recording) <= real + 2 * 12 * length * dtype.itemsize + tokens
 
 
-def test_the_tape_ends_with_nothing_alive() -> None:
-    tape = tape_of(3, 2, 64, torch.float32)
-    assert sum(event.change for event in tape) == 0
-    assert sum(event.gradients for event in tape) == 4 * plan(llama_config(layers=3)).num_params
-    assert [event.kind for event in tape][-1] == END
+def test_the_recording_ends_with_nothing_alive() -> None:
+    recording = recording_of(3, 2, 64, torch.float32)
+    assert sum(event.change for event in recording) == 0
+    assert sum(event.gradients for event in recording) == 4 * plan(llama_config(layers=3)).num_params
+    assert [event.kind for event in recording][-1] == END
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [False, True, 2, "selective"])
 def test_blocks_that_are_alike_are_run_three_times_and_repeated(kind: bool | int | str) -> None:
-    nine, eleven = (tape_of(layers, 2, 64, torch.bfloat16, activation_checkpointing=kind) for layers in (9, 11))
+    nine, eleven = (recording_of(layers, 2, 64, torch.bfloat16, activation_checkpointing=kind) for layers in (9, 11))
     extra = [event for event in eleven if event.module not in {each.module for each in nine}]
     assert {event.module for event in extra} == {"model.layers.9", "model.layers.10"}
     assert len(eleven) - len(nine) == len(extra) == 8
-    one = kept_by_forward(tape_of(2, 2, 64, torch.bfloat16, activation_checkpointing=kind))
-    two = kept_by_forward(tape_of(4, 2, 64, torch.bfloat16, activation_checkpointing=kind))
+    one = kept_by_forward(recording_of(2, 2, 64, torch.bfloat16, activation_checkpointing=kind))
+    two = kept_by_forward(recording_of(4, 2, 64, torch.bfloat16, activation_checkpointing=kind))
     # Of an odd and an even block together, the same whether they were run or repeated.
     assert kept_by_forward(eleven) - kept_by_forward(nine) == two - one
 
@@ -207,9 +207,9 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
 def test_settings_change_what_they_should() -> None:
     base = plan(num_ranks=2).per_rank[0]
     assert base.peak is not None
-    assert base.peak_bytes == base.peak.total_bytes == max(moment.total_bytes for moment in base.moments)
+    assert base.peak_bytes == base.peak.total_bytes == max(snapshot.total_bytes for snapshot in base.snapshots)
     phases = ["load", "forward", "loss", "backward", "reduce", "optimizer", "evaluation", "save"]
-    assert list(dict.fromkeys(moment.phase for moment in base.moments)) == phases
+    assert list(dict.fromkeys(snapshot.phase for snapshot in base.snapshots)) == phases
 
     deep = [plan(llama_config(layers=6), shard=Fsdp2Config(reshard_after_forward=r)).per_rank[0] for r in (True, False)]
     layer = 2 * (36 * 36 * 2 + 12 * 36 * 2 + 3 * 85 * 36 + 72)
@@ -242,8 +242,8 @@ def test_what_is_whole_for_a_while() -> None:
     config = llama_config(layers=6)
 
     def gathered(shard: ShardConfig, phase: str, **settings: Any) -> int:
-        moments = plan(config, num_ranks=4, shard=shard, **settings).per_rank[0].moments
-        return max(moment.terms.get("gathered", 0) for moment in moments if moment.phase == phase)
+        snapshots = plan(config, num_ranks=4, shard=shard, **settings).per_rank[0].snapshots
+        return max(snapshot.terms.get("gathered", 0) for snapshot in snapshots if snapshot.phase == phase)
 
     base = Fsdp2Config()
     layer = gathered(base, "backward") - gathered(Fsdp2Config(prefetch_backward=2), "backward")

@@ -197,7 +197,7 @@ def test_a_planned_run_takes_what_was_planned(name: str) -> None:
         _TABLE.append(f"{name:38}{rank.peak_bytes:12}{found.peak:14}  {rank.peak_bytes / found.peak - 1:+.2%}")
         assert 1.0 <= rank.peak_bytes / found.peak <= 1.05, (rank.peak, found.by_phase)
         for phase in ("optimizer", "evaluation", "save") if setting.saves else ():
-            planned = max(moment.total_bytes for moment in rank.moments if moment.phase == phase)
+            planned = max(snapshot.total_bytes for snapshot in rank.snapshots if snapshot.phase == phase)
             # Under FSDP1 a save without an evaluation before it has gradients.
             most = 1.05 if (setting.wrapper, phase) != ("fsdp1", "save") else 1.25
             assert 1.0 <= planned / found.by_phase[phase] <= most, (phase, planned, found.by_phase[phase])

@@ -82,7 +82,7 @@ def check(name: str, plan: MemoryPlan, measured: list[RunBytes], *phases: str) -
         assert rank.peak is not None, plan.problem
         rows = [(rank.peak.phase, rank.peak_bytes or 0, found.peak)]
         for phase in phases:
-            most = max(moment.total_bytes for moment in rank.moments if moment.phase == phase)
+            most = max(snapshot.total_bytes for snapshot in rank.snapshots if snapshot.phase == phase)
             rows.append((phase, most, found.by_phase[phase]))
         _TABLE.extend(f"{name:30} {each:12}{num:12}{real:14}  {num / real - 1:+.2%}" for each, num, real in rows)
         for row in rows:
@@ -161,7 +161,9 @@ _FINDING = {"adapter": LoraConfig(rank=2, init="eva", target_modules=["q_proj", 
 
 def eva_bytes(plan: MemoryPlan) -> list[int]:
     """The most bytes of each rank while directions are found."""
-    return [max(moment.total_bytes for moment in rank.moments if moment.phase == "eva") for rank in plan.per_rank]
+    return [
+        max(snapshot.total_bytes for snapshot in rank.snapshots if snapshot.phase == "eva") for rank in plan.per_rank
+    ]
 
 
 def test_finding_directions_takes_no_more_on_many_ranks(home: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class _Page(HTMLParser):
 
 
 def _page(found: MemoryPlan, memory_bytes: int | None = None, name: str = "a model") -> _Page:
-    page = _Page(plan_page(found, lay_out(found.fullest.moments, memory_bytes), memory_bytes, name))
+    page = _Page(plan_page(found, lay_out(found.fullest.snapshots, memory_bytes), memory_bytes, name))
     assert not page.open  # every element ends
     return page
 
@@ -96,21 +96,21 @@ def test_tiles_do_not_overlap(sizes: list[int]) -> None:
 
 def test_the_highest_point_is_the_peak() -> None:
     found = plan(num_ranks=2)
-    timeline = lay_out(found.fullest.moments, None)
+    timeline = lay_out(found.fullest.snapshots, None)
     page = _page(found)
     heights = [
         float(y) for layer in page.of_class("layer") for y in re.findall(r"[ML][\d.e+-]+ ([\d.e+-]+)", str(layer["d"]))
     ]
     highest = (BOTTOM - min(heights)) / (BOTTOM - TOP) * timeline.top_bytes
     assert highest == pytest.approx(found.peak_bytes, rel=1e-3)
-    assert max(moment.total_bytes for moment in timeline.moments) == found.peak_bytes
+    assert max(snapshot.total_bytes for snapshot in timeline.snapshots) == found.peak_bytes
     assert timeline.edges == sorted(timeline.edges)
-    assert len(timeline.edges) == len(timeline.moments) + 1
+    assert len(timeline.edges) == len(timeline.snapshots) + 1
 
 
 def test_phases_have_their_names_in_order() -> None:
     found = plan(num_ranks=2)
-    phases = [band.phase for band in lay_out(found.fullest.moments, None).bands]
+    phases = [band.phase for band in lay_out(found.fullest.snapshots, None).bands]
     assert phases[:4] == ["load", "forward", "loss", "backward"]
     assert phases[-3:] == ["optimizer", "evaluation", "save"]
     assert len(phases) == 4 + phases.count("forward") * 3

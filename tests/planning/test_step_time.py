@@ -26,7 +26,7 @@ from transformers import (
 
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning.costs.block_flops import Attention
+from fsdp_shard.planning.costs.block_flops import Amount, Attention
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.costs.step_report import step_figures, step_report
@@ -84,6 +84,11 @@ def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig
     return int(counter.get_total_flops())
 
 
+def hidden_flops(amount: Amount, length: int) -> int:
+    """FLOPs of the pairs that masks of attention hide, which others count."""
+    return sum(found.flops_per_pair * length * length - found.flops(length) for found in amount.attention)
+
+
 GPT2 = GPT2Config(
     architectures=["GPT2LMHeadModel"], n_embd=36, n_layer=3, n_head=3, vocab_size=257, resid_pdrop=0.0, embd_pdrop=0.0,
     attn_pdrop=0.0,
@@ -126,7 +131,7 @@ def test_flops_are_those_of_a_real_step(config: Any, adapter: AdapterConfig, che
     passes = [amounts.outside.forward, amounts.outside.backward]
     for fqn, block in amounts.blocks.items():
         passes += [block.forward, block.backward, *([block.recomputed] if fqn in recomputed else [])]
-    hidden = sum(amount.at(LENGTH, masked=True) - amount.at(LENGTH) for amount in passes)
+    hidden = sum(hidden_flops(amount, LENGTH) for amount in passes)
     real = counted(config, shard, adapter)
     print(f"planned {planned + hidden}, counted {real}, of which masks hide {hidden}")
     assert planned + hidden == real
@@ -152,7 +157,6 @@ def test_a_mask_hides_what_no_query_attends_to() -> None:
     assert Attention(3, True, 4, *sizes).flops(10) == 3 * window
     assert Attention(3, True, 40, *sizes).flops(10) == 3 * causal
     assert Attention(3, False, None, *sizes).flops(10) == 300
-    assert Attention(3, True, 4, *sizes).flops(10, masked=True) == 300
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     wide, narrow = (
         cost_of(MistralConfig(architectures=["MistralForCausalLM"], sliding_window=size, **shape)).flops or 0
@@ -291,8 +295,10 @@ PUBLISHED: list[tuple[str, PretrainedConfig, int, int, int, int, Any, int, tuple
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda row: row[0])
 def test_no_published_measurement_is_faster_than_the_bound(published: Any) -> None:
     name, config, length, num_ranks, batch, micro_batch, checkpointing, tokens_per_second, (least, most) = published
+    facts = measured(config, Fsdp2Config())
     cost = cost_of(
         config,
+        facts,
         shard=Fsdp2Config(activation_checkpointing=checkpointing),
         train=TrainConfig(global_batch_size=batch, micro_batch_size=micro_batch),
         sequence_length=length,
@@ -301,7 +307,16 @@ def test_no_published_measurement_is_faster_than_the_bound(published: Any) -> No
     found = step_time(cost, preset("h100"))
     assert found is not None
     ratio = found.tokens_per_second / num_ranks / tokens_per_second
-    ours = found.model_flops_utilization / ratio
+    # Of what was published, attention counts all pairs of tokens.
+    assert facts.amounts is not None
+    of_tokens = sum(
+        hidden_flops(amount, length)
+        for block in facts.amounts.blocks.values()
+        for amount in (block.forward, block.backward)
+    )
+    assert cost.model_flops is not None
+    all_pairs = 1 + of_tokens * batch / num_ranks / cost.model_flops
+    ours = all_pairs * found.model_flops_utilization / ratio
     print(f"{name}: bound {ratio:.2f} x what was measured; MFU {ours:.4f}, published {least} to {most}")
     assert 1.0 < ratio < 4.0
     assert 0.99 * least < ours < 1.01 * most
@@ -319,3 +334,20 @@ def test_a_search_can_ask_for_thousands() -> None:
     start = time.perf_counter()
     cost_of(LLAMA_8B, facts, shard=Fsdp2Config(), num_ranks=64, train=TrainConfig(global_batch_size=64))
     print(f"{1e3 * (time.perf_counter() - start):.1f} ms")
+
+
+@pytest.mark.parametrize("length", [64, 8192])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("adapter", [AdapterConfig(), LORA], ids=["full", "lora"])
+def test_no_share_of_the_peak_is_more_than_all_of_it(length: int, checkpointing: bool, adapter: AdapterConfig) -> None:
+    """However long the sequences are: what a causal mask hides is in no time, and so in no utilization either."""
+    shard, train = replace(FLOAT32, activation_checkpointing=checkpointing), TrainConfig(global_batch_size=1, steps=1)
+    cost = cost_of(llama_config(), shard=shard, adapter=adapter, sequence_length=length, train=train)
+    found = step_time(cost, DEVICE)
+    assert found is not None
+    assert found.bound_by == "compute"
+    assert 0.0 < found.model_flops_utilization <= found.hardware_flops_utilization == 1.0
+    assert (found.model_flops_utilization == 1.0) is not checkpointing
+    lines = step_report(cost, DEVICE).splitlines()
+    assert lines[-3].endswith(f"MFU {found.model_flops_utilization:.0%}, HFU 100%.")
+    assert lines[-2].startswith("The step takes at least")

@@ -131,17 +131,17 @@ def test_a_peak_is_made_of_named_terms(traced: StepTrace) -> None:
     assert traced.peak.where.startswith("model.layers.")
     assert traced.peak.terms["optimizer"] == traced.state_bytes["optimizer"]
     assert traced.peak.terms["parameters"] == traced.state_bytes["parameters"]
-    in_forward = [moment.where for moment in traced.moments if moment.phase == "forward" and moment.where]
+    in_forward = [snapshot.where for snapshot in traced.snapshots if snapshot.phase == "forward" and snapshot.where]
     layers = [f"model.layers.{number}" for number in range(4)]
     assert [where for where in in_forward if "layers" in where] == layers * 2, "two steps"
-    assert all(moment.terms["gathered"] > 0 for moment in traced.moments if moment.where in layers)
+    assert all(snapshot.terms["gathered"] > 0 for snapshot in traced.snapshots if snapshot.where in layers)
 
 
 @pytest.mark.long
 def test_a_thousand_ranks_are_traced_as_two_are(traced: StepTrace) -> None:
     many = planned(num_ranks=1024, train=TrainConfig(global_batch_size=1024))
     first, last = trace_step(tiny(), many), trace_step(tiny(), many, 1023)
-    assert [(m.phase, m.where) for m in first.moments] == [(m.phase, m.where) for m in traced.moments]
+    assert [(m.phase, m.where) for m in first.snapshots] == [(m.phase, m.where) for m in traced.snapshots]
     rows = plan_memory(tiny(), many).per_rank
     assert (first.state_bytes["parameters"], last.state_bytes["parameters"]) == (
         rows[0].parameters_bytes, rows[1023].parameters_bytes
@@ -158,7 +158,7 @@ def test_offloaded_state_is_in_host_memory(traced: StepTrace) -> None:
     assert not found.peak.terms.keys() & {"parameters", "optimizer", "gradients"}
     # What is computed with stays on the device, and the shards of a unit while they are copied there.
     assert found.peak_bytes < traced.peak_bytes - traced.peak.terms["optimizer"] - traced.peak.terms["parameters"] / 2
-    assert any("copies of what is offloaded" in moment.terms for moment in found.moments)
+    assert any("copies of what is offloaded" in snapshot.terms for snapshot in found.snapshots)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,19 @@ from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.sharding import ContextRanks, DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, attending, chosen_method
-from fsdp_shard.training import AdamWConfig, AdapterConfig, LoraConfig, TrainConfig, inject_lora
+from fsdp_shard.training import (
+    OBJECTIVES,
+    AdamWConfig,
+    AdapterConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    TrainConfig,
+    inject_lora,
+    train,
+)
 from fsdp_shard.utils import TorchDispatchMode
 from tests.sharding.test_expert_parallel import config as mixture_config
+from tests.support.live_bytes import build_sharded, training_run
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama_config, token_batch
 
@@ -191,6 +202,46 @@ def test_ranks_send_what_is_planned_to_the_byte(case: Case) -> None:
         assert all(sum(rank.values()) <= sum(expected.values()) for rank in ranks)
         ranks = ranks[:1]
     assert ranks == [dict(expected)] * len(ranks)
+
+
+class _Values(TorchDispatchMode):
+    """Adds up the bytes of float32 values that are gathered in lists, as no parameter is."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "c10d::allgather_" and args[1][0].dtype == torch.float32:
+            self.num_bytes += sum(tensor.nbytes for tensor in args[0][0])
+        return func(*args, **(kwargs or {}))
+
+
+def _gathered_values(context: DistributedContext, config: PretrainedConfig, run: PlannedRun) -> int:
+    """Bytes of values of tokens that are gathered in two steps of training."""
+    model, _ = build_sharded(config, run, context)
+    training = training_run(config, run, model, context)
+    with _Values() as found:
+        for _ in train(training):
+            pass
+    return found.num_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_values_of_answers_are_gathered(method: str) -> None:
+    objective, config = OBJECTIVES["simpo"](), model_config("four heads")
+    shard = Fsdp2Config(context_parallel=2, context_method=method)
+    train_config = TrainConfig(global_batch_size=4, micro_batch_size=2)
+    model, length = ModelConfig(path="x"), 30  # of which rings divide 32
+    run = PlannedRun(model, shard, train_config, AdamWConfig(), length, 2, objective=objective)
+    stored = build_planned(config, model, run.adapter, model.dtype, shard)
+    facts = model_facts(config, stored, model, run.adapter, shard)
+    gathers = {each.over: each for each in step_traffic(facts, run) if each.collective == "all-gather"}
+    padded = 32 if method == "ring" else length
+    assert gathers["context"].payload_bytes == 2 * (2 * 2) * padded * 4, "micro-batches, rows, tokens, float32"
+    expected = 2 * gathers["context"].payload_bytes
+    assert on_ranks(2, _gathered_values, config, run, context_parallel=2) == [expected] * 2
+    plain = step_traffic(facts, replace(run, objective=ObjectiveConfig()))
+    assert [each.over for each in plain if each.collective == "all-gather"] == ["shard"]
 
 
 def test_a_ring_sends_the_share_of_all_but_one() -> None:

@@ -11,6 +11,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from fsdp_shard.training.loss.distillation import StudentTerms
+from fsdp_shard.training.loss.log_probs import LabelLogProbs
+from fsdp_shard.training.objectives.registry import OBJECTIVES
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, llama_config
 
@@ -84,6 +87,11 @@ def test_a_student_of_divided_sequences(logits: str, settings: list[str], tmp_pa
     divided += [f"data.cache_dir={tmp_path}/cache", f"objective.teacher_logits={logits}"]
     _done(tmp_path / "divided", *given, *divided)
     assert _figures(tmp_path / "divided") == pytest.approx(_figures(tmp_path / "alone"), rel=2e-4, abs=1e-5)
+
+
+def test_a_plan_knows_how_many_values_are_gathered() -> None:
+    assert OBJECTIVES["distill"].num_token_values == StudentTerms.num_values
+    assert OBJECTIVES["dpo"].num_token_values == LabelLogProbs.num_values
 
 
 def test_packed_pairs_are_not_divided(settings: list[str], tmp_path: Path) -> None:

@@ -130,11 +130,23 @@ def test_what_an_adapter_cannot_begin_with_is_said(
     assert "that was trained on" in _refused(tmp_path / "refused", *given, same, f"model.path={other}")
 
 
-def test_a_plan_says_that_it_does_not_read_it(tiny_model: Path, tmp_path: Path) -> None:
-    given = [f"model.path={tiny_model}", "adapter=lora", "adapter.path=/nowhere", "launch.device=cpu"]
-    ended = run_recipe("plan", tmp_path / "plan", *given)
+def test_a_plan_reads_it_if_it_is_there(earlier: Path, tiny_model: Path, tmp_path: Path) -> None:
+    given = [f"model.path={tiny_model}", "adapter=lora", "launch.device=cpu"]
+    ended = run_recipe("plan", tmp_path / "gone", *given, "adapter.path=/nowhere")
     assert ended.status == 0, ended.err
-    assert "adapter.path=/nowhere is not read" in ended.out
+    assert "adapter.path=/nowhere is not on this machine" in ended.out
+
+    given += [f"adapter.path={earlier}"]
+    other = run_recipe("plan", tmp_path / "other", *given)
+    assert other.status == 2
+    assert "Set adapter.rank=3 adapter.modules_to_save=[model.norm]." in other.err
+    rank, saved = "adapter.rank=3", "adapter.modules_to_save=[model.norm]"
+    same = run_recipe("plan", tmp_path / "same", *given, rank, saved)
+    assert same.status == 0, same.err
+    assert "adapter.path" not in same.out
+    scaled = run_recipe("plan", tmp_path / "scaled", *given, rank, saved, "adapter.alpha=64")
+    assert "the scale of " in scaled.err
+    assert "Set adapter.alpha=32.0." in scaled.err
 
 
 def test_an_earlier_adapter_keeps_its_scale(settings: list[str], earlier: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fsdp_shard.models import attention_implementations
-from fsdp_shard.planning.step.tape.recorder import GROUPED_PRODUCT, grouped_product
+from fsdp_shard.planning.step.recording.recorder import GROUPED_PRODUCT, grouped_product
 from fsdp_shard.sharding import is_saved_operator
 from fsdp_shard.utils import TorchDispatchMode, replace_tensors, tree_leaves, tree_map
 
@@ -50,10 +50,8 @@ class Attention:
     heads: tuple[int, int]
     widths: tuple[int, int]
 
-    def flops(self, length: int, *, masked: bool = False) -> int:
-        """FLOPs for a sequence of `length` tokens; with `masked`, of the pairs that the mask hides too."""
-        if masked:
-            return self.flops_per_pair * length * length
+    def flops(self, length: int) -> int:
+        """FLOPs for a sequence of `length` tokens, of the pairs that the mask does not hide."""
         window = min(length, self.window or length)
         before = window * length - window * (window - 1) // 2
         return self.flops_per_pair * (before if self.is_causal else length * length)
@@ -71,11 +69,11 @@ class Amount:
     terms: tuple[Fraction, Fraction, Fraction] = (Fraction(0), Fraction(0), Fraction(0))
     attention: tuple[Attention, ...] = ()
 
-    def at(self, length: int, *, masked: bool = False) -> int:
-        """The number for one sequence of `length` tokens; with `masked`, with what masks of attention hide."""
+    def at(self, length: int) -> int:
+        """The number for one sequence of `length` tokens."""
         constant, linear, quadratic = self.terms
         found = round(constant + linear * length + quadratic * length * length)
-        return found + sum(attention.flops(length, masked=masked) for attention in self.attention)
+        return found + sum(attention.flops(length) for attention in self.attention)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ class StepCost:
         tokens: Tokens of a step, over all ranks.
         flops: FLOPs that a rank must compute, recomputation included; None where they cannot be measured. Attention
             counts the pairs that its mask allows. Elementwise work and the optimizer's do not count.
-        model_flops: FLOPs of the forward and backward pass, as model FLOPs utilization counts them: without
-            recomputation, and with all pairs of attention.
+        model_flops: Those of them that the model needs: without recomputation and without a reference.
         precision: What is multiplied: `bf16`, `tf32` or `fp32`.
         traffic: What it sends to other ranks.
         memory_bytes: Device memory that it reads and writes at least: parameters once a pass, what gathers write,
@@ -98,7 +97,7 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
     shares = list(unit_shares(facts, run))
     flops = model_flops = None
     if facts.amounts is not None:
-        flops, model_flops = _flops(facts, run), _flops(facts, run, as_model_flops=True)
+        flops, model_flops = _flops(facts, run), _flops(facts, run, of_model=True)
     kept = _kept_bytes(facts, run)
     to_host, to_device = _offloaded_bytes(facts, run, shares, kept)
     precision = "bf16" if run.shard.param_dtype == "bfloat16" else "tf32" if run.train.tf32 else "fp32"
@@ -118,28 +117,28 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
     )
 
 
-def _flops(facts: ModelFacts, run: PlannedRun, *, as_model_flops: bool = False) -> int:
-    """FLOPs of a rank in a step: ranks that divide layers or sequences have equal parts of them."""
+def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int:
+    """FLOPs of a rank in a step, of which ranks that divide layers or sequences have equal parts; or `model_flops`."""
     assert facts.amounts is not None
     kind = run.shard.activation_checkpointing
-    recomputed = set() if as_model_flops else set(sharding.recomputed_fqns(facts.blocks, kind))
-    passes_of_reference = 1 if run.reference_kind in ("sharded", "adapter") and not as_model_flops else 0
+    recomputed = set() if of_model else set(sharding.recomputed_fqns(facts.blocks, kind))
+    passes_of_reference = 1 if run.reference_kind in ("sharded", "adapter") and not of_model else 0
     counted: list[Amount] = []
     for fqn, block in ({"": facts.amounts.outside} | dict(facts.amounts.blocks)).items():
         counted += [block.forward, block.backward, *[block.forward] * passes_of_reference]
         if fqn in recomputed:
             counted.append(block.recomputed_selectively if kind == "selective" else block.recomputed)
-    of_sequence = _sum_at(counted, run.sequence_length, masked=as_model_flops)
+    of_sequence = _sum_at(counted, run.sequence_length)
     num_parts = run.shard.tensor_parallel * run.shard.context_parallel
     return run.num_micro_batches * run.num_rows * of_sequence // num_parts
 
 
-def _sum_at(amounts: Sequence[Amount], length: int, *, masked: bool = False) -> int:
+def _sum_at(amounts: Sequence[Amount], length: int) -> int:
     """The sum of `amounts`, of which many are the same."""
     known: dict[int, int] = {}
     for amount in amounts:
         if id(amount) not in known:
-            known[id(amount)] = amount.at(length, masked=masked)
+            known[id(amount)] = amount.at(length)
     return sum(known[id(amount)] for amount in amounts)
 
 

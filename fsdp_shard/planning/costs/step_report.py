@@ -75,12 +75,10 @@ def _time_lines(cost: StepCost, hardware: Hardware) -> list[str]:
     rate = f"{format_number(round(time.tokens_per_second))} tokens/s, {_tokens(time.tokens_per_day)} tokens a day"
     lines = [
         f"A step takes at least {_duration(time.seconds)}{name}, bound by {time.bound_by} ({parts}): at most {rate}, "
-        f""
-        f"MFU {time.model_flops_utilization:.0%} (attention to all tokens counted), "
-        f"HFU {time.hardware_flops_utilization:.0%}."
+        f"MFU {time.model_flops_utilization:.0%}, HFU {time.hardware_flops_utilization:.0%}."
     ]
     if time.run_days is not None:
-        lines.append(f"The {cost.num_steps:,} steps take at least {_duration(time.run_days * 86_400.0)}. {_BOUND}")
+        lines.append(f"{_steps(cost.num_steps)} at least {_duration(time.run_days * 86_400.0)}. {_BOUND}")
     else:
         lines.append(_BOUND)
     if time.write_seconds is not None and time.resume_seconds is not None:
@@ -89,6 +87,10 @@ def _time_lines(cost: StepCost, hardware: Hardware) -> list[str]:
             f"{_duration(time.resume_seconds)}."
         )
     return lines
+
+
+def _steps(num_steps: int | None) -> str:
+    return "The step takes" if num_steps == 1 else f"The {num_steps:,} steps take"
 
 
 def _with_prefix(value: float) -> str:

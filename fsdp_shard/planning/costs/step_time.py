@@ -26,7 +26,7 @@ class StepTime:
             `host` memory.
         tokens_per_second: Of all ranks, at most.
         hardware_flops_utilization: Share of the peak that all computed FLOPs take at the bound.
-        model_flops_utilization: Share that `StepCost.model_flops` take: as training reports it, at most.
+        model_flops_utilization: Share that `StepCost.model_flops` take.
         run_days: Least days of all steps; None where their number depends on the data.
         write_seconds: Time to write a step at the speed of the disks; None where that is not known.
         resume_seconds: Time to read one, and the base of an adapter; likewise.

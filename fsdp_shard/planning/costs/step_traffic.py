@@ -172,7 +172,7 @@ def _of_experts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
 
 
 def _of_parts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
-    """Of attention between ranks that divide sequences."""
+    """Between ranks that divide sequences: of attention, and of values of tokens for losses of whole sequences."""
     shard, num = run.shard, run.shard.context_parallel
     if num == 1 or facts.amounts is None:
         return
@@ -180,6 +180,9 @@ def _of_parts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
     num_chunks = num if method == "ulysses" else 2 * num
     part = -(-run.sequence_length // num_chunks) * num_chunks // num
     itemsize, tokens = sharding.itemsize(shard.param_dtype), run.num_micro_batches * run.num_rows * part
+    if run.objective.compares_whole_sequences:  # of the part, each has only its own gradient, which is not sent
+        values = run.objective.num_token_values * _FLOAT32_BYTES
+        yield Traffic("all-gather", "context", num, 1, num * tokens * values)
     again = set(sharding.recomputed_fqns(list(facts.amounts.blocks), shard.activation_checkpointing))
     for fqn, block in facts.amounts.blocks.items():
         num_passes = 2 + (fqn in again)

@@ -44,7 +44,7 @@ def write_pictures(
         Why there is no timeline.png, in a sentence; None if there is one.
     """
     fullest = plan.fullest
-    timeline = None if fullest.peak is None else lay_out(fullest.moments, memory_bytes)
+    timeline = None if fullest.peak is None else lay_out(fullest.snapshots, memory_bytes)
     write_atomically(directory / PAGE, plan_page(plan, timeline, memory_bytes, name, host).encode())
     if timeline is None:
         return f"There is no {PICTURE}: {plan.problem}."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from fsdp_shard.planning.step.moment import Moment
+from fsdp_shard.planning.step.snapshot import Snapshot
 from fsdp_shard.utils import format_size
 
 WIDTH, HEIGHT = 1000, 420
@@ -34,7 +34,7 @@ _FAR = 3  # a limit that is this much above the peak is not in the picture
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Neighboring moments of one phase: the name of that, and the horizontal range in the picture."""
+    """Neighboring snapshots of one phase: the name of that, and the horizontal range in the picture."""
 
     phase: str
     left: float
@@ -62,18 +62,18 @@ class Timeline:
     """The layout of a timeline.
 
     Attributes:
-        moments: What is in memory, in order.
+        snapshots: What is in memory, in order.
         bands: The phases.
-        edges: Where each moment begins, and where the last one ends.
+        edges: Where each snapshot begins, and where the last one ends.
         layers: The terms, the lowest first.
         ticks: (vertical position, label).
         limit: The same of the memory of the device, if that is in the picture.
         note: What is to say about that memory otherwise.
-        peak: Where the highest moment is: (horizontal, vertical position, label).
+        peak: Where the highest snapshot is: (horizontal, vertical position, label).
         top_bytes: Bytes at the upper end of the axis.
     """
 
-    moments: Sequence[Moment]
+    snapshots: Sequence[Snapshot]
     bands: Sequence[Band]
     edges: Sequence[float]
     layers: Sequence[Layer]
@@ -84,29 +84,29 @@ class Timeline:
     top_bytes: int
 
 
-def lay_out(moments: Sequence[Moment], memory_bytes: int | None) -> Timeline:
+def lay_out(snapshots: Sequence[Snapshot], memory_bytes: int | None) -> Timeline:
     """Lay out a timeline.
 
     Args:
-        moments: What is in memory, in order; at least one moment.
+        snapshots: What is in memory, in order; at least one snapshot.
         memory_bytes: The memory of a device, if known.
     """
-    highest = max(moments, key=lambda moment: moment.total_bytes)
+    highest = max(snapshots, key=lambda snapshot: snapshot.total_bytes)
     peak = max(1, highest.total_bytes)
     shown = memory_bytes if memory_bytes is not None and memory_bytes <= _FAR * peak else None
     ticks = byte_ticks(max(peak, shown or 0))
-    bands, edges = _spread(moments)
-    at = moments.index(highest)
+    bands, edges = _spread(snapshots)
+    at = snapshots.index(highest)
     where = f" at {highest.where}" if highest.where else ""
     middle = (edges[at] + edges[at + 1]) / 2
     note = ""
     if memory_bytes is not None and shown is None:
         note = f"device.memory, {format_size(memory_bytes)}, is above the picture."
     return Timeline(
-        moments=moments,
+        snapshots=snapshots,
         bands=bands,
         edges=edges,
-        layers=_layers(moments, edges, ticks[-1]),
+        layers=_layers(snapshots, edges, ticks[-1]),
         ticks=[(_height(tick, ticks[-1]), format_size(tick) if tick else "0") for tick in ticks],
         limit=None if shown is None else (_height(shown, ticks[-1]), f"device.memory {format_size(shown)}"),
         note=note,
@@ -122,9 +122,9 @@ def color_of(terms: Sequence[str]) -> dict[str, str]:
     return {term: COLORS.get(term) or spare[term] for term in terms}
 
 
-def terms_of(moments: Sequence[Moment]) -> list[str]:
-    """The terms that moments have, those that stay for the whole run first."""
-    found = dict.fromkeys(term for moment in moments for term, num in moment.terms.items() if num)
+def terms_of(snapshots: Sequence[Snapshot]) -> list[str]:
+    """The terms that snapshots have, those that stay for the whole run first."""
+    found = dict.fromkeys(term for snapshot in snapshots for term, num in snapshot.terms.items() if num)
     return [*(term for term in COLORS if term in found), *(term for term in found if term not in COLORS)]
 
 
@@ -144,16 +144,16 @@ def _factors() -> Iterator[int]:
         scale *= 10
 
 
-def phase_of(moment: Moment) -> str:
+def phase_of(snapshot: Snapshot) -> str:
     """The name of the phase in the picture: gradients are reduced while the backward pass goes on."""
-    return "backward" if moment.phase == "reduce" else moment.phase
+    return "backward" if snapshot.phase == "reduce" else snapshot.phase
 
 
-def _spread(moments: Sequence[Moment]) -> tuple[list[Band], list[float]]:
-    """The phases, each with some room at least, and where each moment begins in them."""
-    phases = [(phase, len(list(group))) for phase, group in groupby(moments, key=phase_of)]
+def _spread(snapshots: Sequence[Snapshot]) -> tuple[list[Band], list[float]]:
+    """The phases, each with some room at least, and where each snapshot begins in them."""
+    phases = [(phase, len(list(group))) for phase, group in groupby(snapshots, key=phase_of)]
     least = min(_LEAST_SHARE, 0.8 / len(phases))
-    shares = [max(least, count / len(moments)) for _, count in phases]
+    shares = [max(least, count / len(snapshots)) for _, count in phases]
     scale = (RIGHT - LEFT) / sum(shares)
     bands, edges, left = [], [float(LEFT)], float(LEFT)
     for (phase, count), share in zip(phases, shares, strict=True):
@@ -168,11 +168,11 @@ def _height(num_bytes: float, top_bytes: int) -> float:
     return round(BOTTOM - (BOTTOM - TOP) * num_bytes / top_bytes, 3)
 
 
-def _layers(moments: Sequence[Moment], edges: Sequence[float], top_bytes: int) -> list[Layer]:
-    terms = terms_of(moments)
-    colors, below, layers = color_of(terms), [0] * len(moments), []
+def _layers(snapshots: Sequence[Snapshot], edges: Sequence[float], top_bytes: int) -> list[Layer]:
+    terms = terms_of(snapshots)
+    colors, below, layers = color_of(terms), [0] * len(snapshots), []
     for term in terms:
-        sizes = [moment.terms.get(term, 0) for moment in moments]
+        sizes = [snapshot.terms.get(term, 0) for snapshot in snapshots]
         above = [base + size for base, size in zip(below, sizes, strict=True)]
         path = _outline(below, above, edges, top_bytes)
         layers.append(Layer(term, colors[term], format_size(max(sizes)), path))
@@ -188,7 +188,7 @@ def _outline(below: Sequence[int], above: Sequence[int], edges: Sequence[float],
 
 
 def _stairs(values: Sequence[int], edges: Sequence[float], top_bytes: int) -> list[tuple[float, float]]:
-    """The corners of a line that is level during each moment."""
+    """The corners of a line that is level during each snapshot."""
     points, start = [], 0
     for number in range(1, len(values) + 1):
         if number == len(values) or values[number] != values[start]:
@@ -210,10 +210,10 @@ def draw_png(timeline: Timeline, target: Path, title: str) -> None:
 
     figure = Figure(figsize=(9.0, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    moments, edges = timeline.moments, list(timeline.edges)
-    below = [0.0] * (len(moments) + 1)
+    snapshots, edges = timeline.snapshots, list(timeline.edges)
+    below = [0.0] * (len(snapshots) + 1)
     for layer in timeline.layers:
-        sizes = [moment.terms.get(layer.term, 0) for moment in moments]
+        sizes = [snapshot.terms.get(layer.term, 0) for snapshot in snapshots]
         above = [base + size for base, size in zip(below, [*sizes, sizes[-1]], strict=True)]
         label = f"{layer.term} ({layer.most})"
         axes.fill_between(edges, below, above, step="post", color=layer.color, linewidth=0, label=label)
@@ -241,7 +241,7 @@ def _label_png(axes: object, timeline: Timeline) -> None:
     axes.tick_params(axis="x", length=0, labelcolor=_INK, labelsize=8)
     for before, _ in pairwise(timeline.bands):
         axes.axvline(before.right, color="white", linewidth=1.0)
-    total = max(moment.total_bytes for moment in timeline.moments)
+    total = max(snapshot.total_bytes for snapshot in timeline.snapshots)
     axes.plot([timeline.peak[0]], [total], marker="v", color=_INK, markersize=6, label=f"peak: {timeline.peak[2]}")
     if timeline.limit is not None:
         height = (BOTTOM - timeline.limit[0]) / (BOTTOM - TOP) * top

@@ -1,1 +1,1 @@
-"""One training step of a rank: what it keeps in memory, moment by moment."""
+"""One training step of a rank: what it keeps in memory, point by point."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_shard.planning.memory_plan import PlannedRun
-from fsdp_shard.planning.step.tape.events import DONE, Event
-from fsdp_shard.planning.step.tape.recorder import Recorder
+from fsdp_shard.planning.step.recording.events import DONE, Event
+from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.sharding import attending_alone
 
 _LOOP_BYTES = 4096  # what is left of the passes between: positions, and tokens that are read
@@ -45,7 +45,7 @@ class Completions:
     def run(self, model: nn.Module, recorder: Recorder) -> None:
         """Make the first two tokens; then what is there before the last one, which no run does; then the last.
 
-        The tape has a DONE after each of the three. The output of the model is there until it has the next one.
+        The recording has a DONE after each of the three. The output of the model is there until it has the next one.
         """
         ids = torch.zeros((1, self.prompt_length), dtype=torch.long)
         output = model(input_ids=ids, past_key_values=None, use_cache=True)
@@ -66,17 +66,17 @@ class Completions:
         _next(ids, output)
         recorder.mark(DONE, "")
 
-    def parts(self, tape: Sequence[Event]) -> tuple[Sequence[Event], ...]:
-        """The parts of the tape: the first, and the last with what the one between them left."""
-        first, *more = [number for number, event in enumerate(tape) if event.kind == DONE]
+    def parts(self, recording: Sequence[Event]) -> tuple[Sequence[Event], ...]:
+        """The parts of the recording: the first, and the last with what the one between them left."""
+        first, *more = [number for number, event in enumerate(recording) if event.kind == DONE]
         if not more:
-            return (tape[: first + 1],)
+            return (recording[: first + 1],)
         second = more[0]
-        left = _LOOP_BYTES + sum(event.change for event in tape[first + 1 : second + 1])
-        return tape[: first + 1], (Event(DONE, "", left, left, left, 0), *tape[second + 1 :])
+        left = _LOOP_BYTES + sum(event.change for event in recording[first + 1 : second + 1])
+        return recording[: first + 1], (Event(DONE, "", left, left, left, 0), *recording[second + 1 :])
 
-    def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
-        """None: all is on the tape."""
+    def state_bytes(self, recording: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
+        """None: all is on the recording."""
         return []
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
-from fsdp_shard.planning.step.tape.events import Event
-from fsdp_shard.planning.step.tape.recorder import Recorder, tensors_in
+from fsdp_shard.planning.step.recording.events import Event
+from fsdp_shard.planning.step.recording.recorder import Recorder, tensors_in
 from fsdp_shard.training import ObjectiveConfig, adapters_disabled, new_pca, run_watching
 from fsdp_shard.utils import FakeTensorMode, one_thread, storage_key
 
@@ -53,7 +53,7 @@ class EvaPass:
         return adapters_disabled(model)
 
     def run(self, model: PreTrainedModel, recorder: Recorder) -> None:
-        """Run the model; the tape has an event for each layer whose input no other layer had before."""
+        """Run the model; the recording has an event for each layer whose input no other layer had before."""
         layers = {name.removesuffix(_A): len(param) for name, param in _matrices(model)}
         batch = planned_batch(model, ObjectiveConfig(), None, self.size, recorder).batch
         counted = torch.zeros(self.num_tokens, dtype=torch.long)
@@ -72,13 +72,13 @@ class EvaPass:
 
         run_watching(model, batch, list(layers), seen)
 
-    def parts(self, tape: Sequence[Event]) -> Sequence[Sequence[Event]]:
-        """All of the tape."""
-        return [tape]
+    def parts(self, recording: Sequence[Event]) -> Sequence[Sequence[Event]]:
+        """All of the recording."""
+        return [recording]
 
-    def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
+    def state_bytes(self, recording: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
         """Bytes of the directions so far on each rank, which they have until all layers stand still."""
-        leaders = [event.module for event in tape if event.kind == _STEP]
+        leaders = [event.module for event in recording if event.kind == _STEP]
         sizes = [_pca_bytes(*params[f"{fqn}{_A}"].shape, self.num_tokens)[0] for fqn in leaders]
         return [sum(sizes[rank :: self.num_ranks]) for rank in range(self.num_ranks)]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.planning.step.tape.recorder import Recorder
+from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training import (
     LOSS_CHUNK_BYTES,

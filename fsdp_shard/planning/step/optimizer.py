@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import nn
 
-from fsdp_shard.planning.step.tape.recorder import Recorder
+from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import DataDependentOutputException, FakeTensorMode, one_thread
 

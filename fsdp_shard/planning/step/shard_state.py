@@ -13,7 +13,7 @@ from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
-from fsdp_shard.planning.step.tape.recorder import pinned_bytes
+from fsdp_shard.planning.step.recording.recorder import pinned_bytes
 from fsdp_shard.planning.step.unit_bytes import padded_elements
 from fsdp_shard.planning.step.unit_holdings import UnitShards
 from fsdp_shard.training import OptimConfig

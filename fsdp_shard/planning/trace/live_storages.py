@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.planning.step.tape.recorder import run_fake, tensors_in
+from fsdp_shard.planning.step.recording.recorder import run_fake, tensors_in
 from fsdp_shard.planning.trace import known_values
 from fsdp_shard.utils import (
     FakeTensorMode,
@@ -75,7 +75,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class LiveMoment:
+class LiveSnapshot:
     """What was live at one time: `num_bytes` in all, and by kind."""
 
     phase: str
@@ -95,7 +95,7 @@ class LiveStorages(TorchDispatchMode):
 
     Attributes:
         fake: The mode that makes tensors fake.
-        phase: What runs, unless a backward pass does: as in `Moment`.
+        phase: What runs, unless a backward pass does: as in `Snapshot`.
         has_turned: Whether the backward pass of the model has begun: losses have small ones of their own before.
         where: FQN of the block that runs.
         events: The log.
@@ -274,15 +274,15 @@ class LiveStorages(TorchDispatchMode):
 _REAL = (torch.Tensor, torch.nn.Parameter)
 
 
-def moments(events: Iterable[Event], uncounted: Collection[str] = ()) -> Iterator[LiveMoment]:
-    """The highest moment of each stretch of `events` with one phase in one place, without storages of some kinds."""
+def snapshots(events: Iterable[Event], uncounted: Collection[str] = ()) -> Iterator[LiveSnapshot]:
+    """The highest snapshot of each stretch of `events` with one phase in one place, without storages of some kinds."""
     now: dict[str, int] = {}
-    total, highest = 0, LiveMoment("", "", -1)
+    total, highest = 0, LiveSnapshot("", "", -1)
     for phase, where, storage, grown in events:
         if (phase, where) != (highest.phase, highest.where):
             if highest.num_bytes >= 0:
                 yield highest
-            highest = LiveMoment(phase, where, total, dict(now))
+            highest = LiveSnapshot(phase, where, total, dict(now))
         if storage is None or storage.kind in uncounted:
             continue
         now[storage.kind] = now.get(storage.kind, 0) + grown

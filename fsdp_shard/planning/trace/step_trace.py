@@ -33,10 +33,10 @@ from fsdp_shard.distributed import DistributedContext, as_fake_rank
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_adapted
-from fsdp_shard.planning.step.moment import Moment
-from fsdp_shard.planning.step.tape.fake_attention import attending_without_values
-from fsdp_shard.planning.step.tape.recorder import tensors_in
-from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveMoment, LiveStorages, moments, plain_parts
+from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
+from fsdp_shard.planning.step.recording.recorder import tensors_in
+from fsdp_shard.planning.step.snapshot import Snapshot
+from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveSnapshot, LiveStorages, plain_parts, snapshots
 from fsdp_shard.training import (
     DistillConfig,
     ModelReference,
@@ -61,21 +61,21 @@ class StepTrace:
 
     Attributes:
         rank: The rank.
-        moments: The highest moment of each stretch of one phase in one block, in order.
+        snapshots: The highest snapshot of each stretch of one phase in one block, in order.
         state_bytes: Bytes after a step, wherever they are: `parameters`, `gradients` (before the update), `optimizer`,
             `average` and `reference`.
         host_bytes: Those of `state_bytes` that are in CPU memory, with `shard.cpu_offload`.
     """
 
     rank: int
-    moments: tuple[Moment, ...]
+    snapshots: tuple[Snapshot, ...]
     state_bytes: Mapping[str, int]
     host_bytes: int = 0
 
     @property
-    def peak(self) -> Moment:
-        """The moment with the most bytes."""
-        return max(self.moments, key=lambda moment: moment.total_bytes)
+    def peak(self) -> Snapshot:
+        """The snapshot with the most bytes."""
+        return max(self.snapshots, key=lambda snapshot: snapshot.total_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -91,8 +91,8 @@ class StepTrace:
     def peak_by_phase(self) -> dict[str, int]:
         """The most bytes that are live at one time in each phase."""
         found: dict[str, int] = {}
-        for moment in self.moments:
-            found[moment.phase] = max(moment.total_bytes, found.get(moment.phase, 0))
+        for snapshot in self.snapshots:
+            found[snapshot.phase] = max(snapshot.total_bytes, found.get(snapshot.phase, 0))
         return found
 
 
@@ -213,13 +213,13 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
                 training.interrupted_by = 0  # as everything that is read is 1
                 live.phase = "optimizer"
     uncounted = {*(_ON_HOST if shard.cpu_offload else (OFFLOADED,)), *((GLOO,) if run.on_gpu else ())}
-    found = moments(live.events, uncounted)
-    kept = tuple(_moment(moment) for moment in found if moment.phase != "load")
+    found = snapshots(live.events, uncounted)
+    kept = tuple(_snapshot(snapshot) for snapshot in found if snapshot.phase != "load")
     return StepTrace(rank, kept, state, sum(state.values()) if shard.cpu_offload else 0)
 
 
-def _moment(live: LiveMoment) -> Moment:
-    return Moment(live.phase, live.where, {kind: size for kind, size in sorted(live.by_kind.items()) if size})
+def _snapshot(live: LiveSnapshot) -> Snapshot:
+    return Snapshot(live.phase, live.where, {kind: size for kind, size in sorted(live.by_kind.items()) if size})
 
 
 @dataclass(frozen=True)

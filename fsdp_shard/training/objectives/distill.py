@@ -32,6 +32,7 @@ class DistillConfig(ObjectiveConfig):
     tasks: ClassVar[tuple[str, ...]] = ("causal_lm",)
     headline: ClassVar[tuple[str, ...]] = ("kl", "cross_entropy", "agreement")
     is_cross_entropy: ClassVar[bool] = False
+    num_token_values: ClassVar[int] = 3  # as `StudentTerms` has, which needs torch
 
     teacher: str = setting(
         REQUIRED,

@@ -70,6 +70,8 @@ class ObjectiveConfig:
         num_terms: Number of means that its loss is the sum of.
         headline: The metrics that a line of progress shows; without any, it shows all.
         is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity.
+        num_token_values: Number of float32 values of a token that its loss is computed from, where it compares whole
+            sequences: ranks that divide them gather those.
         of_computation: Settings that do not define the loss, so that a run may resume with others.
     """
 
@@ -79,6 +81,7 @@ class ObjectiveConfig:
     num_terms: ClassVar[int] = 1
     headline: ClassVar[tuple[str, ...]] = ()
     is_cross_entropy: ClassVar[bool] = True
+    num_token_values: ClassVar[int] = 1
     of_computation: ClassVar[tuple[str, ...]] = (
         *("reference", "reference_max_memory"),
         *("teacher", "teacher_logits", "teacher_max_memory"),

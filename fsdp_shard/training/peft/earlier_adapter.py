@@ -8,7 +8,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, InputError
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
-from fsdp_shard.training.peft.lora import LIST_ENTRIES, SETTING_OF_ENTRY, Adapter
+from fsdp_shard.training.peft.lora import LIST_ENTRIES, PREFIX, SETTING_OF_ENTRY, Adapter
 from fsdp_shard.utils import in_yaml
 
 
@@ -25,17 +25,21 @@ def locate_earlier(config: AdapterConfig, base: str) -> checkpoint.Location | No
     """
     if not isinstance(config, LoraConfig) or config.path is None:
         return None
+    return _locate(config.path).based_on(base)
+
+
+def _locate(path: str) -> checkpoint.Location:
     try:
-        found = checkpoint.locate(config.path)
+        found = checkpoint.locate(path)
     except InputError as error:
-        raise ConfigError(f"adapter.path={config.path}: {error}") from error
+        raise ConfigError(f"adapter.path={path}: {error}") from error
     if not found.is_adapter:
         what = "no adapter that is known" if found.format is None else "weights of a whole model"
         raise ConfigError(
-            f"adapter.path={config.path} holds {what}; give the directory of an adapter (adapter_config.json with "
+            f"adapter.path={path} holds {what}; give the directory of an adapter (adapter_config.json with "
             f"adapter_model.safetensors) or a run with adapter=lora. To train on from a model, set model.path."
         )
-    return found.based_on(base)
+    return found
 
 
 def pin_earlier(config: AdapterConfig, base: str) -> None:
@@ -74,7 +78,40 @@ def check_earlier(
         ConfigError: It is another adapter than the settings define, for another model, or damaged.
     """
     try:
-        settings, parts = checkpoint.check_on_base(earlier.index, base, directory)
+        checkpoint.check_on_base(earlier.index, base, directory)
+    except CheckpointError as error:
+        raise ConfigError(f"adapter.path={config.path}: {error}") from error
+    _check_same(adapter, config, shapes, earlier)
+
+
+def check_planned(adapter: Adapter, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Check what a plan can of the adapter of `adapter.path`: not whether it is for these weights, which it has not.
+
+    Args:
+        adapter: The new adapter.
+        config: Its settings, with a path.
+        shapes: Unsharded shapes of its parameters, by FQN.
+
+    Returns:
+        Whether it is on this machine. If not, nothing is checked.
+
+    Raises:
+        ConfigError: It is another adapter than the settings define, or damaged.
+    """
+    assert config.path is not None
+    if checkpoint.is_remote(config.path) or is_gone(config):
+        return False
+    _check_same(adapter, config, shapes, _locate(config.path))
+    return True
+
+
+def _check_same(
+    adapter: Adapter, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]], earlier: checkpoint.Location
+) -> None:
+    """Raise ConfigError unless an earlier adapter has the tensors and scales that the settings define."""
+    try:
+        found, entries = earlier.index.shapes, checkpoint.read_adapter_config(earlier.weights)
+        settings = checkpoint.parse_lora(earlier.weights / checkpoint.ADAPTER_CONFIG, entries)
         recorded = checkpoint.read_base_model(earlier.weights)
     except CheckpointError as error:
         raise ConfigError(f"adapter.path={config.path}: {error}") from error
@@ -85,16 +122,16 @@ def check_earlier(
         )
     own = checkpoint.parse_lora(earlier.weights / checkpoint.ADAPTER_CONFIG, adapter.config)
     expected = {stored: shapes[name] for name, stored in adapter.names.items()}
-    found = earlier.index.shapes
+    modules = [name.removeprefix(PREFIX).partition(".lora_")[0] for name in expected if ".lora_" in name]
     different = sorted({name for name, _ in found.items() ^ expected.items()})
     if different:
         what = f"{different[0]} is {_shape(found, different[0])} there, and {_shape(expected, different[0])} here"
         what += f" (of {len(different)} that differ)" if len(different) > 1 else ""
-    elif other := next((name for name in parts.factors if settings.scale(name) != own.scale(name)), None):
+    elif other := next((name for name in modules if settings.scale(name) != own.scale(name)), None):
         what = f"the scale of {other} is {settings.scale(other):g} there, and {own.scale(other):g} here"
     else:
         return
-    advice = _advice(checkpoint.read_adapter_config(earlier.weights), adapter.config, found)
+    advice = _advice(entries, adapter.config, found)
     raise ConfigError(f"adapter.path={config.path} is another adapter than these settings define: {what}. {advice}")
 
 

@@ -1,8 +1,8 @@
 """Simulates the memory of DistributedDataParallel, as in `reducer.cpp` of torch 2.13."""
 
-from fsdp_shard.planning.step.moment import UNREDUCED
+from fsdp_shard.planning.step.recording.events import Event
 from fsdp_shard.planning.step.simulators.step_simulator import StepSimulator
-from fsdp_shard.planning.step.tape.events import Event
+from fsdp_shard.planning.step.snapshot import UNREDUCED
 
 
 class DdpSimulator(StepSimulator):

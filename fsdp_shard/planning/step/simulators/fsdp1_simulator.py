@@ -1,8 +1,8 @@
 """Simulates the memory of FullyShardedDataParallel, as in `_runtime_utils.py` and `_flat_param.py` of torch 2.13."""
 
-from fsdp_shard.planning.step.moment import BUFFERS, EVALUATION, GATHERED, GRADIENTS, UNREDUCED
 from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
 from fsdp_shard.planning.step.simulators.step_simulator import Key
+from fsdp_shard.planning.step.snapshot import BUFFERS, EVALUATION, GATHERED, GRADIENTS, UNREDUCED
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 

@@ -1,8 +1,8 @@
 """Simulates the memory of `fully_shard`, as in `_fsdp_param_group.py` and `_fsdp_collectives.py` of torch 2.13."""
 
-from fsdp_shard.planning.step.moment import BUFFERS, GATHERED, GRADIENTS, UNREDUCED
 from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
 from fsdp_shard.planning.step.simulators.step_simulator import Key
+from fsdp_shard.planning.step.snapshot import BUFFERS, GATHERED, GRADIENTS, UNREDUCED
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 

@@ -1,7 +1,7 @@
 """What the simulators of FSDP1 and FSDP2 share: units are all-gathered and freed, gradients reduce-scattered."""
 
-from fsdp_shard.planning.step.moment import BUFFERS, GATHERED, GRADIENTS
 from fsdp_shard.planning.step.simulators.step_simulator import Key, StepSimulator
+from fsdp_shard.planning.step.snapshot import BUFFERS, GATHERED, GRADIENTS
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 

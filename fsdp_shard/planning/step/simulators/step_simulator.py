@@ -1,22 +1,22 @@
-"""Simulates a training step of one rank, unit by unit: what is in memory at each moment, term by term.
+"""Simulates a training step of one rank, unit by unit: what is in memory at each point, term by term.
 
-Pure Python: the tape says what activations and gradients of the unsharded model take. A subclass adds the memory of
-its wrapper, as torch's code handles it.
+Pure Python: the recording says what activations and gradients of the unsharded model take. A subclass adds the memory
+of its wrapper, as torch's code handles it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.planning.step.moment import (
+from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, LEAVE, Event, Recordings
+from fsdp_shard.planning.step.snapshot import (
     ACTIVATIONS,
     BUFFERS_OF_SAVE,
     COMPLETIONS,
     EVALUATION,
     LOSS_TERM,
     UNREDUCED,
-    Moment,
+    Snapshot,
 )
-from fsdp_shard.planning.step.tape.events import BEGIN, ENTER, LEAVE, Event, Tapes
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 _SHOWN = 3  # micro-batches; from the third on all are alike
@@ -61,20 +61,20 @@ class StepRules:
 
 @dataclass
 class StepSimulator:
-    """Replays the tape of a micro-batch; there is a subclass for each wrapper.
+    """Replays the recording of a micro-batch; there is a subclass for each wrapper.
 
     Attributes:
         units: The units, the root last.
         rules: How the step goes.
         terms: Bytes that are in use now, by term; those of the state from the beginning.
-        moments: What was in use until now.
+        snapshots: What was in use until now.
         most_offloaded: The most bytes of activations that were in host memory.
     """
 
     units: Sequence[UnitBytes]
     rules: StepRules
     terms: dict[str, int]
-    moments: list[Moment] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
     most_offloaded: int = 0
 
     def __post_init__(self) -> None:
@@ -87,28 +87,28 @@ class StepSimulator:
         self._offloaded: dict[str, tuple[int, int]] = {}  # bytes on the device, and in host memory
         self._last_block: tuple[str, tuple[int, int]] | None = None
 
-    def step(self, tapes: Tapes) -> None:
+    def step(self, recordings: Recordings) -> None:
         """Simulate the passes of all micro-batches of a step."""
         shown = min(self.rules.num_micro_batches, _SHOWN)
         for _ in range(shown):
-            self._replay(tapes.preparation)
+            self._replay(recordings.preparation)
         for number in range(shown):
             self.micro_batch = number
             self.is_synced = self.rules.sync_every_micro_batch or number == shown - 1
             self.finished.clear()
-            self._replay(tapes.training)
+            self._replay(recordings.training)
 
     def update(self) -> None:
         """The optimizer updates the weights; then gradients are freed."""
         self.note("", "optimizer")
 
-    def evaluate(self, tapes: Tapes) -> None:
+    def evaluate(self, recordings: Recordings) -> None:
         """Simulate two batches of an evaluation after a step, completions, and a save after that.
 
         What the first batch leaves gathered is still gathered in the second.
         """
-        self.run_without_gradients(EVALUATION, [tapes.evaluation] * 2)
-        self.run_without_gradients(COMPLETIONS, tapes.extra.get(COMPLETIONS, ()))
+        self.run_without_gradients(EVALUATION, [recordings.evaluation] * 2)
+        self.run_without_gradients(COMPLETIONS, recordings.extra.get(COMPLETIONS, ()))
         self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
 
     def run_without_gradients(self, phase: str, parts: Sequence[Sequence[Event]]) -> None:
@@ -120,9 +120,9 @@ class StepSimulator:
         self.end_evaluation()
         self.without_gradients = ""
 
-    def _replay(self, tape: Sequence[Event]) -> None:
+    def _replay(self, recording: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"
-        for event in tape:
+        for event in recording:
             self._apply(event)
 
     def add(self, term: str, num_bytes: int) -> None:
@@ -130,12 +130,12 @@ class StepSimulator:
         self.terms[term] = self.terms.get(term, 0) + num_bytes
 
     def note(self, where: str, phase: str | None = None, extra: Mapping[str, int] | None = None) -> None:
-        """Record this moment, with `extra` bytes for it alone."""
+        """Record this snapshot, with `extra` bytes for it alone."""
         terms = {name: num for name, num in self.terms.items() if num}
         for name, num in (extra or {}).items():
             if num:
                 terms[name] = terms.get(name, 0) + num
-        self.moments.append(Moment(self.without_gradients or phase or self.phase, where, terms))
+        self.snapshots.append(Snapshot(self.without_gradients or phase or self.phase, where, terms))
 
     def _apply(self, event: Event) -> None:
         self.apply_bytes(event)

@@ -1,4 +1,4 @@
-"""What one micro-batch keeps in memory between entering one module and leaving the next: events, in a tape per pass."""
+"""What one micro-batch keeps in memory between entering one module and leaving the next, as events."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Tapes:
+class Recordings:
     """What one micro-batch keeps in memory in each kind of pass.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""Passes over blocks that are alike, and repeats their part of the tape.
+"""Passes over blocks that are alike, and repeats their part of the recording.
 
-Of blocks that are alike three are run and the others are passed over; the tape repeats the one in the middle. A model
-of 126 layers costs what one of 3 does.
+Of blocks that are alike three are run and the others are passed over; the recording repeats the one in the middle. A
+model of 126 layers costs what one of 3 does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_shard.planning.step.tape.events import BEGIN, ENTER, LEAVE, LOSS, Event
+from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, LEAVE, LOSS, Event
 
 _LONGEST_PERIOD = 8
 _PERIODS_RUN = 3
@@ -81,8 +81,8 @@ def _without_first(output: Any) -> Any:
     return output[1:] if isinstance(output, (tuple, list)) else None
 
 
-def with_repeats(tape: Sequence[Event], run: BlockRun) -> list[Event]:
-    """The tape with the periods of `run` that were passed over, each as the second one is.
+def with_repeats(recording: Sequence[Event], run: BlockRun) -> list[Event]:
+    """The recording with the periods of `run` that were passed over, each as the second one is.
 
     A period of the forward pass lasts from entering its first block to entering that of the next; one of the backward
     pass from beginning its last block to beginning that of the one before.
@@ -90,7 +90,7 @@ def with_repeats(tape: Sequence[Event], run: BlockRun) -> list[Event]:
     first, last = [period[0] for period in run.periods], [period[-1] for period in run.periods]
     extra, end = len(run.periods) - _PERIODS_RUN, _PERIODS_RUN - 1
     found: list[Event] = []
-    for part in _passes(tape):
+    for part in _passes(recording):
         enters = [_index(part, ENTER, first[number]) for number in range(_PERIODS_RUN)]
         begins = [_index(part, BEGIN, last[number]) for number in range(_PERIODS_RUN)]
         if None not in enters:
@@ -112,10 +112,10 @@ def with_repeats(tape: Sequence[Event], run: BlockRun) -> list[Event]:
     return found
 
 
-def _passes(tape: Sequence[Event]) -> list[list[Event]]:
+def _passes(recording: Sequence[Event]) -> list[list[Event]]:
     """The passes through the model: each forward pass up to leaving the root, and the backward pass."""
     parts: list[list[Event]] = [[]]
-    for event in tape:
+    for event in recording:
         parts[-1].append(event)
         if (event.kind == LEAVE and not event.module) or event.kind == LOSS:
             parts.append([])

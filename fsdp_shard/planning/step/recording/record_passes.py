@@ -1,4 +1,4 @@
-"""Runs the unsharded model on fake tensors and records the tapes of one micro-batch.
+"""Runs the unsharded model on fake tensors and records the passes of one micro-batch.
 
 The real forward pass, loss and backward pass run once, without computing anything: operators make tensors that have a
 shape and no memory. So what autograd saves, what recomputation makes again and what results of operators take for a
@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from fsdp_shard.models import no_split_blocks
-from fsdp_shard.planning.step.tape.events import BEGIN, DONE, END, ENTER, FINISH, LEAVE, LOSS, Event, Tapes
-from fsdp_shard.planning.step.tape.fake_attention import attending_without_values
-from fsdp_shard.planning.step.tape.recorder import Recorder, tensors_in
-from fsdp_shard.planning.step.tape.repeated_blocks import BlockRun, alike_blocks, pass_over, with_repeats
+from fsdp_shard.planning.step.recording.events import BEGIN, DONE, END, ENTER, FINISH, LEAVE, LOSS, Event, Recordings
+from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
+from fsdp_shard.planning.step.recording.recorder import Recorder, tensors_in
+from fsdp_shard.planning.step.recording.repeated_blocks import BlockRun, alike_blocks, pass_over, with_repeats
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
 from fsdp_shard.utils import FakeTensorMode, first_line, replace_tensors
 
@@ -38,11 +38,11 @@ class ExtraPasses(Protocol):
     def run(self, model: PreTrainedModel, recorder: Recorder) -> None:
         """Run the model, in eval mode."""
 
-    def parts(self, tape: Sequence[Event]) -> Sequence[Sequence[Event]]:
-        """The parts of the tape, which each begin at the same state."""
+    def parts(self, recording: Sequence[Event]) -> Sequence[Sequence[Event]]:
+        """The parts of the recording, which each begin at the same state."""
 
-    def state_bytes(self, tape: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
-        """Bytes that each rank has meanwhile in addition to what is on the tape; none if no rank has any."""
+    def state_bytes(self, recording: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
+        """Bytes that each rank has meanwhile in addition to what is on the recording; none if no rank has any."""
 
 
 class MicroBatch(Protocol):
@@ -55,7 +55,7 @@ class MicroBatch(Protocol):
         """Run the forward pass and return the loss; `shared` is what `prepare` returned."""
 
 
-def record_tape(
+def record_passes(
     model: PreTrainedModel,
     settings: ShardConfig,
     units: Sequence[Unit],
@@ -64,7 +64,7 @@ def record_tape(
     *,
     is_packed: bool = False,
     extra: Mapping[str, ExtraPasses] | None = None,
-) -> Tapes:
+) -> Recordings:
     """Run one micro-batch of `model` on fake tensors, in an evaluation and in training.
 
     Args:
@@ -77,7 +77,7 @@ def record_tape(
         extra: Passes of other phases, by phase.
 
     Returns:
-        The tapes of one micro-batch.
+        The recordings of one micro-batch.
 
     Raises:
         RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
@@ -103,11 +103,11 @@ def record_tape(
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.accumulated)
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor):
-            tapes = _run(model, recorder, make_batch(recorder))
+            recordings = _run(model, recorder, make_batch(recorder))
     for run in runs:
-        preparation, training = with_repeats(tapes.preparation, run), with_repeats(tapes.training, run)
-        tapes = Tapes(preparation, training, with_repeats(tapes.evaluation, run))
-    return replace(tapes, **_run_extra(model, recorder, fake, extra or {}, runs))
+        preparation, training = with_repeats(recordings.preparation, run), with_repeats(recordings.training, run)
+        recordings = Recordings(preparation, training, with_repeats(recordings.evaluation, run))
+    return replace(recordings, **_run_extra(model, recorder, fake, extra or {}, runs))
 
 
 def _run_extra(
@@ -130,10 +130,10 @@ def _run_extra(
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
             uncounted[phase] = first_line(error)
             continue
-        tape: Sequence[Event] = recorder.events[begun:]
+        recording: Sequence[Event] = recorder.events[begun:]
         for run in runs:
-            tape = with_repeats(tape, run)
-        found[phase] = passes.parts(tape)
+            recording = with_repeats(recording, run)
+        found[phase] = passes.parts(recording)
     return {"extra": found, "uncounted": uncounted}
 
 
@@ -148,7 +148,7 @@ def record_forward(
         has_mask: Whether attention gets a mask, as where rows have several lengths.
 
     Returns:
-        The tape, and for each block that was passed over one like it that was not.
+        The recording, and for each block that was passed over one like it that was not.
 
     Raises:
         RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
@@ -174,13 +174,13 @@ def record_forward(
                 module.register_forward_hook(lambda *_, fqn=fqn: recorder.mark(LEAVE, fqn))
         with torch.no_grad(), recorder:
             run(recorder)
-    tape = recorder.events
+    recording = recorder.events
     for each in runs:
-        tape = with_repeats(tape, each)
-    return tape, like
+        recording = with_repeats(recording, each)
+    return recording, like
 
 
-def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Tapes:
+def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Recordings:
     """Run a micro-batch in all ways; the evaluation comes first, as nothing has gradients then."""
     model.eval()
     with torch.no_grad():
@@ -199,7 +199,7 @@ def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Tapes
     recorder.mark(END, "")
     events = recorder.events
     preparation = events[evaluated:prepared] if prepared > evaluated + 1 else []
-    return Tapes(preparation, events[prepared:], events[:evaluated])
+    return Recordings(preparation, events[prepared:], events[:evaluated])
 
 
 def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -1,4 +1,4 @@
-"""What is in memory at one moment of a run, term by term, and the names that several files use for terms and phases."""
+"""What is in memory at one point of a run, term by term, and the names that several files use for terms and phases."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ ZEROS = "gradients of zeros"
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """What is in memory at one moment of a run.
+class Snapshot:
+    """What is in memory at one point of a run.
 
     Attributes:
         phase: load, eva, resume, forward, loss, backward, reduce, optimizer, evaluation, completions or save.
@@ -31,6 +31,6 @@ class Moment:
         return sum(self.terms.values())
 
 
-def highest(moments: Iterable[Moment]) -> Moment:
-    """The moment with the most bytes."""
-    return max(moments, key=lambda moment: moment.total_bytes)
+def highest(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """The snapshot with the most bytes."""
+    return max(snapshots, key=lambda snapshot: snapshot.total_bytes)

@@ -1,4 +1,4 @@
-"""The moments of a planned run: what one micro-batch keeps, simulated over the units of the model."""
+"""The snapshots of a planned run: what one micro-batch keeps, simulated over the units of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,14 +16,14 @@ from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
-from fsdp_shard.planning.step.load_moments import FIGURES_BYTES, loading_moments, place_bytes
+from fsdp_shard.planning.step.load_snapshots import FIGURES_BYTES, loading_snapshots, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
-from fsdp_shard.planning.step.moment import COMPLETIONS, EVA, GRADIENTS, Moment
+from fsdp_shard.planning.step.recording.events import DONE, LOSS, Event, Recordings
+from fsdp_shard.planning.step.recording.record_passes import ExtraPasses, record_passes
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
-from fsdp_shard.planning.step.tape.events import DONE, LOSS, Event, Tapes
-from fsdp_shard.planning.step.tape.recording import ExtraPasses, record_tape
+from fsdp_shard.planning.step.snapshot import COMPLETIONS, EVA, GRADIENTS, Snapshot
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
@@ -31,17 +31,17 @@ from fsdp_shard.utils import first_line
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The moments of a run on any rank, without the optimizer's state.
+    """The snapshots of a run on any rank, without the optimizer's state.
 
     Attributes:
-        moments: The moments.
+        snapshots: The snapshots.
         offloaded_bytes: The most bytes of activations that are in host memory.
-        problem: Why activations could not be measured, if so; then there are no moments of a step.
+        problem: Why activations could not be measured, if so; then there are no snapshots of a step.
         uncounted: Why a phase outside the step could not be measured, by phase.
         directions: Bytes of the directions that `adapter.init=eva` has found on each rank, while it finds them.
     """
 
-    moments: tuple[Moment, ...]
+    snapshots: tuple[Snapshot, ...]
     offloaded_bytes: int = 0
     problem: str | None = None
     uncounted: Mapping[str, str] = field(default_factory=dict)
@@ -55,21 +55,21 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     terms = {} if run.shard.cpu_offload else {"parameters": parameters}
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
-    before = loading_moments(config, part, run, in_units, terms)
+    before = loading_snapshots(config, part, run, in_units, terms)
     of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.is_packed)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
     extra = _extra_passes(run)
-    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra)
-    record, has_loss_head = facts.of("record", of_tape, lambda: _tape(config, run, part, extra))
+    of_recording = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra)
+    record, has_loss_head = facts.of("record", of_recording, lambda: _record(config, run, part, extra))
     try:
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
-            tapes = facts.of("tape", of_tape, record)
+            recordings = facts.of("recording", of_recording, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return SimulatedStep((*before,), problem=first_line(error))
     if run.on_gpu:
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
         if run.objective.is_cross_entropy and not has_loss_head:
-            tapes = _with_chunks_of_gpus(tapes, model, run)
+            recordings = _with_chunks_of_gpus(recordings, model, run)
     terms["batch"] = 2 * batch_bytes(model, _batch_size(run)) * run.num_micro_batches  # those of the next step too
     terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + FIGURES_BYTES
     if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
@@ -80,18 +80,18 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
             terms["buckets of the first step"] = terms[GRADIENTS]
     begin, rules = SIMULATORS[run.shard.wrapper], _rules(model, run)
     directions: list[int] = []
-    if EVA in tapes.extra:
-        before += _find_directions(begin(in_units, rules, {**terms}), tapes)
-        directions = extra[EVA].state_bytes(tapes.extra[EVA][0], dict(model.named_parameters()))
+    if EVA in recordings.extra:
+        before += _find_directions(begin(in_units, rules, {**terms}), recordings)
+        directions = extra[EVA].state_bytes(recordings.extra[EVA][0], dict(model.named_parameters()))
     simulator = begin(in_units, rules, terms)
     if type(run.shard.reshard_after_forward) is int:
-        simulator.evaluate(tapes)  # as before the first step; some of what it gathers stays
-        simulator.moments.clear()
-    simulator.step(tapes)
+        simulator.evaluate(recordings)  # as before the first step; some of what it gathers stays
+        simulator.snapshots.clear()
+    simulator.step(recordings)
     simulator.update()
-    simulator.evaluate(tapes)
-    moments = (*before, *simulator.moments)
-    return SimulatedStep(moments, simulator.most_offloaded, None, tapes.uncounted, directions)
+    simulator.evaluate(recordings)
+    snapshots = (*before, *simulator.snapshots)
+    return SimulatedStep(snapshots, simulator.most_offloaded, None, recordings.uncounted, directions)
 
 
 def _batch_size(run: PlannedRun) -> BatchSize:
@@ -123,8 +123,8 @@ def _math_attention() -> AbstractContextManager[None]:
     return found
 
 
-def _with_chunks_of_gpus(tapes: Tapes, model: PreTrainedModel, run: PlannedRun) -> Tapes:
-    """The tapes, which were made on a CPU, with the larger chunks in which a GPU upcasts logits.
+def _with_chunks_of_gpus(recordings: Recordings, model: PreTrainedModel, run: PlannedRun) -> Recordings:
+    """The recordings, which were made on a CPU, with the larger chunks in which a GPU upcasts logits.
 
     In training a chunk is there four times: upcast, its log-softmax, and the gradients of both; else twice.
     """
@@ -133,17 +133,19 @@ def _with_chunks_of_gpus(tapes: Tapes, model: PreTrainedModel, run: PlannedRun) 
     cpu, gpu = (min(logits, cross_entropy_chunk_bytes(device, logits)) for device in ("cpu", "cuda"))
     more = gpu - cpu
     return replace(
-        tapes, training=_raised(tapes.training, LOSS, 4 * more), evaluation=_raised(tapes.evaluation, DONE, 2 * more)
+        recordings,
+        training=_raised(recordings.training, LOSS, 4 * more),
+        evaluation=_raised(recordings.evaluation, DONE, 2 * more),
     )
 
 
-def _raised(tape: Sequence[Event], kind: str, num_bytes: int) -> list[Event]:
-    """The tape with more bytes for a moment before the events of a kind."""
+def _raised(recording: Sequence[Event], kind: str, num_bytes: int) -> list[Event]:
+    """The recording with more bytes for a moment before the events of a kind."""
     return [
         replace(event, rise=event.rise + num_bytes, rise_alone=event.rise_alone + num_bytes)
         if event.kind == kind
         else event
-        for event in tape
+        for event in recording
     ]
 
 
@@ -180,16 +182,16 @@ def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
     return found
 
 
-def _find_directions(simulator: StepSimulator, tapes: Tapes) -> list[Moment]:
-    """The moments of finding the initial values of an adapter."""
+def _find_directions(simulator: StepSimulator, recordings: Recordings) -> list[Snapshot]:
+    """The snapshots of finding the initial values of an adapter."""
     simulator.terms.pop("reference", None)  # it is opened later
-    simulator.run_without_gradients(EVA, tapes.extra[EVA])
-    return simulator.moments
+    simulator.run_without_gradients(EVA, recordings.extra[EVA])
+    return simulator.snapshots
 
 
-def _tape(
+def _record(
     config: PretrainedConfig, run: PlannedRun, part: RankPart, extra: Mapping[str, ExtraPasses]
-) -> tuple[Callable[[], Tapes], bool]:
+) -> tuple[Callable[[], Recordings], bool]:
     """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
     model = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
     if run.shard.flattens_units:
@@ -207,6 +209,6 @@ def _tape(
         sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
     make = partial(planned_batch, model, run.objective, run.reference_kind, _batch_size(run))
     record = partial(
-        record_tape, model, run.shard, part.units, make, uncast=part.experts, is_packed=run.is_packed, extra=extra
+        record_passes, model, run.shard, part.units, make, uncast=part.experts, is_packed=run.is_packed, extra=extra
     )
     return record, has_loss_head

@@ -1,4 +1,4 @@
-"""The moments before the first step of a run: its model is loaded, and where it resumes, the optimizer's state made."""
+"""The snapshots before the first step: a model is loaded, and where a run resumes, the optimizer's state made."""
 
 from collections.abc import Sequence
 
@@ -9,19 +9,19 @@ from transformers import PretrainedConfig
 from fsdp_shard.checkpoint import ENCODED_AT_ONCE, READ_STAGE_BYTES
 from fsdp_shard.models import QuantizationCode, quantized_weights
 from fsdp_shard.planning.memory_plan import PlannedRun
-from fsdp_shard.planning.step.moment import GRADIENTS, LOADING, Moment, highest
+from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.planning.step.shard_state import RankPart
-from fsdp_shard.planning.step.tape.recorder import Recorder
+from fsdp_shard.planning.step.snapshot import GRADIENTS, LOADING, Snapshot, highest
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 from fsdp_shard.utils import FakeTensorMode
 
 FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
 
 
-def loading_moments(
+def loading_snapshots(
     config: PretrainedConfig, part: RankPart, run: PlannedRun, units: Sequence[UnitBytes], terms: dict[str, int]
-) -> list[Moment]:
-    """The moments of loading a model and of resuming, without what only some ranks have.
+) -> list[Snapshot]:
+    """The snapshots of loading a model and of resuming, without what only some ranks have.
 
     Args:
         config: Its config, which has the dtype that it is stored in.
@@ -35,17 +35,17 @@ def loading_moments(
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in part.model.buffers())
     terms = {**terms, **buckets, "buffers": buffers + FIGURES_BYTES}
     taken = max(0 if run.on_gpu else _read_bytes(config, part.model, run), place_bytes(part.model, run))
-    moments = [Moment("load", "", {**terms, LOADING: taken})]
+    snapshots = [Snapshot("load", "", {**terms, LOADING: taken})]
     if run.shard.flattens_units:  # a unit is whole, parameter by parameter and as one, while it is wrapped
         held = 0
         for unit in units:
             held += 0 if run.shard.cpu_offload or unit.num_shards == 1 else unit.stored
             now = {"parameters": held, LOADING: 2 * unit.stored * unit.num_shards, "buffers": terms["buffers"]}
-            moments.append(Moment("load", unit.fqn, now))
+            snapshots.append(Snapshot("load", unit.fqn, now))
             held += unit.stored if unit.num_shards == 1 and not run.shard.cpu_offload else 0
-        moments = [highest(moments[1:]), moments[0]]
+        snapshots = [highest(snapshots[1:]), snapshots[0]]
     resumed = {name: num for name, num in terms.items() if name != "reference"}  # which is opened later
-    return [*moments, *([Moment("resume", "", resumed)] if run.resumes else [])]
+    return [*snapshots, *([Snapshot("resume", "", resumed)] if run.resumes else [])]
 
 
 def place_bytes(model: nn.Module, run: PlannedRun) -> int:

@@ -1,4 +1,4 @@
-"""Counts the live bytes of fake tensors while operators run, and writes a tape."""
+"""Counts the live bytes of fake tensors while operators run, and writes a recording."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from weakref import finalize
 import torch
 from torch import UntypedStorage
 
-from fsdp_shard.planning.step.tape.events import ENTER, LEAVE, Event
+from fsdp_shard.planning.step.recording.events import ENTER, LEAVE, Event
 from fsdp_shard.utils import TorchDispatchMode, storage_key
 
 GROUPED_PRODUCT = "aten::_grouped_mm"  # of experts
@@ -15,10 +15,10 @@ _MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by toke
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the live bytes that operators make, and writes the tape.
+    """Counts the live bytes that operators make, and writes the recording.
 
     Attributes:
-        events: The tape.
+        events: The recording.
         is_reference: Whether what runs is the reference of an objective.
         most_chosen: The most rows that are chosen by their values, which fake tensors do not have; None for all.
     """

@@ -1,0 +1,1 @@
+"""What one micro-batch keeps in memory: events, recorded on fake tensors."""

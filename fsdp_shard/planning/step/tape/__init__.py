@@ -1,1 +1,0 @@
-"""What one micro-batch keeps in memory: a tape of events, recorded on fake tensors."""
