@@ -108,17 +108,18 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
 def _find_start(config: FinetuneSettings, context: DistributedContext, stop: StopSignal) -> RunStart:
     """Find the step to resume from and verify it; a collective."""
     remote, trust = config.checkpoint.remote, config.model.trust_remote_code
-    waiting = context.with_new_group(LONG_WAIT_SECONDS)  # rank 0 may download a step, and all of it is read
+    # Rank 0 may download a step. Without a remote store nothing takes long, and no further group is made.
+    waiting = context.with_new_group(LONG_WAIT_SECONDS) if remote else context
     step = run_on_main(
         waiting, lambda: resume.find_step(config.resume, config.run_dir, remote, is_again=is_restarted())
     )
-    note = run_on_main(waiting, lambda: check_base_model(config, step))
+    note = run_on_main(context, lambda: check_base_model(config, step))
     source = model_source(config, step)
-    if step is not None and run_on_main(waiting, lambda: resume.is_finished(step, config.run_dir, config.train)):
-        run_on_main(waiting, lambda: say(describe_finished(config, step), sys.stderr))
+    if step is not None and run_on_main(context, lambda: resume.is_finished(step, config.run_dir, config.train)):
+        run_on_main(context, lambda: say(describe_finished(config, step), sys.stderr))
         return RunStart(context, source, step, is_finished=True)
-    run_on_main(waiting, lambda: check_same_teacher(config, step))
-    resume.verify_resumed(step, config.checkpoint, waiting)
+    run_on_main(context, lambda: check_same_teacher(config, step))
+    resume.verify_resumed(step, config.checkpoint, context)
     return RunStart(context, source, step, stop=stop, note=note, trust_remote_code=trust)
 
 

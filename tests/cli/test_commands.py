@@ -219,13 +219,15 @@ def _cpu_seconds_and_imports(arguments: list[str], cwd: Path) -> tuple[float, st
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
 def test_it_starts_at_once_and_loads_nothing_heavy(arguments: list[str], limit: float, checkpoint: Path) -> None:
-    # Seconds of the CPU: those of the clock depend on what else the machine does. Twice the limit, as a busy one is
-    # slower at everything; importing torch alone takes more than that.
-    seconds, loaded = _cpu_seconds_and_imports(arguments, checkpoint.parent)
-    assert loaded == (
-        "HEAVY hydra" if arguments[0] in ("finetune", "convert") and arguments[1] != "--help" else "HEAVY"
-    )
-    assert seconds < 2 * limit
+    # Seconds of the CPU: those of the clock depend on what else the machine does. Twice the limit, and the least of a
+    # few, as a busy machine is slower at everything; importing torch alone takes more than that.
+    heavy = "HEAVY hydra" if arguments[0] in ("finetune", "convert") and arguments[1] != "--help" else "HEAVY"
+    for _ in range(3):
+        seconds, loaded = _cpu_seconds_and_imports(arguments, checkpoint.parent)
+        assert loaded == heavy
+        if seconds < 2 * limit:
+            return
+    raise AssertionError(f"{seconds:.2f} s, more than twice {limit} s")
 
 
 def test_a_wrong_setting_cuts_the_imports_short(place: Path) -> None:

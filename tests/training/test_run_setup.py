@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fsdp_shard.checkpoint import CheckpointConfig
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import ModelConfig
@@ -29,5 +30,10 @@ def test_ranks_wait_for_one_that_downloads_a_step(
 ) -> None:
     """A large step comes from a remote store in more than `launch.timeout_seconds`."""
     monkeypatch.setattr(resume, "find_step", lambda *_, **__: time.sleep(3))
-    config = FinetuneConfig(model=ModelConfig(path=str(tiny_model)), run_dir=str(tmp_path), resume="auto")
+    config = FinetuneConfig(
+        model=ModelConfig(path=str(tiny_model)),
+        run_dir=str(tmp_path),
+        resume="auto",
+        checkpoint=CheckpointConfig(remote="memory://store/run"),
+    )
     assert on_ranks(2, _start, config) == [None, None]
