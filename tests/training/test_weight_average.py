@@ -222,15 +222,15 @@ def test_a_skipped_step_does_not_count(tiny_model: Path) -> None:
 
 
 def test_an_average_of_other_parameters_is_refused(runs: Runs, tiny_model: Path) -> None:
+    step = runs["lora fsdp2"].checkpoint
+
     def other(context: DistributedContext) -> Any:
         adapter = LoraConfig(rank=4)
         shard = WRAPPERS["fsdp2"](param_dtype="float32")
         loaded = load_sharded(ModelConfig(path=str(tiny_model)), shard, locate(tiny_model), context, adapter)
         assert loaded.adapter is not None
         with pytest.raises(CheckpointError, match=r"holds no average of base_model\..* with shape"):
-            open_average(
-                DECAY, loaded.model.local_shards(), loaded.adapter.names, runs["lora fsdp2"].checkpoint, context
-            )
+            open_average(DECAY, loaded.model.local_shards(), loaded.adapter.names, step, context)
 
     on_ranks(1, other)
 
