@@ -21,6 +21,7 @@ from fsdp_shard.cli import load_recipe
 from fsdp_shard.config import COMMANDS
 from fsdp_shard.utils import configs, recipes
 from tests.support.commands import FSDP_SHARD, OWN_RECIPE, ROOT, Done, environment, fsdp_shard, hear_signals, run
+from tests.support.cpu_speed import slowdown
 
 _GIVEN = ("model.path=org/name", "data.path=text.txt")
 
@@ -219,31 +220,29 @@ def _cpu_seconds_and_imports(arguments: list[str], cwd: Path) -> tuple[float, st
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
 def test_it_starts_at_once_and_loads_nothing_heavy(arguments: list[str], limit: float, checkpoint: Path) -> None:
-    # Seconds of the CPU: those of the clock depend on what else the machine does. Twice the limit, and the least of a
-    # few, as a busy machine is slower at everything; importing torch alone takes more than that.
-    heavy = "HEAVY hydra" if arguments[0] in ("finetune", "convert") and arguments[1] != "--help" else "HEAVY"
-    for _ in range(3):
-        seconds, loaded = _cpu_seconds_and_imports(arguments, checkpoint.parent)
-        assert loaded == heavy
-        if seconds < 2 * limit:
-            return
-    raise AssertionError(f"{seconds:.2f} s, more than twice {limit} s")
+    # Seconds of the CPU: those of the clock depend on what else the machine does. At least twice the limit, as a busy
+    # one is slower at everything; importing torch alone takes more than that.
+    seconds, loaded = _cpu_seconds_and_imports(arguments, checkpoint.parent)
+    assert loaded == (
+        "HEAVY hydra" if arguments[0] in ("finetune", "convert") and arguments[1] != "--help" else "HEAVY"
+    )
+    assert seconds < 2 * limit * slowdown()
 
 
 def test_a_wrong_setting_cuts_the_imports_short(place: Path) -> None:
     seconds, loaded = _cpu_seconds_and_imports(["finetune", *_GIVEN, "train.stepz=1"], place)
     assert "transformers" not in loaded
-    assert seconds < 2  # of two processes; all imports take more than that
+    assert seconds < 2 * slowdown()  # of two processes; all imports take more than that
 
 
 def test_verify_needs_numpy_only_where_there_is_no_manifest(checkpoint: Path) -> None:
     seconds, loaded = _cpu_seconds_and_imports(["verify", "model"], checkpoint.parent)
     assert loaded == "HEAVY numpy"
-    assert seconds < 0.9
+    assert seconds < 0.9 * slowdown()
     convert(checkpoint, checkpoint.parent / "digested")
     seconds, loaded = _cpu_seconds_and_imports(["verify", "digested"], checkpoint.parent)
     assert loaded == "HEAVY"
-    assert seconds < 0.6
+    assert seconds < 0.6 * slowdown()
 
 
 # Recipes

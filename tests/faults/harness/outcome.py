@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from tests.faults.corpus.case import Case
 from tests.faults.harness.commands import READERS
+from tests.support.cpu_speed import slowdown
 
 # What a small file may cost, and what is a hang.
 CPU_SECONDS, GROWTH_BYTES, WALL_SECONDS = 2.0, 200 << 20, 30.0
-_LOOP_SECONDS = 0.05  # of a million turns, on the machine that the two seconds are for
 GOOD = ("clear error", "rightly accepted")
 BAD = ("refused", "unclear", "exception", "hang", "memory", "silent", "harm")
 _LONGEST = 2000  # characters of an error
@@ -26,19 +25,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def cpu_budget() -> float:
     """The processor time that a small file may cost on this machine.
 
-    Virtual processors are at times three times as slow, and a few cases take nearly the two seconds that they may. So
-    in `make check` the budget grows by what a loop takes longer; in `make faults` it does not.
+    A few cases take nearly the two seconds that they may. So in `make check` the budget grows by what a slow processor
+    takes longer; in `make faults` it does not.
     """
-    if os.environ.get("FAULTS") == "long":
-        return CPU_SECONDS
-
-    def measure() -> float:
-        began = time.process_time()
-        for _ in range(1_000_000):
-            pass
-        return time.process_time() - began
-
-    return CPU_SECONDS * min(max(1.25, max(measure() for _ in range(5)) / _LOOP_SECONDS), 4.0)
+    return CPU_SECONDS if os.environ.get("FAULTS") == "long" else CPU_SECONDS * max(1.25, slowdown())
 
 
 @dataclass
