@@ -433,6 +433,7 @@ def test_entries_that_programs_add_are_no_changes_but_scaled_positions_are(tmp_p
     assert changes(old, {"rope_theta": 10000, "rope_scaling": None, "mlp_bias": False}) == []
     assert changes(old, {**old, "rope_scaling": scaled}) == [f"rope_scaling null -> {json.dumps(scaled)}"]
     assert changes({**old, "rope_scaling": scaled}, {"rope_parameters": {**scaled, "rope_theta": 1e4}}) == []
+    assert changes({**old, "pad_token_id": None}, {**old, "pad_token_id": 2}) == []
     assert changes({"text_config": old}, {"text_config": {**old, "head_dim": 4}}) == ["text_config.head_dim 8 -> 4"]
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert config_changes(BaseModel("m", "f"), tmp_path) == [], "of an earlier version"

@@ -76,7 +76,7 @@ class Completions:
         return recording[: first + 1], (Event(DONE, "", left, left, left, 0), *recording[second + 1 :])
 
     def state_bytes(self, recording: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
-        """None: all is on the recording."""
+        """None: all is in the recording."""
         return []
 
 

@@ -42,7 +42,7 @@ class ExtraPasses(Protocol):
         """The parts of the recording, which each begin at the same state."""
 
     def state_bytes(self, recording: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
-        """Bytes that each rank has meanwhile in addition to what is on the recording; none if no rank has any."""
+        """Bytes that each rank has meanwhile in addition to what is in the recording; none if no rank has any."""
 
 
 class MicroBatch(Protocol):
