@@ -44,8 +44,9 @@ class Job:
 
     Attributes:
         config: The model.
-        length: Tokens of a window; a micro-batch is one window.
+        length: Tokens of a window.
         num_micro_batches: Of a step.
+        rows: Windows of a micro-batch.
         dtype: Of the weights that are updated.
         shard: Settings `shard.*`; `wrapper` chooses it.
         optim: The optimizer.
@@ -55,6 +56,7 @@ class Job:
     config: Any
     length: int
     num_micro_batches: int = 1
+    rows: int = 1
     dtype: torch.dtype = torch.float32
     shard: dict[str, Any] = field(default_factory=dict)
     optim: OptimConfig = field(default_factory=lambda: AdamWConfig(lr=LR))
@@ -114,20 +116,18 @@ def ours(job: Job, device: Device) -> Iterator[float]:
                 yield report.loss
 
 
-def training_run(
-    job: Job, model: ShardedModel, context: DistributedContext, steps: int = 1 << 30, rows: int = 1
-) -> TrainingRun:
-    """The run of a job at its beginning; `rows` windows a rank and micro-batch."""
+def training_run(job: Job, model: ShardedModel, context: DistributedContext, steps: int = 1 << 30) -> TrainingRun:
+    """The run of a job at its beginning."""
     optimizer, data = build_optimizer(job.optim, model, context), job.data()
-    batch = rows * job.num_micro_batches * context.num_data_ranks
+    batch = job.rows * job.num_micro_batches * context.num_data_ranks
     config = TrainConfig(
-        steps=steps, global_batch_size=batch, micro_batch_size=rows, schedule="constant", log_every=1 << 30
+        steps=steps, global_batch_size=batch, micro_batch_size=job.rows, schedule="constant", log_every=1 << 30
     )
     return TrainingRun(model, optimizer, data, config, context, TrainerState(0, data.identity))
 
 
 def bare(job: Job, device: Device) -> Iterator[float]:
-    """The loop that a tutorial has, one window a micro-batch, with torch's loss of all logits."""
+    """The loop that a tutorial has, with torch's loss of all logits."""
     settings = WRAPPERS["fsdp2"](**job.shard)
     with init_distributed(device.type, timeout_seconds=120) as context:
         model = random_model(job.config, job.dtype, context.device).train()
@@ -136,7 +136,7 @@ def bare(job: Job, device: Device) -> Iterator[float]:
         for unit in inner:
             fully_shard(model.get_submodule(unit.fqn), mesh=context.mesh["shard"], mp_policy=policy)
         fully_shard(model, mesh=context.mesh["shard"], mp_policy=policy, reshard_after_forward=False)
-        yield from _bare_steps(model, _bare_optimizer(job, model), job.data(), job.num_micro_batches, device)
+        yield from _bare_steps(model, _bare_optimizer(job, model), job, device)
 
 
 def _bare_optimizer(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -145,17 +145,16 @@ def _bare_optimizer(job: Job, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
 
 
-def _bare_steps(
-    model: Any, optimizer: torch.optim.Optimizer, data: Dataset, num_micro_batches: int, device: Device
-) -> Iterator[float]:
-    for first in itertools.count(0, num_micro_batches):
+def _bare_steps(model: Any, optimizer: torch.optim.Optimizer, job: Job, device: Device) -> Iterator[float]:
+    data = job.data()
+    for step in itertools.count():
         total = 0.0
-        for number in range(first, first + num_micro_batches):
-            batch = data.batch([number])
+        for number in range(step * job.num_micro_batches, (step + 1) * job.num_micro_batches):
+            batch = data.batch(range(number * job.rows, (number + 1) * job.rows))
             inputs = {name: torch.from_numpy(value).to(device.torch_device) for name, value in batch.inputs.items()}
             logits = model(**inputs, use_cache=False).logits
             labels = torch.from_numpy(batch.labels).to(device.torch_device)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / num_micro_batches
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) / job.num_micro_batches
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -56,6 +56,27 @@ def test_completions_are_those_of_each_prompt_alone_in_input_order(
         assert completion.num_new_tokens == len(tokens)
 
 
+def test_attention_makes_no_plan_for_the_length_of_each_token(model: PreTrainedModel) -> None:
+    seen: list[bool] = []
+    handle = model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    assert was_enabled
+    try:
+        run(model, GenerationSettings(max_new_tokens=2))
+        assert seen
+        assert not any(seen)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+
+        def fail(text: str) -> None:
+            raise ConfigError(text)
+
+        with pytest.raises(ConfigError):
+            Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=2)).run([[1]], on_text=fail)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        handle.remove()
+
+
 def test_what_follows_the_end_is_neither_shown_nor_counted(tiny_model: Path, model: PreTrainedModel) -> None:
     tokens = greedy(tiny_model, "abc", 6)
     end = tokens[3]
