@@ -11,23 +11,25 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = tl.constexpr(64)  # decoded by each program
-_PAIRS = tl.constexpr(32)  # bytes of codes in a row, each of two weights
-_ROW_BYTES = tl.constexpr(36)
+_ROWS = tl.constexpr(32)  # decoded by each program
+_WORDS = tl.constexpr(8)  # of a row: 32 bits each, of eight weights; a ninth is the scale
 
 
 @triton.jit
-def _decode_rows(codes, scales, levels, out, num_rows, num_weights):  # type: ignore[no-untyped-def]  # Triton's types
-    row = (tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)).to(tl.int64)[:, None]  # [rows, 1]
-    pair = tl.arange(0, _PAIRS)[None, :]  # [1, pairs]
+def _decode_rows(words, scales, levels, out, num_rows, num_weights):  # type: ignore[no-untyped-def]  # Triton's types
+    row = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
+    word = tl.arange(0, _WORDS)
+    nibble = tl.arange(0, 8)
     is_row = row < num_rows
-    byte = tl.load(codes + row * _ROW_BYTES + pair, mask=is_row, other=0).to(tl.int32)  # two weights, upper half first
-    scale = tl.load(scales + row * (_ROW_BYTES // 4) + _PAIRS // 4, mask=is_row, other=0.0)
-    first = tl.load(levels + (byte >> 4)) * scale
-    second = tl.load(levels + (byte & 15)) * scale
-    place = row * (2 * _PAIRS) + 2 * pair
-    tl.store(out + place, first.to(out.dtype.element_ty), mask=is_row & (place < num_weights))
-    tl.store(out + place + 1, second.to(out.dtype.element_ty), mask=is_row & (place + 1 < num_weights))
+    start = row.to(tl.int64) * (_WORDS + 1)
+    codes = tl.load(words + start[:, None] + word[None, :], mask=is_row[:, None], other=0)  # [rows, words]
+    scale = tl.load(scales + start + _WORDS, mask=is_row, other=0.0)  # [rows]
+    shift = 8 * (nibble // 2) + 4 * (1 - nibble % 2)  # in each byte the upper half comes first
+    code = (codes[:, :, None] >> shift[None, None, :]) & 15  # [rows, words, 8]
+    weights = tl.load(levels + code) * scale[:, None, None]
+    # Flat, so that the threads of a warp write neighboring weights.
+    place = tl.program_id(0).to(tl.int64) * (64 * _ROWS) + tl.arange(0, 64 * _ROWS)
+    tl.store(out + place, tl.reshape(weights, (64 * _ROWS,)).to(out.dtype.element_ty), mask=place < num_weights)
 
 
 def decode_nf4(rows: torch.Tensor, levels: torch.Tensor, num_weights: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,7 +45,7 @@ def decode_nf4(rows: torch.Tensor, levels: torch.Tensor, num_weights: int, dtype
     num_rows = len(rows)
     out = torch.empty(num_weights, dtype=dtype, device=rows.device)
     grid = (triton.cdiv(num_rows, _ROWS.value),)
-    _decode_rows[grid](rows, rows.view(torch.float32), levels, out, num_rows, num_weights)
+    _decode_rows[grid](rows.view(torch.int32), rows.view(torch.float32), levels, out, num_rows, num_weights)
     return out
 
 

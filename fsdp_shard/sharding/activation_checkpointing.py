@@ -47,12 +47,16 @@ def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]
     return list(blocks.values())
 
 
-def offload_blocks(blocks: Iterable[nn.Module]) -> None:
+def offload_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:
     """Replace the forward of `blocks`, in the order in which they run, by one that keeps in CPU memory what it saves.
 
     After they are compiled: graphs save their own tensors, and the copies are not part of them.
+
+    Args:
+        blocks: The blocks, which compute on `device`.
+        device: The device whose memory they leave.
     """
-    offload = _Offload()
+    offload = _Offload(device)
     for block in blocks:
         block.forward = offload.wrap(block.forward)
 
@@ -80,15 +84,17 @@ def clean_fqn(name: str) -> str:
 class _Offload:
     """Keeps in CPU memory what autograd saves in the blocks of a model, except parameters and views of them.
 
+    Some of it is in CPU memory anyway: the seed of an attention kernel, an empty tensor of `checkpoint`.
+
     torch's own `save_on_cpu` moves parameters too, which stay where they are, gathered or not, and waits for each copy.
     Here the tensors of a block leave a GPU while the block after it is computed, and come back while that one's
     backward pass runs. Those of the last block are used before they would leave.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.copies = device, _Copies(device)
         # In the order of their forward passes. Only the graph of autograd keeps them alive.
         self._blocks: list[weakref.ref[_SavedBlock]] = []
-        self._copies: _Copies | None = None
 
     def wrap(self, forward: _Forward) -> _Forward:
         """Return a `forward` of a block that offloads what it saves."""
@@ -106,12 +112,6 @@ class _Offload:
             return result
 
         return run
-
-    def copies(self, device: torch.device) -> "_Copies":
-        """Where copies from and to `device` are made; each rank has one device."""
-        if self._copies is None:
-            self._copies = _Copies(device)
-        return self._copies
 
     def block_before(self, block: "_SavedBlock") -> "_SavedBlock | None":
         """The block whose forward pass was before that of `block`, if its backward pass has not begun."""
@@ -144,12 +144,12 @@ class _SavedBlock:
         Several products of one input save views of the same memory, of which one copy is made. An output is passed
         here without its version, so that the memory may have changed since, and is only known as the same object.
         """
-        if isinstance(view_base(tensor), nn.Parameter):
+        if tensor.device.type != self._offload.device.type or isinstance(view_base(tensor), nn.Parameter):
             return tensor
         layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version(tensor)
         key = layout if tensor.requires_grad else id(tensor)
         if key not in self._known:  # the tensors in it are alive, so that neither memory nor objects are used again
-            self._known[key] = saved = _SavedTensor(self, tensor, self._offload.copies(tensor.device))
+            self._known[key] = saved = _SavedTensor(self, tensor, self._offload.copies)
             self.tensors.add(saved)
         return self._known[key]
 

@@ -150,8 +150,9 @@ class Child:
         problem: str | None = None
         try:
             while problem is None:
-                left = began + limit_seconds - time.monotonic()
-                if left <= 0 or not self._pipe.poll(left):
+                # What ran beside others may have said all it has to say before it is asked.
+                left = max(began + limit_seconds - time.monotonic(), 0.0)
+                if not self._pipe.poll(left):
                     problem = f"overran its limit of {limit_seconds:.0f} s and was ended"
                     break
                 message = self._pipe.recv()

@@ -54,6 +54,9 @@ class Device(Protocol):
     def reset(self) -> int:
         """Free what can be freed, let a new peak begin, and return what tensors take now."""
 
+    def limit(self, num_bytes: int) -> None:
+        """Let this process have no more memory for tensors than that."""
+
     def synchronize(self) -> None:
         """Wait for the device."""
 
@@ -108,6 +111,9 @@ class Gpu:
         torch.cuda.reset_peak_memory_stats(0)
         return int(torch.cuda.memory_allocated(0))
 
+    def limit(self, num_bytes: int) -> None:
+        torch.cuda.set_per_process_memory_fraction(num_bytes / self.total_bytes, 0)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
@@ -159,6 +165,9 @@ class StandIn:
     def reset(self) -> int:
         gc.collect()
         return 0
+
+    def limit(self, num_bytes: int) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

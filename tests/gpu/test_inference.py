@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import time
 from pathlib import Path
@@ -112,13 +113,16 @@ _KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def generation_speeds(directory: str, num_tokens: int) -> dict[str, tuple[float, float]]:
-    """Tokens per second of each of `_KINDS`: by transformers, before and after ours, and ours."""
+    """Tokens per second of each of `_KINDS`: by transformers, before and after ours, and ours.
+
+    Each side has generated before, but from prompts of another length, as those of users are.
+    """
     device = open_device()
     model = random_model(config_of("8B"), torch.bfloat16, device.torch_device)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = 256
 
-    def by_transformers(rows: int, options: dict[str, Any]) -> float:
-        ids = _prompt(device, rows, 32)
+    def by_transformers(rows: int, options: dict[str, Any], length: int) -> float:
+        ids = _prompt(device, rows, length)
         device.synchronize()
         began = time.perf_counter()
         found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **options)
@@ -126,15 +130,17 @@ def generation_speeds(directory: str, num_tokens: int) -> dict[str, tuple[float,
         return float(rows * (found.shape[1] - ids.shape[1]) / (time.perf_counter() - began))
 
     path = Path(directory) / "8B-whole"
-    for rows, options in _KINDS.values():
-        by_transformers(rows, options)
-    before = {kind: by_transformers(*each) for kind, each in _KINDS.items()}
+    warm, *lengths = (128 * number for number in range(1, 5))
+    for each in _KINDS.values():
+        by_transformers(*each, warm)
+    before = {kind: by_transformers(*each, lengths[0]) for kind, each in _KINDS.items()}
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     ours = {}
-    for kind, (rows, options) in _KINDS.items():
-        prompts = path / "prompts.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": f"{number}" * 32}) + "\n" for number in range(rows)))
+    prompts = path / "prompts.jsonl"
+    for kind, length in itertools.product(_KINDS, (warm, lengths[1])):
+        rows, options = _KINDS[kind]
+        prompts.write_text("".join(json.dumps({"prompt": f"{number}" * length}) + "\n" for number in range(rows)))
         settings = GenerateSettings(
             checkpoint=str(path),
             prompts=str(prompts),
@@ -144,7 +150,7 @@ def generation_speeds(directory: str, num_tokens: int) -> dict[str, tuple[float,
         ours[kind] = float(complete_prompts(settings, None, 0)["tokens_per_second"])
         gc.collect()
         device.reset()
-    after = {kind: by_transformers(*each) for kind, each in _KINDS.items()}
+    after = {kind: by_transformers(*each, lengths[2]) for kind, each in _KINDS.items()}
     return {kind: ((before[kind] + after[kind]) / 2, ours[kind]) for kind in _KINDS}
 
 

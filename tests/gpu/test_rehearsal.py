@@ -119,6 +119,18 @@ def test_a_check_that_hangs_is_ended_and_keeps_its_rows(tmp_path: Path) -> None:
     assert time.monotonic() - began < 60
 
 
+def says(bench: Bench) -> None:
+    bench.record("said", 1.0)
+
+
+def test_a_check_that_ended_in_time_is_read_later(tmp_path: Path) -> None:
+    child = Child(says, {"bench": Bench(tmp_path)}, "fork", warm=False)
+    child.go()
+    child._process.join(60)
+    ended = child.finish(0.0)
+    assert (ended.problem, [row.check for row in ended.rows]) == ("", ["said"])
+
+
 def dies(bench: Bench) -> None:
     os._exit(7)
 

@@ -28,4 +28,4 @@ assert nf4_kernel.is_usable(torch.device("cpu"))
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_decodes_bit_by_bit(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", _PROGRAM], tmp_path, TRITON_INTERPRET="1")
-    assert done.status == 0, done.stderr
+    assert done.status == 0, done.err

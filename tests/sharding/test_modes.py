@@ -31,6 +31,7 @@ from tests.support.sharded import assembled, sharded, train_plain, train_sharded
 from tests.support.tiny import llama, llama_config, token_batch
 
 STEPS = 2
+CPU = torch.device("cpu")
 BOTH: list[dict[str, Any]] = [
     {"activation_checkpointing": 2},
     {"activation_checkpointing": "selective"},
@@ -232,7 +233,7 @@ def test_offloaded_activations_change_no_gradient(recomputed: str | int, compile
         for block in blocks if compiled else ():
             block.forward = torch.compile(block.forward, backend="aot_eager")
         if offload:
-            offload_blocks(blocks)
+            offload_blocks(blocks, CPU)
         for step in range(2):  # the second one begins with what the first one left
             model(input_ids=token_batch(step), labels=token_batch(step), use_cache=False).loss.backward()
         grads.append([param.grad for param in model.parameters()])
@@ -286,7 +287,7 @@ def test_offload_moves_each_tensor_once_and_no_parameter() -> None:
         return [saved.on_device is not None for saved in gc.get_objects() if type(saved) is _SavedTensor]
 
     blocks = [Block() for _ in range(3)]
-    offload_blocks(blocks)
+    offload_blocks(blocks, CPU)
     x = torch.randn(2, 8, 64, requires_grad=True)
     with CopiedBytes() as copied:
         for block in blocks:
@@ -296,6 +297,39 @@ def test_offload_moves_each_tensor_once_and_no_parameter() -> None:
     x.sum().backward()
     del x
     assert not on_device(), "let go by the backward pass"
+
+
+class Elsewhere(torch.autograd.Function):
+    """Saves a tensor that is not where the block computes, as `checkpoint` and attention with a seed do on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty(0, device="meta"), x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        elsewhere, x = ctx.saved_tensors
+        assert elsewhere.is_meta
+        return 2 * grad * x
+
+
+def test_offload_leaves_what_is_not_on_the_device_where_it_is() -> None:
+    class Squared(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(Elsewhere.apply(x))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    blocks = [Squared() for _ in range(3)]
+    grads = []
+    for offload in (False, True):
+        if offload:
+            offload_blocks(blocks, CPU)
+        x = first = torch.full((2, 64), 0.5, requires_grad=True)
+        for block in blocks:
+            x = block(x)
+        x.sum().backward()
+        grads.append(first.grad)
+    assert torch.equal(*grads)
 
 
 def test_what_a_wrapper_cannot_do_is_named() -> None:
