@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from fsdp_shard.checkpoint import locate
 from fsdp_shard.distributed import init_distributed
-from fsdp_shard.models import ModelConfig
+from fsdp_shard.models import QUANTIZATION_CODES, ModelConfig
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training import LoraConfig, linear_cross_entropy, load_sharded, train
 from tests.gpu.child import Bench, in_turn
@@ -154,9 +154,21 @@ def _timed(step: Callable[[], float], steps: int) -> Measured:
     return Measured(statistics.median(seconds), losses, device.peak_bytes)
 
 
+def decoding_speed(num_weights: int) -> float:
+    """Bytes per second, read and written, of decoding nf4 to bfloat16."""
+    device, code = open_device(), QUANTIZATION_CODES["nf4"]
+    rows = code.encode(torch.randn(num_weights, device=device.torch_device))
+    seconds = device.seconds(lambda: code.decode(rows, num_weights, torch.bfloat16), 20)
+    return (rows.nbytes + 2 * num_weights) / seconds
+
+
 @check(seconds=70)
 def test_lora_on_nf4(bench: Bench) -> None:
-    (path,) = in_turn((written, bench.directory, "1.2B", None, bench.device.torch_device))
+    path, speed = in_turn(
+        (written, bench.directory, "1.2B", None, bench.device.torch_device),
+        (decoding_speed, bench.size(1 << 26, 1 << 10)),
+    )
+    bench.record("decoding of nf4, bytes read and written", speed / 1e9, "GB/s")
     length = bench.size(2048, 32)
     job = Job(config_of("1.2B"), length)
     (ours,) = in_turn((our_qlora, path, job, bench.size(6, 1)))

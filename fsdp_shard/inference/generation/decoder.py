@@ -242,6 +242,7 @@ class _Watch(transformers.StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         if self._figures.first_token_seconds is None:
+            input_ids[:, -1].tolist()  # a GPU has only been told to compute it
             self._figures.first_token_seconds = time.perf_counter() - self._start
         if self._last is not None:
             chosen = input_ids[:, -1:].to(self._last.device)
