@@ -233,7 +233,7 @@ def modes_in_turn(names: list[str], path: str, length: int) -> tuple[dict[str, _
     return found, left
 
 
-@check(seconds=200, concurrent="all")
+@check(seconds=240, concurrent="all")
 def test_the_plan_beside_the_measured_peak(bench: Bench) -> None:
     length = _length(2048)
     path = str(apart(written, bench.directory, "1.2B", 8, bench.device.torch_device))
