@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +34,7 @@ from fsdp_shard.training import (
 from tests.gpu.child import Bench, apart, in_turn
 from tests.gpu.device import IS_REHEARSAL, OUT, Device, held_on_gpu, open_device
 from tests.gpu.loops import LR, Job, Measured, measure, ours, sharded, training_run
-from tests.gpu.models import config_of, flops_per_token, written
+from tests.gpu.models import config_of, flops_per_token, random_model, written
 from tests.gpu.trace import Steps, read_trace, summarize
 
 check = pytest.mark.check
@@ -277,6 +278,35 @@ def test_runs_fit_in_the_memory_of_their_plans(bench: Bench) -> None:
     for name in ("fsdp2", "fsdp1", "nf4 lora")[: bench.size(3, 1)]:
         steps = apart(steps_in_planned_memory, name, path, _length(2048))
         bench.record(f"{name}: steps in the memory of its plan", steps, "of 3", at_least=3, exact=True)
+
+
+def padded_steps(lengths: list[int], cudnn: bool) -> list[float]:
+    """Seconds of a forward and backward pass of padded rows of each length: first as a length is new, then again."""
+    device, seconds = open_device(), list[float]()
+    model = random_model(config_of("1.2B", 4), torch.bfloat16, device.torch_device).train()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    for length in (16, *lengths, *lengths):  # the first loads libraries
+        ids = torch.ones(4, length, dtype=torch.int64, device=device.torch_device)
+        mask = torch.ones_like(ids)
+        mask[0, length // 2 :] = 0
+        device.synchronize()
+        began = time.perf_counter()
+        model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+        device.synchronize()
+        seconds.append(time.perf_counter() - began)
+    new, again = seconds[1 : len(lengths) + 1], seconds[len(lengths) + 1 :]
+    return [statistics.median(new), statistics.median(again)]
+
+
+@check(seconds=40)
+def test_padded_batches_of_new_lengths(bench: Bench) -> None:
+    lengths = [bench.size(701, 17) + bench.size(64, 3) * number for number in range(bench.size(12, 2))]
+    for cudnn in (True, False):
+        ((new, again),) = in_turn((padded_steps, lengths, cudnn))
+        name = "with" if cudnn else "without"
+        note = f"{1000 * new:.1f} ms of a new length, {1000 * again:.1f} ms of a known one"
+        bench.record(f"padded batches {name} cuDNN's attention: a length that is new", new / again, "x", note=note)
 
 
 @check(seconds=100)
