@@ -21,7 +21,7 @@ import torch
 from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, LossError
-from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.sharding import ShardedModel, free_gathered
 from fsdp_shard.training.batch_loader import BatchLoader, LoadedStep, copy_to
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import finite, source_figures
@@ -179,6 +179,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
             if report.step < run.config.num_steps:
                 run.interrupted_by = report.stop_signal
             yield report
+        free_gathered(run.model.module)
 
 
 def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:

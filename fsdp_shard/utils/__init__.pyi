@@ -22,6 +22,7 @@ from .bounded_read import (
 from .environment import (
     install_command as install_command,
     missing_file_system as missing_file_system,
+    no_cudnn_attention as no_cudnn_attention,
     one_thread as one_thread,
     require_package as require_package,
     set_environment as set_environment,

@@ -1,4 +1,4 @@
-"""What surrounds this process: environment variables, the user's cache directory, optional packages."""
+"""What surrounds this process: environment variables, the user's cache directory, optional packages, torch's modes."""
 
 import os
 import shutil
@@ -97,3 +97,20 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def no_cudnn_attention() -> Iterator[None]:
+    """Leave attention to torch's other kernels while a model generates.
+
+    torch prefers cuDNN's on Hopper, which has a plan for each length of the keys: with every new token the host makes
+    one, for 20 ms. To go when torch makes none for a length that is new.
+    """
+    import torch
+
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)

@@ -184,12 +184,16 @@ def free_flat_parameters(module: nn.Module) -> None:
     """Free what FSDP1 keeps gathered after a forward pass, so that the next one gathers the shards again.
 
     Of the root, and without resharding of all, it keeps the parameters until a backward pass: what is written into the
-    shards before that would be overlooked.
+    shards before that would be overlooked. On one rank, and where no backward pass follows, it also keeps views of a
+    flat parameter, which own it by a way that Python cannot see, so that it would never be freed; and its gradient.
     """
     for handle in _flat_handles(module):
         has_run = getattr(handle.flat_param, "_full_param_padded", None) is not None
         if has_run and handle.uses_sharded_strategy and not handle.needs_unshard():
             handle.reshard(free_unsharded_flat_param=True)
+        if (views := handle.flat_param._tensors) is not None:
+            handle.flat_param._tensors = [None] * len(views)
+        handle._reset_flat_param_grad_info_if_needed()
 
 
 def _flat_handles(module: nn.Module) -> Iterator[Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import math
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,19 @@ from torch.distributed.tensor import DTensor
 from fsdp_shard.data import MASKED, Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
-from fsdp_shard.sharding import Fsdp2Config
+from fsdp_shard.models import build_on_meta, rebuild_buffers
+from fsdp_shard.sharding import WRAPPERS, Fsdp2Config
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.held_out.evaluator import evaluate_loss
 from fsdp_shard.training.loop import StepReport, TrainingRun, train
+from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.optim.torch_optim import AdamWConfig
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
 from tests.sharding.test_wrappers import sharded
 from tests.support.ranks import on_ranks
-from tests.support.tiny import llama
+from tests.support.tiny import llama, llama_config
 from tests.training.conftest import Plain, stream, world_of_one
 
 SEED, LR = 5, 1e-2
@@ -389,3 +393,29 @@ def test_a_bad_loss_on_one_rank_is_an_error_on_all() -> None:
 def test_a_world_of_one_needs_no_environment(tmp_path: Path) -> None:
     with world_of_one() as context:
         assert len(Run(context).go(TrainConfig(steps=1, global_batch_size=1))) == 1
+
+
+def alive_after_training(context: DistributedContext, wrapper: str, evaluates: bool) -> int:
+    """Parameters that stay in memory when the model, which has a head of its own, and the run are gone."""
+    model: Any = build_on_meta(llama_config(tied=False), "float32")
+    rebuild_buffers(model, context.device)
+    assert use_loss_head(model, True)
+    wrapped = WRAPPERS[wrapper]().shard(model, context)
+    for shard in wrapped.local_shards().values():
+        shard.data.fill_(0.01)
+    run = Run(context, wrapped)
+    if evaluates:
+        evaluate_loss(wrapped, run.data, 2, context)
+    else:
+        run.go(TrainConfig(steps=2, global_batch_size=2, micro_batch_size=2 // context.world_size))
+    found = [weakref.ref(param) for param in wrapped.module.parameters()]
+    del model, wrapped, run, shard
+    gc.collect()
+    return sum(param() is not None for param in found)
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["trained", "evaluated"])
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_model_that_is_no_longer_used_is_freed(num_ranks: int, wrapper: str, evaluates: bool) -> None:
+    assert on_ranks(num_ranks, alive_after_training, wrapper, evaluates) == [0] * num_ranks

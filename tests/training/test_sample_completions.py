@@ -44,8 +44,12 @@ def complete(context: DistributedContext, wrapper: str, settings: dict[str, Any]
     loss = model.module(input_ids=rows, labels=rows, use_cache=False).loss
     loss.backward()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    plans: list[bool] = []
+    model.module.register_forward_pre_hook(lambda *_: plans.append(torch.backends.cuda.cudnn_sdp_enabled()))
     with evaluating(model):
         found = complete_greedily(model, PROMPTS, NUM_NEW, {}, context)
+    assert plans
+    assert not any(plans), "cuDNN makes a plan for each length"
     assert graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"], "a graph for each length"
     return {"found": found, "training": model.module.training}
 

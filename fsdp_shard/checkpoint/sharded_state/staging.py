@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,14 +30,14 @@ class StagedCopy:
 
     def __init__(self, jobs: list[Job]) -> None:
         self._parts = {id(source): _Part(host, source) for host, source in jobs if source.device.type == "cpu"}
-        self._transfer = _start_transfer([job for job in jobs if job[1].device.type != "cpu"])
+        self._transfers = _start_transfers([job for job in jobs if job[1].device.type != "cpu"])
         self._is_over = False
 
     def wait(self) -> None:
-        """Wait for the transfer from the GPU."""
-        if self._transfer is not None:
-            with torch.cuda.device(self._transfer.device):  # of this thread, which else would make a context on GPU 0
-                self._transfer.synchronize()
+        """Wait for the transfers from GPUs."""
+        for device, end in self._transfers.items():
+            with torch.cuda.device(device):  # of this thread, which else would make a context on GPU 0
+                end.synchronize()
 
     @contextmanager
     def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
@@ -58,8 +57,8 @@ class StagedCopy:
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):
                     _copy(part)
-        if self._transfer is not None:
-            torch.cuda.current_stream().wait_event(self._transfer)
+        for device, end in self._transfers.items():
+            torch.cuda.current_stream(device).wait_event(end)
 
     def end(self) -> None:
         """Mark that the save has ended, so that nothing needs to be copied any more."""
@@ -137,14 +136,16 @@ def _copy(part: _Part) -> None:
     part.is_copied = True
 
 
-def _start_transfer(jobs: list[Job]) -> Any:
-    """Copy from the GPU on a side stream, after all work queued there; returns the event of its end, if any."""
-    if not jobs:
-        return None
-    stream, event = torch.cuda.Stream(), torch.cuda.Event()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for host, source in jobs:
-            host.copy_(source, non_blocking=True)
-        event.record(stream)
-    return event
+def _start_transfers(jobs: list[Job]) -> dict[torch.device, torch.cuda.Event]:
+    """Copy from each GPU on a side stream of its own, after all work queued there; returns the events of the ends."""
+    ends = {}
+    for device in {source.device: None for _, source in jobs}:
+        with torch.cuda.device(device):  # which need not be the current one
+            stream, ends[device] = torch.cuda.Stream(), torch.cuda.Event()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for host, source in jobs:
+                    if source.device == device:
+                        host.copy_(source, non_blocking=True)
+                ends[device].record(stream)
+    return ends

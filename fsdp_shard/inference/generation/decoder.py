@@ -16,7 +16,7 @@ from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.models import running
-from fsdp_shard.utils import disk_bytes_read
+from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 
 # Decoding methods in a model's own config that need another model or return several answers.
 _UNSUPPORTED = ("prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "force_words_ids", "token_healing")
@@ -120,7 +120,7 @@ class Decoder:
         # Where the model computes: transformers moves the logits of each token to where the ids are.
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
         generate: Any = self.model.generate
-        with running(self.model), _own_config(self.model, self.config), _no_cudnn_attention():
+        with running(self.model), _own_config(self.model, self.config), no_cudnn_attention():
             output = generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -191,21 +191,6 @@ def _own_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
         yield
     finally:
         model.generation_config = before
-
-
-@contextmanager
-def _no_cudnn_attention() -> Iterator[None]:
-    """Leave attention to torch's other kernels for a while.
-
-    torch prefers cuDNN's on Hopper, which has a plan for each length of the keys: with every new token the host makes
-    one, for 20 ms. To go when torch makes none for a length that is new.
-    """
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def _until_end(tokens: list[int], ends: set[int]) -> list[int]:

@@ -9,7 +9,6 @@ the logits of its head unchanged is tried, not assumed (`_returns_logits`): Cohe
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -279,12 +278,16 @@ class _Outputs(BaseModelOutputWithPastAndCrossAttentions):
         return None
 
 
-_heads: WeakKeyDictionary[nn.Module, LossHead | None] = WeakKeyDictionary()
+_FOUND = "loss_head"  # an attribute of the model
 
 
 def _head_of(module: nn.Module) -> LossHead | None:
-    """The LossHead in `module`, which is searched once."""
-    if module not in _heads:
-        found = (inner.__dict__.get("forward") for inner in module.modules())
-        _heads[module] = next((forward for forward in found if isinstance(forward, LossHead)), None)
-    return _heads[module]
+    """The LossHead in `module`, which is searched once.
+
+    The module keeps it: a head that is sharded refers to the whole model, which a dictionary of ours would keep alive.
+    """
+    if _FOUND not in vars(module):
+        found = (vars(inner).get("forward") for inner in module.modules())
+        vars(module)[_FOUND] = next((forward for forward in found if isinstance(forward, LossHead)), None)
+    head: LossHead | None = vars(module)[_FOUND]
+    return head

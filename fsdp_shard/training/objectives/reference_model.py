@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint import Location, model_digests
 from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, cache_key, with_extras
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
-from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.sharding import ShardedModel, free_gathered
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, to_device
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel, unfilled_model
@@ -241,6 +241,8 @@ class _CachedReference:
 
     def free(self) -> None:
         """Free the memory of the reference."""
+        if isinstance(self._reference, ModelReference):
+            free_gathered(self._reference.model.module)
         self._reference = None
         gc.collect()  # modules and hooks refer to each other
 

@@ -4,13 +4,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState
-from fsdp_shard.checkpoint.sharded_state.staging import StagedCopy, Staging
+from fsdp_shard.checkpoint.sharded_state.staging import StagedCopy, Staging, _start_transfers
 from fsdp_shard.distributed import LocalShard
 
 
@@ -114,10 +115,10 @@ def test_a_save_that_has_ended_needs_no_copy() -> None:
     assert set(memory.tolist()) == {255}
 
 
-def test_the_thread_of_a_save_waits_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_of_a_save_waits_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread is on GPU 0, where waiting would make a context; torch.cuda is stood in for."""
     here = threading.local()
-    waited: list[int] = []
+    waited: list[tuple[int, int]] = []
 
     @contextmanager
     def on(device: torch.device) -> Iterator[None]:
@@ -125,13 +126,57 @@ def test_the_thread_of_a_save_waits_on_the_gpu_of_its_rank(monkeypatch: pytest.M
         yield
         here.number = 0
 
-    transfer = SimpleNamespace(
-        device=torch.device("cuda", 1), synchronize=lambda: waited.append(getattr(here, "number", 0))
-    )
+    ends = {
+        torch.device("cuda", number): SimpleNamespace(
+            synchronize=lambda number=number: waited.append((number, getattr(here, "number", 0)))
+        )
+        for number in (1, 2)
+    }
     monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr("fsdp_shard.checkpoint.sharded_state.staging._start_transfer", lambda jobs: transfer)
+    monkeypatch.setattr("fsdp_shard.checkpoint.sharded_state.staging._start_transfers", lambda jobs: ends)
     _, copy = Staging().stage(RunState({"weight": shard(nn.Parameter(torch.ones(8)))}, {}))
     saving = threading.Thread(target=copy.wait)
     saving.start()
     saving.join()
-    assert waited == [1]
+    assert waited == [(1, 1), (2, 2)]
+
+
+def test_tensors_of_several_gpus_are_copied_on_a_stream_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and events belong to the GPU that is current where they are made; torch.cuda is stood in for."""
+    current, log = [0], list[str]()
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    @contextmanager
+    def inside(stream: Any) -> Iterator[None]:
+        assert stream.gpu == current[-1]
+        yield
+
+    def made() -> Any:
+        gpu = current[-1]
+        return SimpleNamespace(
+            gpu=gpu, wait_stream=lambda other: log.append(f"{gpu} waits for {other}"),
+            record=lambda stream: log.append(f"{gpu} ends on {stream.gpu}"),
+        )  # fmt: skip
+
+    def source(gpu: int) -> Any:
+        return SimpleNamespace(device=torch.device("cuda", gpu), number=gpu)
+
+    def host() -> Any:
+        return SimpleNamespace(copy_=lambda source, non_blocking: log.append(f"{current[-1]} copies {source.number}"))
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    monkeypatch.setattr(torch.cuda, "Event", made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: f"work of {current[-1]}")
+    ends = _start_transfers([(host(), source(number)) for number in (1, 2, 1)])
+    assert [device.index for device in ends] == [1, 2]
+    assert log == [
+        "1 waits for work of 1", "1 copies 1", "1 copies 1", "1 ends on 1",
+        "2 waits for work of 2", "2 copies 2", "2 ends on 2",
+    ]  # fmt: skip
