@@ -92,7 +92,10 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
 
 
 def free_gathered(module: nn.Module) -> None:
-    """Free what FSDP keeps gathered between two forward passes, which a change to the shards would not update."""
+    """Free what FSDP keeps gathered between two forward passes, which a change to the shards would not update.
+
+    Without it, FSDP1 would keep the module itself in memory when it is no longer used.
+    """
     _reshard(module)
     free_flat_parameters(module)
 

@@ -140,7 +140,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     """Train until the run is over; a collective.
 
     `run.state` is updated before each report, so that it can be saved when the report is received. No step follows
-    once `run.is_over`.
+    once `run.is_over`; then nothing is gathered.
 
     Args:
         run: The run, at any step.

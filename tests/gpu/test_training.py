@@ -23,6 +23,7 @@ from fsdp_shard.training import (
     OPTIMIZERS,
     AdamWConfig,
     AdapterConfig,
+    LoadedModel,
     LoraConfig,
     OptimConfig,
     SgdConfig,
@@ -207,6 +208,15 @@ class _Peaks:
     context: int
 
 
+def _job(mode: _Mode, length: int) -> Job:
+    return Job(config_of("1.2B", 8), length, mode.num_micro_batches, mode.rows, optim=mode.optim)
+
+
+def _loaded(planned: PlannedRun, path: str, context: DistributedContext) -> LoadedModel:
+    lora = planned.adapter if isinstance(planned.adapter, LoraConfig) else None
+    return load_sharded(planned.model, planned.shard, locate(path), context, lora)
+
+
 def modes_in_turn(names: list[str], path: str, length: int) -> tuple[dict[str, _Peaks], str]:
     """Train in each mode until one leaves memory in use, which the next would seem to need; and what that left."""
     device, found, left = open_device(), dict[str, _Peaks](), ""
@@ -216,12 +226,9 @@ def modes_in_turn(names: list[str], path: str, length: int) -> tuple[dict[str, _
             if found and before > _LEFT_BYTES:  # seen sometimes, never twice in the same mode
                 left = f"{before} bytes of {[*found][-1]} stay in use, by {held_on_gpu()}"
                 break
-            mode = _MODES[name]
-            planned = _planned_run(mode, path, length)
-            lora = planned.adapter if isinstance(planned.adapter, LoraConfig) else None
-            loaded = load_sharded(planned.model, planned.shard, locate(path), context, lora)
+            planned, job = _planned_run(_MODES[name], path, length), _job(_MODES[name], length)
+            loaded = _loaded(planned, path, context)
             peaks = {"load": device.peak_bytes}
-            job = Job(config_of("1.2B", 8), length, mode.num_micro_batches, mode.rows, optim=mode.optim)
             run = training_run(job, loaded.model, context, steps=2)
             peaks |= _peaks_by_phase(run, device, 2)
             reserved = device.reserved_bytes - reserved
@@ -260,15 +267,13 @@ def test_the_plan_beside_the_measured_peak(bench: Bench) -> None:
 
 def steps_in_planned_memory(name: str, path: str, length: int) -> int:
     """The steps of a run that may have no more memory than its plan says, allocator included."""
-    device, mode = open_device(), _MODES[name]
-    planned = _planned_run(mode, path, length)
-    job = Job(config_of("1.2B", 8), length, mode.num_micro_batches, mode.rows, optim=mode.optim)
+    device = open_device()
+    planned, job = _planned_run(_MODES[name], path, length), _job(_MODES[name], length)
     plan = plan_memory(job.config, planned)
     assert plan.peak_bytes is not None
     with init_distributed(device.type, timeout_seconds=60) as context:
         device.limit(plan.peak_bytes + plan.overhead.get("allocator", 0))
-        lora = planned.adapter if isinstance(planned.adapter, LoraConfig) else None
-        loaded = load_sharded(planned.model, planned.shard, locate(path), context, lora)
+        loaded = _loaded(planned, path, context)
         return len(list(train(training_run(job, loaded.model, context, steps=3))))
 
 
