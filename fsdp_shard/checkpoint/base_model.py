@@ -143,9 +143,24 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str)
 
 
 def _with_rotary(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a config, with the entry that is often added for longer texts: without it nothing is scaled."""
-    has_none = "rope_theta" in values and "rope_parameters" not in values
-    return {"rope_scaling": None, **values} if has_none else values
+    """The values of a config, with those of rotary embeddings under the names that transformers had before version 5.
+
+    `rope_scaling` is None where nothing is scaled: it is often added for longer texts.
+    """
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:  # not one for each kind of layer
+        apart = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        scaling = {key: value for key, value in rope.items() if key not in apart}
+        others = {key: value for key, value in values.items() if key != "rope_parameters"}
+        values = {**others, **apart, "rope_scaling": scaling}
+    if "rope_theta" not in values:
+        return values
+    scaling = values.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return {"rope_scaling": None, **values}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    named = {"rope_type": kind} | {key: value for key, value in scaling.items() if key != "type"}
+    return {**values, "rope_scaling": None if kind == "default" else named}
 
 
 def _fingerprint_of_stacked(index: TensorIndex, directory: Path) -> str | None:

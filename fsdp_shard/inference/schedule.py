@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.errors import PlanError
 from fsdp_shard.inference import available_memory
-from fsdp_shard.inference.config import BATCH_MAJOR, LAYER_MAJOR, DispatchConfig
+from fsdp_shard.inference.config import BATCH_MAJOR, LAYER_MAJOR, Device, DispatchConfig
 from fsdp_shard.inference.offload.block_hooks import BlockStream
 from fsdp_shard.inference.offload.hidden_state_file import HiddenStateFile
 from fsdp_shard.inference.offload.layer_major import run_wave
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 _STREAM = "block_stream"  # an attribute of the model
 _MAX_PASSES, _MAX_COMPUTE_THREADS = 512, 4096
+# Each thread that computes on a GPU gets a workspace of its own (c10/cuda/CUDABlas.cpp, the default on Hopper).
+_CUBLAS_WORKSPACE_BYTES = 32 << 20
 _MEMORY_PART = 4  # of the CPU's budget, or of what is free: hidden states may have 1 / this
 
 
@@ -117,7 +119,7 @@ def plan_schedule(
         model: A dispatched model.
         settings: The settings that it was dispatched by.
         shapes: Rows and tokens of each batch.
-        memory: Bytes for hidden states; by default a quarter of the CPU's budget or, without one, of what is free.
+        memory: Bytes for hidden states; by default a quarter of the device's budget or, without one, of what is free.
         directory: Where a file of hidden states would be; with less free space than it needs, there is none.
         num_ranks: Ranks on this machine, which share its memory and threads.
 
@@ -135,7 +137,8 @@ def plan_schedule(
     batch_major = Schedule(BATCH_MAJOR, len(shapes), stream.num_blocks, stream.num_bytes)
     if settings.schedule == BATCH_MAJOR or not shapes:
         return batch_major
-    hidden = [_hidden_bytes(model, *shape) for shape in shapes]
+    of_thread = _CUBLAS_WORKSPACE_BYTES if stream.device.type == "cuda" else 0
+    hidden = [of_thread + _hidden_bytes(model, *shape) for shape in shapes]
     memory = _free_bytes(stream, settings, num_ranks) // _MEMORY_PART if memory is None else memory
     threads = min(_MAX_COMPUTE_THREADS, available_memory.free_threads() // 2) // num_ranks
     most = max(min(_MAX_PASSES, threads // torch.get_num_threads()), 1)
@@ -173,11 +176,13 @@ def _hidden_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
 
 
 def _free_bytes(stream: BlockStream, settings: DispatchConfig, num_ranks: int) -> int:
-    """Bytes that the device of streamed blocks has: the CPU's budget, if one is given, or this rank's part of the free.
+    """Bytes that the device of streamed blocks has: its budget, if one is given, or this rank's part of the free.
 
     Each rank has a budget of its own.
     """
     if stream.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(stream.device)[0])
-    free = available_memory.free_cpu_bytes() // num_ranks
-    return min(free, (settings.budgets or {}).get("cpu", free))
+        free = int(torch.cuda.mem_get_info(stream.device)[0])
+    else:
+        free = available_memory.free_cpu_bytes() // num_ranks
+    device: Device = stream.device.index if stream.device.type == "cuda" else "cpu"
+    return min(free, (settings.budgets or {}).get(device, free))

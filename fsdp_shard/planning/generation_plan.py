@@ -20,7 +20,7 @@ from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, device_n
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.recording.events import DONE, LEAVE, Event
 from fsdp_shard.planning.step.recording.record_passes import record_forward
-from fsdp_shard.planning.step.recording.recorder import Recorder, pinned_bytes, storages_of
+from fsdp_shard.planning.step.recording.recorder import Recorder, storages_of
 from fsdp_shard.planning.step.snapshot import ACTIVATIONS, Snapshot, highest
 from fsdp_shard.utils import first_line, format_size, format_table, storage_key
 
@@ -210,9 +210,8 @@ class _GenerationSimulator:
         main = self._state.setdefault(self._main, {})
         main[WEIGHTS] = main.get(WEIGHTS, 0) + buffers
         main[IN_FLIGHT] = devices.buffer_bytes
-        if self._main != "cpu" and "disk" in devices.devices.values():  # through page-locked memory
-            number = 1 + devices.prefetch
-            self._state.setdefault("cpu", {})[IN_FLIGHT] = number * pinned_bytes(devices.buffer_bytes // number)
+        if devices.staging_bytes:
+            self._state.setdefault("cpu", {})[IN_FLIGHT] = devices.staging_bytes
         for fqn, num_bytes in adapters.items():
             state = self._state.setdefault(self._device_of(fqn), {})
             state[ADAPTERS] = state.get(ADAPTERS, 0) + num_bytes

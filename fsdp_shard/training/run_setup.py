@@ -39,7 +39,7 @@ from fsdp_shard.training.peft.eva import fill_eva
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
-from fsdp_shard.utils import device_peak_bytes, format_count, keep_freed_memory, say
+from fsdp_shard.utils import device_peak_bytes, format_count, keep_freed_memory, reset_device_peak, say
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
     ):
         if context.device.type == "cpu":
             keep_freed_memory()  # a tenth of a step's time
+        reset_device_peak(context.device.type)  # of an earlier run of this process
         yield _find_start(config, context, stop)
 
 

@@ -51,6 +51,7 @@ from .process_memory import (
     keep_freed_memory as keep_freed_memory,
     lock_pages as lock_pages,
     peak_resident_bytes as peak_resident_bytes,
+    reset_device_peak as reset_device_peak,
     reset_peak_resident_bytes as reset_peak_resident_bytes,
     resident_bytes as resident_bytes,
 )

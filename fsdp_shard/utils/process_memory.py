@@ -55,6 +55,16 @@ def device_peak_bytes(device_type: str) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+def reset_device_peak(device_type: str) -> None:
+    """Have `device_peak_bytes` count from now on, where the system can."""
+    if device_type != "cuda":
+        reset_peak_resident_bytes()
+        return
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+
+
 def disk_bytes_read() -> int:
     """Return the bytes that this process has read from a disk, without the page cache; 0 if unknown."""
     return _proc_field("io", "read_bytes") or 0

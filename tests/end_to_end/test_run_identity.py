@@ -433,6 +433,16 @@ def test_entries_that_programs_add_are_no_changes_but_scaled_positions_are(tmp_p
     assert changes(old, {"rope_theta": 10000, "rope_scaling": None, "mlp_bias": False}) == []
     assert changes(old, {**old, "rope_scaling": scaled}) == [f"rope_scaling null -> {json.dumps(scaled)}"]
     assert changes({**old, "rope_scaling": scaled}, {"rope_parameters": {**scaled, "rope_theta": 1e4}}) == []
+    default = {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    assert changes(old, {"rope_parameters": default}) == [], "written anew by transformers 5"
+    assert changes({"rope_parameters": default}, {**old, "rope_theta": 5e5}) == ["rope_theta 10000.0 -> 500000.0"]
+    assert changes({"rope_parameters": default}, {**old, "partial_rotary_factor": 1.0}) == [
+        "partial_rotary_factor 0.5 -> 1.0"
+    ]
+    assert changes({"rope_parameters": default}, {"rope_parameters": {**scaled, "rope_theta": 1e4}}) == [
+        f"rope_scaling null -> {json.dumps(scaled)}"
+    ]
+    assert changes({**old, "rope_scaling": {"type": "yarn", "factor": 4.0}}, {**old, "rope_scaling": scaled}) == []
     assert changes({**old, "pad_token_id": None}, {**old, "pad_token_id": 2}) == []
     assert changes({"text_config": old}, {"text_config": {**old, "head_dim": 4}}) == ["text_config.head_dim 8 -> 4"]
     (tmp_path / "config.json").write_text(json.dumps(old))

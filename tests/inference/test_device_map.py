@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -60,9 +61,22 @@ def test_sequential_fills_each_gpu_and_auto_shares_evenly() -> None:
 
 def test_gpus_then_cpu_then_disk_and_room_for_what_is_streamed() -> None:
     plan = plan_device_map(layers(*[10] * 8), "auto", {0: 30, 1: 20, "cpu": 20})
-    assert places(plan) == [0, 0, 1, 1, "cpu", "cpu", "disk", "disk"]
-    assert (plan.main, plan.buffer_bytes) == (0, 10)
+    assert places(plan) == [0, 0, 1, 1, "cpu", "disk", "disk", "disk"]
+    assert (plan.main, plan.buffer_bytes, plan.staging_bytes) == (0, 10, 10)
     assert [plan.is_streamed(fqn) for fqn in plan.devices] == [False] * 4 + [True] * 4
+
+
+def test_what_goes_from_disk_to_a_gpu_takes_cpu_memory_too() -> None:
+    blocks = layers(*[10] * 8)
+    plan = plan_device_map(blocks, "auto", {0: 40, "cpu": 40}, prefetch=1)
+    assert places(plan) == [0, 0, "cpu", "cpu", "disk", "disk", "disk", "disk"]
+    assert (plan.prefetch, plan.buffer_bytes, plan.staging_bytes) == (1, 20, 20)
+    assert "20 B on cpu for what is read from disk" in plan.describe()
+    assert plan_device_map(blocks, "auto", {0: 40, "cpu": 60}, prefetch=1).staging_bytes == 0
+    assert plan_device_map(blocks, "auto", {"cpu": 40}, prefetch=1).staging_bytes == 0
+    assert plan_device_map(blocks, "disk", {0: 40, "cpu": 10}, prefetch=1).prefetch == 0
+    with pytest.raises(PlanError, match=r"needs 10 B on cpu, where max_memory gives 5 B: .* Give cpu: 1KiB"):
+        plan_device_map(blocks, "auto", {0: 40, "cpu": 5})
 
 
 def test_a_gpu_that_is_full_is_not_gone_back_to() -> None:
@@ -180,14 +194,15 @@ def test_every_plan_keeps_every_budget(
     try:
         plan = plan_device_map(blocks, strategy, budgets, ties=[tied] if len(tied) > 1 else [])
     except PlanError:
-        assert budgets[main] < max(sizes)
+        assert budgets[main] < max(sizes) or budgets.get("cpu", sys.maxsize) < max(sizes)
         return
     assert list(plan.devices) == [b.fqn for b in blocks]
     assert len({plan.devices[fqn] for fqn in tied}) <= 1
     for device, budget in budgets.items():
         held = sum(b.num_bytes for b in blocks if plan.devices[b.fqn] == device)
         assert held == plan.resident_bytes.get(device, 0)
-        assert held + (plan.buffer_bytes if device == plan.main else 0) <= budget
+        buffers = plan.buffer_bytes if device == plan.main else plan.staging_bytes if device == "cpu" else 0
+        assert held + buffers <= budget
     streamed = [b.num_bytes for b in blocks if plan.is_streamed(b.fqn)]
     assert plan.buffer_bytes >= max(streamed, default=0)
     assert set(plan.devices.values()) <= {*budgets, "disk"}

@@ -68,21 +68,30 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def _ring(monkeypatch: pytest.MonkeyPatch, read: int = 0) -> GpuRing:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **given: empty(*sizes, **given))
-    ring = GpuRing(_CPU, lambda wanted: [tensor.fill_(read) for _, tensor in wanted])  # type: ignore[func-returns-value]
-    ring.num_bytes = 256
-    return ring
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of the memory that is page-locked."""
+    found: list[int] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, num_bytes, flags: bool(found.append(address)),
+        cudaHostUnregister=found.remove,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return found
 
 
-def test_a_buffer_is_filled_after_its_use_and_used_after_it_is_filled(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ring = _ring(monkeypatch)
+def _ring(read: int = 0) -> GpuRing:
+    return GpuRing(_CPU, lambda wanted: [tensor.fill_(read) for _, tensor in wanted])  # type: ignore[func-returns-value]
+
+
+def test_a_buffer_is_filled_after_its_use_and_used_after_it_is_filled(log: list[str]) -> None:
+    ring = _ring()
     contents = [
         Content((("weight", torch.uint8, (4,)),), torch.full((256,), number, dtype=torch.uint8)) for number in (1, 2)
     ]
+    for content in contents:
+        ring.fit(content)
     buffer = ring.acquire()
     assert log == ["kept for copies"]
     for content in contents:
@@ -100,9 +109,10 @@ def test_a_buffer_is_filled_after_its_use_and_used_after_it_is_filled(
     assert ring.acquire() is buffer
 
 
-def test_staging_memory_is_written_after_it_has_been_copied(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = _ring(monkeypatch, read=3)
+def test_staging_memory_is_written_after_it_has_been_copied(log: list[str], locked: list[int]) -> None:
+    ring = _ring(read=3)
     content = Content((("weight", torch.uint8, (4,)),))
+    ring.fit(content)
     buffer = ring.acquire()
     ring.load(content, buffer)
     first = buffer.copied.what
@@ -112,23 +122,33 @@ def test_staging_memory_is_written_after_it_has_been_copied(log: list[str], monk
     assert log[-1] == "copies copies 3"
 
 
+def test_staging_memory_fits_what_is_read_and_no_more(log: list[str], locked: list[int]) -> None:
+    ring = _ring(read=3)
+    resident = Content((("weight", torch.uint8, (5000,)),), torch.ones(5120, dtype=torch.uint8))
+    read = Content((("weight", torch.uint8, (1500,)),))
+    ring.fit(resident)
+    ring.fit(read)
+    buffer = ring.acquire()
+    ring.load(resident, buffer)
+    assert buffer.host is None
+    assert not locked
+    ring.load(read, buffer)
+    assert buffer.host is not None
+    assert (buffer.memory.nbytes, buffer.host.nbytes) == (5120, 1536)
+    assert locked == [buffer.host.data_ptr()]
+    del ring, buffer
+    gc.collect()
+    assert not locked
+
+
 @pytest.mark.parametrize("there", ["cpu", "disk"])
 def test_a_model_of_which_a_block_is_streamed_to_the_gpu(
-    log: list[str], monkeypatch: pytest.MonkeyPatch, tiny_model: Path, there: str
+    log: list[str], locked: list[int], monkeypatch: pytest.MonkeyPatch, tiny_model: Path, there: str
 ) -> None:
     """The whole way of a GPU, whose memory is the CPU's here."""
     expected = load_dispatched(tiny_model, "cpu")(token_batch(0, rows=2)).logits
-    locked: list[int] = []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda address, num_bytes, flags: bool(locked.append(address)),
-        cudaHostUnregister=locked.remove,
-    )
     monkeypatch.setattr(placement, "device_name", lambda device: "cpu")
     monkeypatch.setattr(available_memory, "check_devices", lambda devices: None)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **given: empty(*sizes, **given))
     del log[:]
     model = load_dispatched(tiny_model, {"*": 0, "model.layers.1": there})
     assert next(model.model.layers[1].parameters()).is_meta
@@ -137,6 +157,7 @@ def test_a_model_of_which_a_block_is_streamed_to_the_gpu(
         assert torch.equal(model(token_batch(0, rows=2)).logits, expected)
     assert sum(line.startswith("copies copies") for line in log) >= 3
     assert sum(line.startswith("compute waits") for line in log) == 3
+    assert locked  # what is copied, or what it is read into
     del model
     gc.collect()
     assert not locked

@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,10 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
             note("copied")
         return copy(target, source)
 
+    def page_lock(address: int, num_bytes: int, flags: int) -> int:
+        note("page-locked")
+        return 0
+
     class Stream:
         def wait_event(self, event: Any) -> None:
             pass
@@ -61,6 +66,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         def record(self, stream: Stream) -> None:
             note("event")
 
+    cudart = SimpleNamespace(cudaHostRegister=page_lock, cudaHostUnregister=lambda address: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -74,10 +82,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def test_a_thread_that_streams_is_on_the_gpu_of_its_buffers(done: list[tuple[str, int]]) -> None:
     ring = GpuRing(_GPU, lambda wanted: [tensor.fill_(3) for _, tensor in wanted])  # type: ignore[func-returns-value]
-    ring.num_bytes = 256
+    content = Content((("weight", torch.uint8, (4,)),))
+    ring.fit(content)
     buffer = ring.acquire()
     del done[:]
-    thread = threading.Thread(target=ring.load, args=(Content((("weight", torch.uint8, (4,)),)), buffer))
+    thread = threading.Thread(target=ring.load, args=(content, buffer))
     thread.start()
     thread.join()
     assert done == [("page-locked", 1), ("copied", 1), ("event", 1)]

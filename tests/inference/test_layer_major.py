@@ -258,6 +258,19 @@ def test_the_cheaper_order_is_chosen_and_told(
     assert "read in each of 4 waves" in large.describe()
 
 
+def test_a_wave_on_a_gpu_keeps_its_budget_with_the_workspace_of_each_thread(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_dispatched(saved("llama"), "disk")
+    stream = stream_of(model)
+    assert stream is not None
+    monkeypatch.setattr(stream, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * (130 << 20), 1 << 40))
+    assert plan(model, 8).waves == (4, 4)  # 32 MiB a thread of 130
+    settings = DispatchConfig(max_memory={0: f"{4 * 65}MiB", "cpu": "1GiB"})
+    assert plan_schedule(model, settings, [(2, 9)] * 8).waves == (2, 2, 2, 2)
+
+
 def test_it_is_an_error_where_it_has_no_effect(saved: Callable[[str], Path]) -> None:
     resident = load_dispatched(saved("llama"), "cpu")
     assert plan(resident, 8).name == "batch_major"

@@ -1,7 +1,8 @@
-"""The start of a run: ranks wait for one that downloads the step to resume from, however long it takes."""
+"""The start of a run: ranks wait for one that downloads the step to resume from, and its peak memory is its own."""
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.training import run_setup
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.stop_signal import StopSignal
+from tests.support.commands import run
 from tests.support.ranks import on_ranks
 
 
@@ -37,3 +39,25 @@ def test_ranks_wait_for_one_that_downloads_a_step(
         checkpoint=CheckpointConfig(remote="memory://store/run"),
     )
     assert on_ranks(2, _start, config) == [None, None]
+
+
+_AFTER_ANOTHER = """
+import sys
+import torch
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.distributed import LaunchConfig
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.training import start_run
+from fsdp_shard.utils import device_peak_bytes
+
+torch.ones(400 << 20, dtype=torch.uint8)
+before = device_peak_bytes("cpu")
+config = FinetuneConfig(model=ModelConfig(sys.argv[1]), run_dir="run", launch=LaunchConfig(device="cpu"))
+with start_run(config):
+    print(before - device_peak_bytes("cpu"))
+"""
+
+
+def test_the_peak_memory_of_a_run_is_not_that_of_one_before_it_in_its_process(tmp_path: Path, tiny_model: Path) -> None:
+    done = run([sys.executable, "-c", _AFTER_ANOTHER, tiny_model], tmp_path)
+    assert int(done.out) > 300 << 20, done.err

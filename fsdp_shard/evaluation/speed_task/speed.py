@@ -217,9 +217,12 @@ def sizes_within(speed: SpeedConfig, context: Context) -> tuple[list[Size], list
 
 def _planned(plan: DevicePlan) -> dict[str, Any]:
     """Where the weights are, and what else the plan reserves, by device."""
+    streaming = {device_name(plan.main): plan.buffer_bytes, "cpu": plan.staging_bytes}
+    if plan.main == "cpu":
+        streaming["cpu"] = plan.buffer_bytes
     return {
         "weights_bytes": {device_name(device): num_bytes for device, num_bytes in plan.resident_bytes.items()},
-        "streaming_bytes": {device_name(plan.main): plan.buffer_bytes} if plan.buffer_bytes else {},
+        "streaming_bytes": {device: num_bytes for device, num_bytes in streaming.items() if num_bytes},
         "kv_cache_bytes": {device_name(device): num_bytes for device, num_bytes in plan.cache_bytes.items()},
     }
 

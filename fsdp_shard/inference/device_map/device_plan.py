@@ -22,6 +22,7 @@ class DevicePlan:
         resident_bytes: Bytes of the blocks assigned to each device.
         prefetch: Number of streamed blocks to fetch ahead.
         cache_bytes: Bytes of the KV cache, by the device that computes it.
+        staging_bytes: Bytes of CPU memory through which `1 + prefetch` blocks on disk are copied to a GPU.
     """
 
     devices: dict[str, Device]
@@ -30,6 +31,7 @@ class DevicePlan:
     resident_bytes: dict[Device, int]
     prefetch: int = 0
     cache_bytes: dict[Device, int] = field(default_factory=dict)
+    staging_bytes: int = 0
 
     def is_streamed(self, fqn: str) -> bool:
         """Whether the block's parameters are on the main device only while it runs."""
@@ -56,6 +58,8 @@ class DevicePlan:
         if self.buffer_bytes:
             blocks = f"{1 + self.prefetch} blocks" if self.prefetch else "one block"
             parts.append(f"{format_size(self.buffer_bytes)} on {device_name(self.main)} for {blocks} in flight")
+        if self.staging_bytes:
+            parts.append(f"{format_size(self.staging_bytes)} on cpu for what is read from disk")
         for device, num_bytes in self.cache_bytes.items():
             parts.append(f"{format_size(num_bytes)} on {device_name(device)} for the KV cache")
         return "; ".join(parts)
@@ -116,6 +120,8 @@ def checked_plan(
     """
     streamed = [group for group in groups if is_streamed(devices[group], main)]
     block_bytes = max((group.largest_bytes for group in streamed), default=0)
+    on_disk = [group.largest_bytes for group in streamed if devices[group] == "disk"]
+    staged_bytes = 0 if main == "cpu" else max(on_disk, default=0)
     resident: Counter[Device] = Counter()
     cache: Counter[Device] = Counter()
     for group in groups:
@@ -125,12 +131,21 @@ def checked_plan(
     for ahead in range(min(prefetch, max(sum(len(group.blocks) for group in streamed) - 1, 0)), -1, -1):
         needed = resident + cache
         needed[main] += (1 + ahead) * block_bytes
+        needed["cpu"] += (1 + ahead) * staged_bytes
         lacking = [
             device for device in needed if device != "disk" and needed[device] > budgets.get(device, sys.maxsize)
         ]
         if not lacking:
             owners = {block.fqn: devices[group] for group in groups for block in group.blocks}
-            return DevicePlan(owners, main, (1 + ahead) * block_bytes, dict(resident), ahead, dict(cache))
+            return DevicePlan(
+                owners,
+                main,
+                buffer_bytes=(1 + ahead) * block_bytes,
+                resident_bytes=dict(resident),
+                prefetch=ahead,
+                cache_bytes=dict(cache),
+                staging_bytes=(1 + ahead) * staged_bytes,
+            )
     device = main if main in lacking else lacking[0]
     need, budget = needed[device], budgets[device]
     raise PlanError(

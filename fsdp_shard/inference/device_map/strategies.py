@@ -3,8 +3,8 @@
 A no-split block is never divided, and blocks that share a (tied) parameter stay on one device. Blocks that fit on no
 device are assigned to `disk`: while one of them runs, its parameters are in a buffer on the main device, which is the
 first GPU, or the CPU if no GPU takes part. Blocks on the CPU are streamed in the same way if the main device is a GPU.
-The plan reserves memory for that buffer, for the buffers of prefetched blocks, and for the KV cache of each block
-where it is computed.
+The plan reserves memory for that buffer, for the buffers of prefetched blocks, for CPU memory of the same size if they
+go from disk to a GPU, and for the KV cache of each block where it is computed.
 """
 
 from bisect import bisect_left
@@ -132,7 +132,7 @@ def _fill(
         for block_bytes in sizes:
             if ahead and 2 * (1 + ahead) * block_bytes > budgets.get(main, 0):
                 continue
-            if devices := _assign(groups, budgets, block_bytes, main, num_buffers=1 + ahead):
+            if devices := _assign_with_staging(groups, budgets, block_bytes, main, 1 + ahead):
                 return checked_plan(groups, devices, main, budgets, ahead)
     raise PlanError(_too_small(groups, budgets, main))
 
@@ -170,6 +170,17 @@ def _assign(
             free[main] += group.cache_bytes
         devices[group] = device
     return devices
+
+
+def _assign_with_staging(
+    groups: Sequence[TiedBlocks], budgets: Mapping[Device, int], block_bytes: int, main: Device, num_buffers: int
+) -> dict[TiedBlocks, Device] | None:
+    """As `_assign`, with CPU memory for `num_buffers` reserved where a GPU's blocks are read from disk."""
+    devices = _assign(groups, budgets, block_bytes, main, num_buffers)
+    if devices is None or "disk" not in devices.values() or main == "cpu" or "cpu" not in budgets:
+        return devices
+    left = budgets["cpu"] - num_buffers * block_bytes
+    return _assign(groups, {**budgets, "cpu": left}, block_bytes, main, num_buffers)
 
 
 def _needed(group: TiedBlocks, device: Device, main: Device) -> int:

@@ -108,7 +108,7 @@ class BlockStream:
         """Stream `block` whenever its forward pass runs."""
         number = len(self._blocks)
         self._blocks.append(block)
-        self._ring.num_bytes = max(self._ring.num_bytes, block.content.num_bytes)
+        self._ring.fit(block.content)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if any(isinstance(value, Tensor) and value.is_meta for value in (*args, *kwargs.values())):

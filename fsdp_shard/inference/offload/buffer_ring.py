@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fsdp_shard.utils import empty_pages, lock_pages
+
 _ALIGN_BYTES = 256  # as a GPU's own allocator aligns, and enough for any vector instruction
 
 FillAll = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
@@ -62,6 +64,10 @@ class Ring:
     num_bytes: int = 0
     _free: list[Buffer] = field(default_factory=list)
 
+    def fit(self, content: Content) -> None:
+        """Have buffers hold `content`, too."""
+        self.num_bytes = max(self.num_bytes, content.num_bytes)
+
     def acquire(self) -> Buffer:
         """A free buffer, or a new one; the caller limits their number."""
         if self._free:
@@ -101,6 +107,12 @@ class GpuRing(Ring):
 
     def __post_init__(self) -> None:
         self._stream = torch.cuda.Stream(self.device)
+        self._staging_bytes = 0
+
+    def fit(self, content: Content) -> None:
+        super().fit(content)
+        if content.resident is None:
+            self._staging_bytes = max(self._staging_bytes, content.num_bytes)
 
     def _new(self) -> Buffer:
         buffer = super()._new()
@@ -120,7 +132,8 @@ class GpuRing(Ring):
 
     def _staged(self, content: Content, buffer: Buffer) -> torch.Tensor:
         if buffer.host is None:
-            buffer.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+            buffer.host = empty_pages(self._staging_bytes)
+            lock_pages(buffer.host, self.device)
         elif buffer.copied is not None:
             buffer.copied.synchronize()  # the previous copy must have read the staging memory
         self._read(content, buffer.host)
