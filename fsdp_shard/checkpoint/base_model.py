@@ -150,16 +150,16 @@ def _with_rotary(values: Mapping[str, Any]) -> Mapping[str, Any]:
     rope = values.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:  # not one for each kind of layer
         apart = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        scaling = {key: value for key, value in rope.items() if key not in apart}
         others = {key: value for key, value in values.items() if key != "rope_parameters"}
+        scaling = {key: value for key, value in rope.items() if key not in apart}
         values = {**others, **apart, "rope_scaling": scaling}
     if "rope_theta" not in values:
         return values
-    scaling = values.get("rope_scaling")
-    if not isinstance(scaling, dict):
+    given = values.get("rope_scaling")
+    if not isinstance(given, dict):
         return {"rope_scaling": None, **values}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    named = {"rope_type": kind} | {key: value for key, value in scaling.items() if key != "type"}
+    kind = given.get("rope_type", given.get("type", "default"))
+    named = {"rope_type": kind} | {key: value for key, value in given.items() if key != "type"}
     return {**values, "rope_scaling": None if kind == "default" else named}
 
 
