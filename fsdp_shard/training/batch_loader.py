@@ -1,6 +1,7 @@
 """Loads the samples of the next step in a thread while this step runs, up to the memory of the device."""
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -92,6 +93,8 @@ class BatchLoader:
         self._context_ranks, self._keeps_whole = context_ranks(model, context), keeps_whole
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
+        # At exit, too: a generator of `train` that is still there is closed when modules are gone already.
+        self._end_thread = weakref.finalize(self, self._thread.shutdown, cancel_futures=True)
         self._loading: Future[LoadedStep] | None = None
         self.seconds_waited = 0.0
 
@@ -99,7 +102,7 @@ class BatchLoader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._end_thread()
 
     def next(self, first: int, is_last: bool) -> LoadedStep:
         """Return the samples of a step, and begin to load those of the step after it; a collective.

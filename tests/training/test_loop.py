@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fsdp_shard.training.optim.torch_optim import AdamWConfig
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
 from tests.sharding.test_wrappers import sharded
+from tests.support.commands import ROOT, run
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, llama_config
 from tests.training.conftest import Plain, stream, world_of_one
@@ -419,3 +421,20 @@ def alive_after_training(context: DistributedContext, wrapper: str, evaluates: b
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_model_that_is_no_longer_used_is_freed(num_ranks: int, wrapper: str, evaluates: bool) -> None:
     assert on_ranks(num_ranks, alive_after_training, wrapper, evaluates) == [0] * num_ranks
+
+
+_LEFT_OPEN = """
+from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.loop import train
+from tests.training.conftest import world_of_one
+from tests.training.test_loop import Run
+
+with world_of_one() as context:
+    steps = train(Run(context).of(TrainConfig(steps=9, global_batch_size=1)))
+    print(next(steps).step)
+"""
+
+
+def test_a_script_that_ends_between_steps_says_nothing_of_it(tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", _LEFT_OPEN], tmp_path, PYTHONPATH=str(ROOT))
+    assert (done.status, done.out, done.err) == (0, "1\n", "")
