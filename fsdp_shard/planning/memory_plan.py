@@ -101,7 +101,7 @@ class RankMemory:
     Attributes:
         rank: The rank.
         parameters_bytes: Its shard of the parameters.
-        gradients_bytes: Its shard of the gradients.
+        gradients_bytes: Its shard of the gradients; what FSDP2 fills up uneven ones with is in the peak only.
         optimizer_bytes: Its shard of the optimizer state.
         unsharded_bytes: The most that parameters and gradients take while they are unsharded, with the buffers of
             their collectives.

@@ -8,7 +8,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, T5Config
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    T5Config,
+)
 
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedRun, plan_memory
@@ -54,6 +62,23 @@ def t5() -> T5Config:
     return T5Config(
         architectures=["T5ForConditionalGeneration"], d_model=128, d_kv=32, d_ff=256, num_layers=4, num_heads=4,
         vocab_size=512, dropout_rate=0.0, dtype="float32",
+    )  # fmt: skip
+
+
+def mistral() -> MistralConfig:
+    """Its tokens see 16 neighbors, which takes a mask in sdpa attention."""
+    return MistralConfig(
+        architectures=["MistralForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=5, head_dim=16,
+        vocab_size=304, max_position_embeddings=512, sliding_window=16, dtype="float32", **_HEADS,
+    )  # fmt: skip
+
+
+def gemma() -> Gemma3TextConfig:
+    """Of three of its layers, two have such a mask."""
+    return Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=12, head_dim=16,
+        vocab_size=304, max_position_embeddings=512, sliding_window=16, dtype="float32",
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 4, **_HEADS,
     )  # fmt: skip
 
 
@@ -158,6 +183,12 @@ _SETTINGS = {
     "gpt2": Setting(model=gpt2),
     "t5": Setting(model=t5),
     "t5, recomputation": Setting(model=t5, shard={"activation_checkpointing": True}, rows=4),
+    "sliding attention": Setting(model=mistral, rows=1, length=256),
+    "sliding attention, recomputation": Setting(
+        model=mistral, shard={"activation_checkpointing": True}, rows=1, length=256
+    ),
+    "sliding and full attention": Setting(model=gemma, length=128),
+    "ddp, muon, saves": Setting(2, "ddp", optim="muon", rows=1, length=8, saves=True),
     "mixture": Setting(model=mixture),
     "mixture, float32": Setting(model=mixture, shard={"param_dtype": "float32"}),
     "layers over 2": Setting(shard={"tensor_parallel": 2}),

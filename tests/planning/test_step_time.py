@@ -176,7 +176,12 @@ def test_flops_follow_the_batch_and_the_ranks() -> None:
     assert (alone.flops, alone.tokens) == (2 * one, 2 * LENGTH)
     assert facts.amounts is not None
     passes = [facts.amounts.outside, *facts.amounts.blocks.values()]
-    assert (both.flops or 0) - 2 * one == 2 * sum(block.forward.at(LENGTH) for block in passes)
+    forward = sum(block.forward.at(LENGTH) for block in passes)
+    assert (both.flops or 0) - 2 * one == 2 * forward
+    labeled: Any = OBJECTIVES["kto"]  # which runs another answer of each sample without gradients
+    assert cost_of(config, facts, objective=labeled()).flops == one + forward
+    compared = cost_of(config, facts, objective=labeled(reference="sharded"))
+    assert (compared.flops, compared.model_flops) == (one + 3 * forward, one)
     divided = cost_of(config, facts, shard=Fsdp2Config(param_dtype="float32", context_parallel=2), num_ranks=2)
     assert (divided.flops, divided.tokens) == (one // 2, LENGTH)
 
@@ -200,6 +205,8 @@ def test_a_checkpoint_and_what_moves() -> None:
     assert moved.to_device_bytes == 4 * (numbers + layer)  # layers are gathered twice, the root once
     assert moved.to_host_bytes == 4 * numbers
     assert moved.memory_bytes < cost_of(config, facts).memory_bytes
+    again = Fsdp2Config(param_dtype="float32", activation_checkpointing=True)
+    assert cost_of(config, facts, shard=again).memory_bytes > cost_of(config, facts).memory_bytes
     kept = Fsdp2Config(param_dtype="float32", activation_offload=True)
     whole = cost_of(config, facts, shard=kept)
     inputs = cost_of(config, facts, shard=replace(kept, activation_checkpointing=True))

@@ -40,28 +40,30 @@ from tests.support.tiny import llama_config, token_batch
 ROWS, LENGTH = 2, 16
 WRAPPERS: dict[str, type[ShardConfig]] = {"fsdp2": Fsdp2Config, "fsdp1": Fsdp1Config, "ddp": DdpConfig}
 
-# Wrapper, ranks, its settings, model, micro-batches, whether LoRA is trained.
-Case = tuple[str, int, dict[str, Any], str, int, bool]
+_LORA, _LAST_LAYER = LoraConfig(rank=2), LoraConfig(rank=2, layers_to_transform=[3])
+
+# Wrapper, ranks, its settings, model, micro-batches, adapter.
+Case = tuple[str, int, dict[str, Any], str, int, LoraConfig | None]
 CASES: list[Case] = [
-    ("fsdp2", 2, {"param_dtype": "float32"}, "llama", 1, False),
-    ("fsdp2", 3, {}, "llama", 2, False),
-    ("fsdp2", 4, {"replicas": 2, "reduce_dtype": "bfloat16"}, "llama", 2, False),
-    ("fsdp2", 2, {"replicas": 2}, "llama", 1, False),
-    ("fsdp2", 4, {"reshard_after_forward": 2}, "llama", 2, False),
-    ("fsdp2", 2, {"reshard_after_forward": False, "sync_every_micro_batch": False}, "llama", 2, False),
-    ("fsdp2", 2, {"min_params": 9000}, "llama", 1, True),
-    ("fsdp2", 2, {"norms_in_float32": True}, "llama", 1, False),
-    ("fsdp2", 4, {"tensor_parallel": 2}, "four heads", 2, False),
-    ("fsdp2", 2, {"tensor_parallel": 2, "activation_checkpointing": True}, "four heads", 1, False),
-    ("fsdp2", 2, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "four heads", 1, False),
-    ("fsdp2", 2, {"expert_parallel": 2, "param_dtype": "float32"}, "mixture", 2, False),
+    ("fsdp2", 2, {"param_dtype": "float32"}, "llama", 1, None),
+    ("fsdp2", 3, {}, "llama", 2, None),
+    ("fsdp2", 4, {"replicas": 2, "reduce_dtype": "bfloat16"}, "llama", 2, None),
+    ("fsdp2", 2, {"replicas": 2}, "llama", 1, None),
+    ("fsdp2", 4, {"reshard_after_forward": 2}, "llama", 2, None),
+    ("fsdp2", 2, {"reshard_after_forward": False, "sync_every_micro_batch": False}, "llama", 2, None),
+    ("fsdp2", 2, {"min_params": 9000}, "llama", 1, _LORA),
+    ("fsdp2", 2, {"norms_in_float32": True}, "llama", 1, None),
+    ("fsdp2", 4, {"tensor_parallel": 2}, "four heads", 2, None),
+    ("fsdp2", 2, {"tensor_parallel": 2, "activation_checkpointing": True}, "four heads", 1, None),
+    ("fsdp2", 2, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "four heads", 1, None),
+    ("fsdp2", 2, {"expert_parallel": 2, "param_dtype": "float32"}, "mixture", 2, None),
     (
         "fsdp2",
         4,
         {"expert_parallel": 2, "param_dtype": "float32", "activation_checkpointing": True},
         "mixture",
         1,
-        False,
+        None,
     ),
     (
         "fsdp2",
@@ -69,33 +71,37 @@ CASES: list[Case] = [
         {"expert_parallel": 2, "replicas": 2, "param_dtype": "float32", "activation_checkpointing": "selective"},
         "mixture",
         1,
-        False,
+        None,
     ),
-    ("fsdp2", 2, {"context_parallel": 2, "context_method": "ulysses"}, "four heads", 1, False),
-    ("fsdp2", 4, {"context_parallel": 2, "context_method": "ring"}, "four heads", 2, False),
+    ("fsdp2", 2, {"context_parallel": 2, "context_method": "ulysses"}, "four heads", 1, None),
+    ("fsdp2", 4, {"context_parallel": 2, "context_method": "ring"}, "four heads", 2, None),
     (
         "fsdp2",
         4,
         {"context_parallel": 4, "context_method": "ring", "activation_checkpointing": True},
         "llama",
         1,
-        False,
+        None,
     ),
-    ("fsdp2", 2, {"context_parallel": 2, "activation_checkpointing": "selective"}, "four heads", 1, False),
-    ("fsdp1", 2, {}, "llama", 2, False),
-    ("fsdp1", 4, {"replicas": 2}, "llama", 2, False),
-    ("fsdp1", 2, {"min_params": 9000}, "llama", 1, True),
-    ("fsdp1", 2, {"reshard_after_forward": False}, "llama", 2, False),
+    ("fsdp2", 2, {"context_parallel": 2, "activation_checkpointing": "selective"}, "four heads", 1, None),
+    ("fsdp2", 2, {}, "four layers", 1, _LAST_LAYER),
+    ("fsdp2", 2, {"prefetch_backward": 2}, "four layers", 2, _LAST_LAYER),
+    ("fsdp2", 2, {"reshard_after_forward": False}, "four layers", 1, _LAST_LAYER),
+    ("fsdp1", 2, {}, "four layers", 1, _LAST_LAYER),
+    ("fsdp1", 2, {}, "llama", 2, None),
+    ("fsdp1", 4, {"replicas": 2}, "llama", 2, None),
+    ("fsdp1", 2, {"min_params": 9000}, "llama", 1, _LORA),
+    ("fsdp1", 2, {"reshard_after_forward": False}, "llama", 2, None),
     (
         "fsdp1",
         2,
         {"reshard_after_forward": False, "sync_every_micro_batch": False, "reduce_dtype": "bfloat16"},
         "llama",
         2,
-        False,
+        None,
     ),
-    ("ddp", 2, {}, "llama", 2, False),
-    ("ddp", 4, {"sync_every_micro_batch": True}, "llama", 2, False),
+    ("ddp", 2, {}, "llama", 2, None),
+    ("ddp", 4, {"sync_every_micro_batch": True}, "llama", 2, None),
 ]
 
 
@@ -103,7 +109,7 @@ def model_config(kind: str) -> PretrainedConfig:
     if kind == "mixture":
         found: PretrainedConfig = mixture_config("mixtral")
         return found
-    config = llama_config(tied=False)
+    config = llama_config(tied=False, layers=4 if kind == "four layers" else 2)
     if kind == "four heads":
         config.hidden_size, config.head_dim = 32, 8
         config.num_attention_heads, config.num_key_value_heads = 4, 2
@@ -142,11 +148,11 @@ class Given(TorchDispatchMode):
 
 def given(context: DistributedContext, case: Case) -> dict[str, int]:
     """What a rank gives to collectives in the passes of a step."""
-    wrapper, _, settings, kind, num_micro_batches, has_adapter = case
+    wrapper, _, settings, kind, num_micro_batches, adapter = case
     shard, config = WRAPPERS[wrapper](**settings), model_config(kind)
     model = build_on_meta(config, "float32").train()
-    if has_adapter:
-        inject_lora(model, LoraConfig(rank=2), "x", {})
+    if adapter is not None:
+        inject_lora(model, adapter, "x", {})
     rebuild_buffers(model, "cpu")
     sharded = shard.shard(model, context)
     with torch.no_grad():
@@ -175,19 +181,22 @@ def _passes(model: Any, context: DistributedContext, shard: ShardConfig, config:
 
 
 def planned(case: Case) -> tuple[ModelFacts, PlannedRun]:
-    wrapper, num_ranks, settings, kind, num_micro_batches, has_adapter = case
+    wrapper, num_ranks, settings, kind, num_micro_batches, adapter = case
     shard = WRAPPERS[wrapper](**settings)
-    model, adapter = ModelConfig(path="x"), LoraConfig(rank=2) if has_adapter else AdapterConfig()
+    model = ModelConfig(path="x")
     num_data_ranks = num_ranks // (shard.tensor_parallel * shard.context_parallel)
     train = TrainConfig(global_batch_size=ROWS * num_micro_batches * num_data_ranks, micro_batch_size=ROWS)
     config = model_config(kind)
-    stored = build_planned(config, model, adapter, model.dtype, shard)
-    facts = model_facts(config, stored, model, adapter, shard)
-    return facts, PlannedRun(model, shard, train, AdamWConfig(), LENGTH, num_ranks, adapter)
+    trained = adapter or AdapterConfig()
+    stored = build_planned(config, model, trained, model.dtype, shard)
+    facts = model_facts(config, stored, model, trained, shard)
+    return facts, PlannedRun(model, shard, train, AdamWConfig(), LENGTH, num_ranks, trained)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]} {case[3]} x{case[4]}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[0]} {case[2]} {case[3]} x{case[4]}{' lora' if case[5] else ''}"
+)
 def test_ranks_send_what_is_planned_to_the_byte(case: Case) -> None:
     shard = WRAPPERS[case[0]](**case[2])
     parallel = {name: getattr(shard, name) for name in ("tensor_parallel", "expert_parallel", "context_parallel")}

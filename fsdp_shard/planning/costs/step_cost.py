@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_shard import sharding
-from fsdp_shard.planning.costs.block_flops import Amount, BlockAmounts
+from fsdp_shard.planning.costs.block_flops import Amount
 from fsdp_shard.planning.costs.model_facts import ModelFacts
 from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
 from fsdp_shard.planning.costs.unit_shares import UnitShare, unit_shares
@@ -51,7 +51,8 @@ class StepCost:
         tokens: Tokens of a step, over all ranks.
         flops: FLOPs that a rank must compute, recomputation included; None where they cannot be measured. Attention
             counts the pairs that its mask allows. Elementwise work and the optimizer's do not count.
-        model_flops: Those of them that the model needs: without recomputation and without a reference.
+        model_flops: Those of them that are trained on: without recomputation, a reference, or answers that are only
+            compared.
         precision: What is multiplied: `bf16`, `tf32` or `fp32`.
         traffic: What it sends to other ranks.
         memory_bytes: Device memory that it reads and writes at least: parameters once a pass, what gathers write,
@@ -98,7 +99,7 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
     flops = model_flops = None
     if facts.amounts is not None:
         flops, model_flops = _flops(facts, run), _flops(facts, run, of_model=True)
-    kept = _kept_bytes(facts, run)
+    kept, recomputed = _activation_bytes(facts, run)
     to_host, to_device = _offloaded_bytes(facts, run, shares, kept)
     precision = "bf16" if run.shard.param_dtype == "bfloat16" else "tf32" if run.train.tf32 else "fp32"
     return StepCost(
@@ -109,7 +110,7 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
         model_flops=model_flops,
         precision=precision,
         traffic=step_traffic(facts, run, shares),
-        memory_bytes=_memory_bytes(facts, run, shares, kept),
+        memory_bytes=_memory_bytes(facts, run, shares, kept + recomputed),
         to_host_bytes=to_host,
         to_device_bytes=to_device,
         checkpoint=_checkpoint_cost(facts, run),
@@ -122,15 +123,18 @@ def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int
     assert facts.amounts is not None
     kind = run.shard.activation_checkpointing
     recomputed = set() if of_model else set(sharding.recomputed_fqns(facts.blocks, kind))
-    passes_of_reference = 1 if run.reference_kind in ("sharded", "adapter") and not of_model else 0
     counted: list[Amount] = []
-    for fqn, block in ({"": facts.amounts.outside} | dict(facts.amounts.blocks)).items():
-        counted += [block.forward, block.backward, *[block.forward] * passes_of_reference]
+    blocks = {"": facts.amounts.outside} | dict(facts.amounts.blocks)
+    for fqn, block in blocks.items():
+        counted += [block.forward, block.backward]
         if fqn in recomputed:
             counted.append(block.recomputed_selectively if kind == "selective" else block.recomputed)
-    of_sequence = _sum_at(counted, run.sequence_length)
-    num_parts = run.shard.tensor_parallel * run.shard.context_parallel
-    return run.num_micro_batches * run.num_rows * of_sequence // num_parts
+    flops = run.num_rows * _sum_at(counted, run.sequence_length)
+    if not of_model:  # what is compared without gradients
+        num_rows = run.num_read_rows - run.num_rows
+        num_rows += run.num_read_rows if run.reference_kind in ("sharded", "adapter") else 0
+        flops += num_rows * _sum_at([block.forward for block in blocks.values()], run.sequence_length)
+    return run.num_micro_batches * flops // (run.shard.tensor_parallel * run.shard.context_parallel)
 
 
 def _sum_at(amounts: Sequence[Amount], length: int) -> int:
@@ -142,17 +146,18 @@ def _sum_at(amounts: Sequence[Amount], length: int) -> int:
     return sum(known[id(amount)] for amount in amounts)
 
 
-def _kept_bytes(facts: ModelFacts, run: PlannedRun) -> int:
-    """Bytes that the blocks of a rank keep between the two passes of one micro-batch, at least."""
+def _activation_bytes(facts: ModelFacts, run: PlannedRun) -> tuple[int, int]:
+    """Bytes that blocks of a rank keep between the passes of one micro-batch, and that they make again, at least."""
     if facts.amounts is None:
-        return 0
+        return 0, 0
     recomputed = set(sharding.recomputed_fqns(facts.blocks, run.shard.activation_checkpointing))
-
-    def kept(fqn: str, block: BlockAmounts) -> Amount:
-        return block.input_bytes if fqn in recomputed else block.saved_bytes
-
-    amounts = [kept(fqn, block) for fqn, block in facts.amounts.blocks.items()]
-    return run.num_rows * _sum_at(amounts, run.part_length) // run.shard.tensor_parallel
+    blocks = facts.amounts.blocks
+    kept = [block.input_bytes if fqn in recomputed else block.saved_bytes for fqn, block in blocks.items()]
+    again = [block.saved_bytes for fqn, block in blocks.items() if fqn in recomputed]
+    of_kept, of_again = (
+        run.num_rows * _sum_at(amounts, run.part_length) // run.shard.tensor_parallel for amounts in (kept, again)
+    )
+    return of_kept, of_again
 
 
 def _offloaded_bytes(
@@ -169,8 +174,8 @@ def _offloaded_bytes(
     return to_host, to_device
 
 
-def _memory_bytes(facts: ModelFacts, run: PlannedRun, shares: Sequence[UnitShare], kept_bytes: int) -> int:
-    moved = 2 * run.num_micro_batches * kept_bytes  # written in the forward pass, read in the backward pass
+def _memory_bytes(facts: ModelFacts, run: PlannedRun, shares: Sequence[UnitShare], activation_bytes: int) -> int:
+    moved = 2 * run.num_micro_batches * activation_bytes  # written once, and read in the backward pass
     for share in shares:
         whole = share.num_chunks * share.gathered_bytes
         written = share.num_gathers + share.num_small_gathers if share.num_chunks > 1 else 0

@@ -1,6 +1,6 @@
 """What a rank has of each unit, and how often a step gathers and reduces it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_shard import sharding
@@ -41,16 +41,29 @@ class UnitShare:
 
 def unit_shares(facts: ModelFacts, run: PlannedRun) -> Iterator[UnitShare]:
     """The shares of all units; experts that are divided over ranks are units of their own, one a module."""
-    has_trained = False
-    for unit in facts.units(run.shard):
-        has_trained = has_trained or unit.num_trained > 0
+    units = facts.units(run.shard)
+    for unit, has_backward in zip(units, _have_backward(facts, run, units), strict=True):
         parts: dict[str, list[str]] = {"": []}
         for name in unit.parameters:
             is_divided = run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == _CUT_BY_EXPERTS
             parts.setdefault(name.rpartition(".")[0] if is_divided else "", []).append(name)
         for experts, names in parts.items():
-            num_gathers, num_small = _num_gathers(facts, run, unit, is_expert=bool(experts), has_trained=has_trained)
+            num_gathers, num_small = _num_gathers(facts, run, unit, is_expert=bool(experts), has_backward=has_backward)
             yield _share(facts, run, unit, names, (num_gathers, num_small), is_expert=bool(experts))
+
+
+def _have_backward(facts: ModelFacts, run: PlannedRun, units: Sequence[sharding.Unit]) -> list[bool]:
+    """Whether each unit is gathered for the backward pass: what nothing trained runs before has none.
+
+    FSDP2 gathers the units before, too, that it prefetches for a backward pass.
+    """
+    *inner, root = units
+    first = next((number for number, unit in enumerate(inner) if unit.num_trained), len(inner))
+    embedding = {id(param) for param in facts.model.get_input_embeddings().parameters() if param.requires_grad}
+    if any(id(facts.model.get_parameter(name)) in embedding for name in root.parameters):
+        first = 0
+    num_ahead = 0 if run.shard.flattens_units else run.shard.prefetch_backward or 1
+    return [*(number >= first - num_ahead for number in range(len(inner))), True]
 
 
 def _share(
@@ -104,7 +117,7 @@ def _alike(
 
 
 def _num_gathers(
-    facts: ModelFacts, run: PlannedRun, unit: sharding.Unit, *, is_expert: bool, has_trained: bool
+    facts: ModelFacts, run: PlannedRun, unit: sharding.Unit, *, is_expert: bool, has_backward: bool
 ) -> tuple[int, int]:
     """Gathers of a unit in a step: over all ranks that divide it, and over those of `reshard_after_forward=N`."""
     shard, times = run.shard, run.num_micro_batches
@@ -114,10 +127,9 @@ def _num_gathers(
     if shard.wrapper == "fsdp1":
         if every is False:  # without a reduction, gathered parameters stay until the next micro-batch
             return times if shard.sync_every_micro_batch else 1, 0
-        # What nothing trained runs before has no backward pass.
-        return times if not unit.fqn or not has_trained else 2 * times, 0
+        return 2 * times if unit.fqn and has_backward else times, 0
     is_kept = not is_expert and unit.fqn in ("", facts.head)
-    if is_kept or every is False:
+    if is_kept or every is False or not has_backward:
         return times, 0
     return (2 * times, 0) if every is True else (times, times)
 

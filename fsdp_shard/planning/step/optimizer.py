@@ -54,11 +54,8 @@ def step_bytes(
     """
     with one_thread():
         _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao computes tables at first use
-    alike: dict[object, list[str]] = {}
-    for name, shape in local.items():
-        key = name if uses_foreach else re.sub(r"\d+", "*", name)
-        alike.setdefault((key, shape, shapes[name], dtypes[name]), []).append(name)
-    numbers = {names[0]: len(names) for names in alike.values()}
+    alike = [[name] for name in local] if uses_foreach else _alike(local, shapes, dtypes)
+    numbers = {names[0]: len(names) for names in alike}
     with FakeTensorMode():
         params = {name: nn.Parameter(torch.empty(local[name], dtype=dtypes[name])) for name in numbers}
         optimizer = _step(optim, params, shapes)
@@ -71,6 +68,28 @@ def step_bytes(
             if "foreach" in group and not group.get("fused"):
                 group["foreach"] = True
         return state, _second_step(optimizer)
+
+
+def state_bytes_of_each(
+    optim: OptimConfig, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, int]:
+    """Bytes of the state of `optim` for each whole parameter in `shapes`, after the first step."""
+    alike = _alike(shapes, shapes, dtypes)
+    with FakeTensorMode():
+        params = {names[0]: nn.Parameter(torch.empty(shapes[names[0]], dtype=dtypes[names[0]])) for names in alike}
+        optimizer = _step(optim, params, shapes)
+        sizes = {name: sum(map(_num_bytes, optimizer.state.get(param, {}).values())) for name, param in params.items()}
+    return {name: sizes[names[0]] for names in alike for name in names}
+
+
+def _alike(
+    local: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> list[list[str]]:
+    """Names of parameters that an optimizer treats alike."""
+    found: dict[object, list[str]] = {}
+    for name, shape in local.items():
+        found.setdefault((re.sub(r"\d+", "*", name), shape, shapes[name], dtypes[name]), []).append(name)
+    return [*found.values()]
 
 
 def _second_step(optimizer: torch.optim.Optimizer) -> int:

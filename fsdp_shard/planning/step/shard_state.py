@@ -12,7 +12,7 @@ from fsdp_shard import sharding
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
-from fsdp_shard.planning.step.optimizer import exchange_bytes, step_bytes, whole_update_bytes
+from fsdp_shard.planning.step.optimizer import exchange_bytes, state_bytes_of_each, step_bytes, whole_update_bytes
 from fsdp_shard.planning.step.recording.recorder import pinned_bytes
 from fsdp_shard.planning.step.unit_bytes import padded_elements
 from fsdp_shard.planning.step.unit_holdings import UnitShards
@@ -22,6 +22,7 @@ from fsdp_shard.utils import balanced_partition
 # A copy for a save has up to seven tensors of each parameter: its weights, their average, and of its optimizer state
 # most in `adamw8bit`. Each begins at a multiple of 64 bytes (`checkpoint/sharded_state/staging.py`).
 _STAGED_APART = 7 * 64
+_AVERAGE_SIZE = 4  # float32
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
             if run.optim.needs_full_params:
                 held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
                 taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates, on_gpu=run.on_gpu)
-            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, own.values()))  # in float32
+            average = 0 if run.train.ema_decay is None else _AVERAGE_SIZE * sum(map(prod, own.values()))
             pinned = sum(
                 pinned_bytes(num_bytes({name: shape}))
                 for part_of_state in (local, gradients)
@@ -185,15 +186,17 @@ def staged_bytes(part: RankPart, states: Sequence[ShardState], run: PlannedRun) 
         num_first = run.num_shards * run.shard.tensor_parallel
         by_rank = [states[rank // run.shard.tensor_parallel].staged for rank in range(num_first)]
         return by_rank + [0] * (run.num_ranks - num_first)
-    sizes, counts = [0] * run.num_ranks, [0] * run.num_ranks
-    seen = set[int]()
-    for number, (_, param) in enumerate(part.model.named_parameters(remove_duplicate=False)):
-        if param.requires_grad and id(param) not in seen:
-            sizes[number % run.num_ranks] += param.numel() * param.element_size()
-            counts[number % run.num_ranks] += 1
-        seen.add(id(param))
-    total, whole = max(1, sum(sizes)), states[0].staged
-    return [-(-whole * size // total) + count * _STAGED_APART for size, count in zip(sizes, counts, strict=True)]
+    trained = {name: param for name, param in part.model.named_parameters() if param.requires_grad}
+    shapes = {name: tuple(param.shape) for name, param in trained.items()}
+    of_optimizer = state_bytes_of_each(run.optim, shapes, {name: param.dtype for name, param in trained.items()})
+    average_size = 0 if run.train.ema_decay is None else _AVERAGE_SIZE
+    sizes = [0] * run.num_ranks
+    for number, (name, param) in enumerate(part.model.named_parameters(remove_duplicate=False)):
+        if name in trained:
+            of_param = param.numel() * (param.element_size() + average_size) + of_optimizer[name]
+            sizes[number % run.num_ranks] += of_param + _STAGED_APART
+    buffers = states[0].staged - sum(sizes)
+    return [size + buffers for size in sizes]
 
 
 def _whole_updates(

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from fsdp_shard.models import attention_implementations
 
 # transformers builds a causal mask whenever it meets fake tensors; real training without padding has none, so that
-# kernels with a causal flag are used. This attention is sdpa without a mask.
+# kernels with a causal flag are used, but where a token sees its neighbors only. This attention is sdpa with that mask.
 _ATTENTION = "fsdp_shard_plan"
 
 
@@ -24,14 +24,23 @@ def _document_mask(*, batch_size: int, q_length: int, kv_length: int, **kwargs: 
     return torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
 
 
+def _local_mask(
+    *, batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """A mask of the size of that of sliding or chunked attention, equal for all rows; None if it would mask nothing."""
+    if local_size is None or kv_length < local_size:
+        return None
+    return torch.ones((1, 1, q_length, kv_length), dtype=torch.bool).expand(batch_size, -1, -1, -1)
+
+
 @contextmanager
 def attending_without_values(model: PreTrainedModel, *, is_packed: bool) -> Iterator[None]:
-    """Have a model with sdpa attention use its causal flag instead of a mask, or a mask if documents are packed."""
+    """Have a model with sdpa attention get the masks that training has: if documents are packed, one everywhere."""
     if attention_implementations(model) != ["sdpa"]:
         yield
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(_ATTENTION, _document_mask if is_packed else lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(_ATTENTION, _document_mask if is_packed else _local_mask)
     model.set_attn_implementation(_ATTENTION)
     try:
         yield

@@ -20,7 +20,13 @@ from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.recording.events import BEGIN, DONE, END, ENTER, FINISH, LEAVE, LOSS, Event, Recordings
 from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
 from fsdp_shard.planning.step.recording.recorder import Recorder, tensors_in
-from fsdp_shard.planning.step.recording.repeated_blocks import BlockRun, alike_blocks, pass_over, with_repeats
+from fsdp_shard.planning.step.recording.repeated_blocks import (
+    BlockRun,
+    alike_blocks,
+    attention_kinds,
+    pass_over,
+    with_repeats,
+)
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
 from fsdp_shard.utils import FakeTensorMode, first_line, replace_tensors
 
@@ -84,7 +90,8 @@ def record_passes(
     """
     blocks = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
     recomputed = recomputed_fqns(blocks, settings.activation_checkpointing)
-    runs = alike_blocks(model, blocks, dict.fromkeys(recomputed, True))
+    kinds = attention_kinds(model, blocks)
+    runs = alike_blocks(model, blocks, {fqn: (kinds.get(fqn), fqn in recomputed) for fqn in blocks})
     recompute_blocks(model, settings)
     passed_over = {fqn for run in runs for fqn in run.passed_over}
     for fqn in passed_over:
@@ -156,9 +163,7 @@ def record_forward(
     model.eval()
     blocks = no_split_blocks(model)
     repeated = [block.fqn for block in blocks if block.repeated]
-    config: Any = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()  # such as full and sliding attention, whose caches differ
-    runs = alike_blocks(model, repeated, dict(zip(repeated, kinds, strict=False)))
+    runs = alike_blocks(model, repeated, attention_kinds(model, repeated))
     like = {fqn: run.like(fqn) for run in runs for fqn in run.passed_over}
     for each in runs:
         for fqn in each.passed_over:

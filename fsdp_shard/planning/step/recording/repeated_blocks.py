@@ -10,6 +10,7 @@ from itertools import count, takewhile
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, LEAVE, LOSS, Event
 
@@ -55,6 +56,12 @@ def alike_blocks(model: nn.Module, blocks: Sequence[str], marks: Mapping[str, ob
         runs.append(BlockRun(tuple(names)))
         first += period * number
     return runs
+
+
+def attention_kinds(model: PreTrainedModel, blocks: Sequence[str]) -> dict[str, str]:
+    """The kind of attention of each of `blocks`, such as full or sliding, whose masks and caches differ."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return dict(zip(blocks, kinds, strict=False))
 
 
 def _repeats(kinds: Sequence[object], first: int, period: int) -> int:
