@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fsdp_shard import models, sharding
+from fsdp_shard import data, models, sharding
 from fsdp_shard.planning.step.snapshot import EVA, Snapshot
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
@@ -71,6 +71,11 @@ class PlannedRun:
         """Number of sequences in a micro-batch: samples that are compared, or have another answer, are two."""
         is_one = self.objective.samples == "rows" or (self.objective.samples == "pairs" and self.is_packed)
         return self.train.micro_batch_size * (1 if is_one else 2)
+
+    @property
+    def fills_up_rows(self) -> bool:
+        """Whether a micro-batch may have shorter rows, of which the model is told; causal models need not be."""
+        return self.model.task != data.CAUSAL and not self.is_packed
 
     @property
     def has_sharded_reference(self) -> bool:

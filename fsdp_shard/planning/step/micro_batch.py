@@ -115,6 +115,7 @@ class BatchSize:
         is_packed: Whether rows hold several documents, and so have positions.
         shares_prompts: Whether these are pairs that share prompts, and so have segments.
         keeps_whole: Whether ranks that divide sequences have the tokens of the whole ones, too, to compare answers.
+        is_filled_up: Whether the model is told which tokens fill up shorter rows.
     """
 
     num_rows: int
@@ -123,6 +124,7 @@ class BatchSize:
     is_packed: bool = False
     shares_prompts: bool = False
     keeps_whole: bool = False
+    is_filled_up: bool = False
 
 
 def planned_batch(
@@ -146,6 +148,8 @@ def planned_batch(
     batch = replace(batch, counted=batch.counted[: recorder.most_chosen])
     if size.is_packed and size.num_parts == 1:
         batch.inputs["position_ids"] = torch.zeros((size.num_rows, size.length), dtype=torch.long)
+    if size.is_filled_up:
+        batch.inputs["attention_mask"] = torch.ones((size.num_rows, size.length), dtype=torch.long)
     if size.shares_prompts:
         batch = _with_pairs(batch)
     if objective.samples == "labeled":
@@ -207,13 +211,14 @@ def most_chosen(model: PreTrainedModel) -> int:
 def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
 
-    With packed documents positions too, and with packed pairs also the segments. Where ranks divide sequences: the
-    positions of the rank's tokens and of all, and a mask of ones; where the whole ones are kept, their
-    tokens, labels and counts, too. Of predictions that are not planned one by one, their labels and log-probabilities
-    too.
+    With packed documents positions too, with packed pairs also the segments, and a mask where rows are filled up.
+    Where ranks divide sequences: the positions of the rank's tokens and of all, and a mask of ones; where the whole
+    ones are kept, their tokens, labels and counts, too. Of predictions that are not planned one by one, their labels
+    and log-probabilities too.
     """
     config: Any = model.config
     divided = 2 + size.num_parts * (4 if size.keeps_whole else 1) if size.num_parts > 1 else 0
-    num_arrays = 3 + bool(config.is_encoder_decoder) + size.is_packed + size.shares_prompts + divided
+    others = bool(config.is_encoder_decoder) + size.is_packed + size.shares_prompts + size.is_filled_up
+    num_arrays = 3 + others + divided
     tokens = size.num_rows * size.length
     return tokens * _TOKEN_BYTES * num_arrays + 2 * _TOKEN_BYTES * max(0, tokens - most_chosen(model))

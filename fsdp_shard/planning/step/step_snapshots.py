@@ -98,7 +98,7 @@ def _batch_size(run: PlannedRun) -> BatchSize:
     shares_prompts = run.is_packed and run.objective.samples == "pairs"
     sizes = run.num_read_rows, run.padded_length, run.shard.context_parallel
     keeps_whole = run.shard.context_parallel > 1 and run.objective.compares_whole_sequences
-    return BatchSize(*sizes, run.is_packed, shares_prompts, keeps_whole)
+    return BatchSize(*sizes, run.is_packed, shares_prompts, keeps_whole, is_filled_up=run.fills_up_rows)
 
 
 def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
