@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.integrations.resumption import data_of, has_length, report, require_same_data
+from fsdp_shard.integrations.resumption import data_of, digest_of_rows, has_length, report, require_same_data
 from fsdp_shard.training import Checkpointer, Restored, random_state, restore_random_state
 
 _FACTORS = "of a batch of all ranks x gradient_accumulation_steps"
@@ -78,6 +78,7 @@ class AcceleratorCheckpointer:
         self._loader = loaders[0] if loaders else None
         if self._loader is not None:
             _check_loader(self._loader)
+            self._rows = digest_of_rows(self._loader.dataset)
         self._epoch = self._next_batch = 0
         self._random: Any = None
         self._checkpointer = Checkpointer(path, **settings)
@@ -209,7 +210,8 @@ class AcceleratorCheckpointer:
         """What the batches of a run depend on."""
         if self._loader is None:
             return {}
-        return data_of(self._loader, _total_batch_size(self._loader) * self._accelerator.gradient_accumulation_steps)
+        global_batch_size = _total_batch_size(self._loader) * self._accelerator.gradient_accumulation_steps
+        return data_of(self._loader, global_batch_size, self._rows)
 
 
 def _check_loader(loader: Any) -> None:

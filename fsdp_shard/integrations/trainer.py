@@ -24,9 +24,19 @@ from transformers.utils.import_utils import is_peft_available
 from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, RemoteStore, Store, fetch_latest
 from fsdp_shard.distributed import current_ranks, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError
-from fsdp_shard.integrations.resumption import check_every, data_of, has_length, report, require_same_data, stopped
-from fsdp_shard.training import Checkpointer, Restored, random_state, restore_random_state
-from fsdp_shard.utils import parse_json, read_bounded
+from fsdp_shard.integrations.resumption import (
+    check_every,
+    data_of,
+    digest_of_rows,
+    has_length,
+    report,
+    report_no_best,
+    require_same_data,
+    stopped,
+)
+from fsdp_shard.integrations.trainer_settings import Groups, follow_arguments, settings_of
+from fsdp_shard.training import Checkpointer, Restored, check_settings, random_state, restore_random_state
+from fsdp_shard.utils import nearest, parse_json, read_bounded
 
 # Settings of TrainingArguments that would save as well as the callback, be ignored, or lose the position in the data.
 _REFUSED = {
@@ -55,7 +65,8 @@ class CheckpointerCallback(TrainerCallback):
         path: The run directory.
         every: Save whenever so many more optimizer steps are done; None takes `save_steps` of the Trainer.
         monitor: The metric of an evaluation by which a step is the best, such as `eval_loss`.
-        settings: Those of `Checkpointer`, such as `keep_last=3` or `mode="max"`.
+        mode: `min` or `max`: whether its lowest or highest value is the best.
+        settings: Those of `Checkpointer`, such as `keep_last=3`.
 
     Example:
         >>> from fsdp_shard.integrations import CheckpointerCallback
@@ -71,6 +82,7 @@ class CheckpointerCallback(TrainerCallback):
         *,
         every: int | None = None,
         monitor: str | None = None,
+        mode: str = "min",
         **settings: Any,
     ) -> None:
         check_every(every)
@@ -78,7 +90,8 @@ class CheckpointerCallback(TrainerCallback):
             raise ConfigError(
                 "processor is not a setting of CheckpointerCallback: it saves the Trainer's processing_class."
             )
-        self._path, self._every, self._monitor, self._settings = Path(path), every, monitor, settings
+        check_settings(settings, mode, kind="CheckpointerCallback", own=("every", "monitor", "mode"))
+        self._path, self._every, self._monitor, self._settings = Path(path), every, monitor, {"mode": mode, **settings}
         self._trainer: Trainer | None = None
         self._checkpointer: Checkpointer | None = None
         self._prepared: TemporaryDirectory[str] | None = None
@@ -88,6 +101,8 @@ class CheckpointerCallback(TrainerCallback):
         self._epoch = 0  # of the next batch
         self._epoch_random: Any = None  # when that epoch began
         self._step_random: Any = None  # for the first step of a resumed run
+        self._made: Groups | None = None  # the settings of the optimizer before the first step of the run
+        self._rows: str | None = None  # digest of the training data
 
     def resume_from(self, trainer: Trainer) -> str | None:
         """What `trainer.train` takes as `resume_from_checkpoint`: a directory that leads to the last step, or None.
@@ -153,12 +168,17 @@ class CheckpointerCallback(TrainerCallback):
                 "with the CheckpointerCallback that it has."
             )
         self._epoch_random = self._step_random = None
+        self._rows = digest_of_rows(given["train_dataloader"].dataset)
+        # The Trainer may have resumed from a step of its own, whose settings are then no longer known.
+        self._made = settings_of(given["optimizer"]) if state.global_step == 0 or self._step is not None else None
         try:
+            self._check_evaluations(args)
             if self._step is not None:
                 restored = checkpointer.restore(given["model"], given["optimizer"], step=self._step, **_states(given))
                 assert restored is not None
                 state.global_step = self._step
                 self._resume(args, given["train_dataloader"], restored)
+                self._follow_arguments(given, restored)
         except FsdpShardError:
             self.close()
             raise
@@ -187,6 +207,7 @@ class CheckpointerCallback(TrainerCallback):
             self._step_random = None
         checkpointer, step = self._checkpointer, state.global_step
         assert checkpointer is not None
+        self._require_monitored(state)
         arguments = self._arguments(args, state, given, self._epoch, self._epoch_random)
         if step > self._saved and step % self._interval(args, state) == 0:
             self._save(state, given, arguments)
@@ -196,12 +217,17 @@ class CheckpointerCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Save the last step, and wait for it."""
+        self._require_monitored(state)
         if state.global_step > self._saved:
             steps_per_epoch = _steps_per_epoch(args, given["train_dataloader"])
             has_begun = steps_per_epoch is None or state.global_step % steps_per_epoch > 0
             epoch = self._epoch if has_begun else _epoch(state.global_step, steps_per_epoch)
             begun_with = self._epoch_random if has_begun else None
             self._save(state, given, self._arguments(args, state, given, epoch, begun_with))
+        assert self._checkpointer is not None
+        self._checkpointer.wait()
+        if self._monitor is not None and state.is_world_process_zero and self._checkpointer.best is None:
+            report_no_best(self._path, self._monitor)
         self._finish()
 
     # ---- saving and restoring
@@ -247,10 +273,36 @@ class CheckpointerCallback(TrainerCallback):
             )
         report(restored)
 
+    def _follow_arguments(self, given: dict[str, Any], restored: Restored) -> None:
+        """Go on with optimizer and schedule as TrainingArguments has them now."""
+        made, now = restored.extra.get("settings"), self._made
+        assert now is not None
+        follow_arguments(given["optimizer"], given["lr_scheduler"], made, now, restored)
+        if made is None:  # the settings of the step are in use, whatever they are
+            self._made = None
+
+    def _check_evaluations(self, args: TrainingArguments) -> None:
+        """Raise ConfigError if `monitor` is a metric of evaluations, and there are none."""
+        if self._monitor is not None and self._monitor.startswith("eval_") and args.eval_strategy == "no":
+            raise ConfigError(
+                f"CheckpointerCallback has monitor={self._monitor!r}, a metric of evaluations, and TrainingArguments "
+                f"has eval_strategy='no'; set it, such as to 'steps', or leave monitor out."
+            )
+
+    def _require_monitored(self, state: TrainerState) -> None:
+        """Raise ConfigError if the step was evaluated, and `monitor` is none of the metrics."""
+        found = self._metrics(state)
+        if self._monitor is None or not found or self._monitor in found:
+            return
+        raise ConfigError(
+            f"CheckpointerCallback has monitor={self._monitor!r}{nearest(self._monitor, [*found])}, and the evaluation "
+            f"of step {state.global_step} has no such metric; what was logged are {', '.join(sorted(found))}."
+        )
+
     def _data(self, args: TrainingArguments, loader: Any) -> dict[str, Any]:
         """What the batches of a run depend on."""
         assert self._trainer is not None
-        found = data_of(loader, self._trainer.get_total_train_batch_size(args))
+        found = data_of(loader, self._trainer.get_total_train_batch_size(args), self._rows)
         return found | {"steps_per_epoch": _steps_per_epoch(args, loader)}
 
     def _interval(self, args: TrainingArguments, state: TrainerState) -> int:
@@ -265,6 +317,7 @@ class CheckpointerCallback(TrainerCallback):
         extra = {
             "data": self._data(args, loader),
             "epoch": epoch,
+            "settings": self._made,
             "is_of_any_ranks": _is_of_any_ranks(args, loader),
         }
         return {

@@ -1,5 +1,9 @@
 from .batch_loader import micro_batches as micro_batches
-from .checkpoints.checkpointer import Checkpointer as Checkpointer, Restored as Restored
+from .checkpoints.checkpointer import (
+    Checkpointer as Checkpointer,
+    Restored as Restored,
+    check_settings as check_settings,
+)
 from .checkpoints.loop_state import random_state as random_state, restore_random_state as restore_random_state
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -121,9 +121,7 @@ class Checkpointer:
         processor: Any = None,
         **settings: Any,
     ) -> None:
-        if mode not in ("min", "max"):
-            raise ConfigError(f"mode={mode!r} is neither 'min' nor 'max'.")
-        self.path, self._config = Path(path), _checked(settings)
+        self.path, self._config = Path(path), check_settings(settings, mode)
         self._monitor, self._sign, self._processor = monitor, 1 if mode == "min" else -1, processor
         self._ranks = current_ranks(self._config.timeout_seconds)
         self._store = Store(self.path / CHECKPOINTS)
@@ -354,7 +352,8 @@ class Checkpointer:
             return None
         if self._monitor not in metrics:
             raise ConfigError(
-                f"monitor={self._monitor!r} is not one of the metrics that save() was given: {listed(metrics)}."
+                f"monitor={self._monitor!r}{nearest(self._monitor, [*metrics])} is not one of the metrics that save() "
+                f"was given: {listed(metrics)}."
             )
         return float(metrics[self._monitor])
 
@@ -373,14 +372,27 @@ class Checkpointer:
             raise ConfigError(f"The Checkpointer of {self.path} is closed; make a new one.")
 
 
-def _checked(settings: Mapping[str, Any]) -> CheckpointConfig:
-    """The settings of a Checkpointer; each save of it is one that the loop has asked for."""
+def check_settings(
+    settings: Mapping[str, Any], mode: str = "min", *, kind: str = "Checkpointer", own: Sequence[str] = ()
+) -> CheckpointConfig:
+    """Check the settings of a Checkpointer; each save of it is one that the loop has asked for.
+
+    Args:
+        settings: Those that are fields of `CheckpointConfig`.
+        mode: Which value of the metric is the best.
+        kind: The class that was given them, for errors.
+        own: The names of the other settings of that class.
+
+    Raises:
+        ConfigError: One is wrong, or not known.
+    """
+    if mode not in ("min", "max"):
+        raise ConfigError(f"mode={mode!r} is neither 'min' nor 'max'.")
     known = [field.name for field in dataclasses.fields(CheckpointConfig) if field.name not in _OF_FINETUNE]
     for name in settings:
         if name not in known:
-            raise ConfigError(
-                f"{name} is not a setting of Checkpointer{nearest(name, known)}; it has {', '.join(known)}."
-            )
+            names = [*own, *known]
+            raise ConfigError(f"{name} is not a setting of {kind}{nearest(name, names)}; it has {', '.join(names)}.")
     config = CheckpointConfig(**{"max_failures": 1, **settings, "every": 1})
     check(config)
     return config
