@@ -1,11 +1,12 @@
 """`convert`: the weights of any checkpoint that can be read, written in another layout, size or dtype.
 
-Plans every file first, then streams; imports neither torch nor transformers unless it casts, reads GGUF or compares the
-tensors with a `config=`. The target appears complete or not at all.
+Plans every file first, then streams; imports neither torch nor transformers unless it casts, reads GGUF, or compares
+the tensors with a config: one that is given, or seems to tie other tensors. The target appears complete or not at all.
 """
 
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -16,13 +17,14 @@ from typing import Any
 
 from fsdp_shard.checkpoint.config import DEFAULT_SHARD_SIZE, ConvertSettings
 from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tensor
+from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
-from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice, with_own_head
+from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, may_contradict, stored_twice, with_own_head
 from fsdp_shard.checkpoint.location import Location, locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
 from fsdp_shard.checkpoint.open import open_weights
@@ -37,7 +39,9 @@ from fsdp_shard.checkpoint.steps import (
     TargetPlan,
     WriteRequest,
     check_side_files,
+    has_described_headers,
     read_kept,
+    read_shard_index,
 )
 from fsdp_shard.checkpoint.transfer import Digests, Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
@@ -73,6 +77,7 @@ class ConvertReport:
         left_out: Number of tensors in the source that are not weights, by kind: `optimizer`, `adapter`, `other`.
         notes: Lines about what an adapter's settings leave out, and about tensors that the model of `config=` has not.
         source: What was converted, as `Location.to_json` has it: a run may have a later step by now.
+        warnings: Why nothing would load what was written, as its config ties other tensors; said on standard error too.
     """
 
     source_format: str
@@ -85,6 +90,7 @@ class ConvertReport:
     left_out: dict[str, int]
     notes: tuple[str, ...] = ()
     source: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def describe(self, target: str) -> str:
         """What was converted, left out and checked, as text; `target` is the directory."""
@@ -219,6 +225,7 @@ def _check(settings: ConvertSettings, source: Location) -> None:
 def _refuse(settings: ConvertSettings, source: Location, index: TensorIndex) -> None:
     target = Path(settings.target).expanduser().absolute()
     _refuse_part(index)
+    _refuse_mixed(source.index)
     _check_target(target, index, source.model_files if settings.overwrite else None)
 
 
@@ -238,6 +245,22 @@ def _compare_with_named(settings: ConvertSettings, source: Location, index: Tens
     return notes
 
 
+def _wrong_ties(settings: ConvertSettings, index: TensorIndex, ties: Mapping[str, str]) -> list[str]:
+    """What loading would refuse because config.json ties tensors that are different, or none where one is missing.
+
+    It is a warning, as the config can be corrected in what is written. Everything else that loading refuses is found by
+    `verify`: building the model takes longer than many a conversion.
+    """
+    if settings.config is not None or not may_contradict(index, index.model_directory, ties):
+        return []
+    from fsdp_shard.checkpoint.integrity.load_checks import compare_with_config
+
+    problems, _ = compare_with_config(index, index.model_directory)
+    for problem in problems:
+        say(f"warning: {problem.message}", sys.stderr)
+    return [problem.message for problem in problems]
+
+
 def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
@@ -245,6 +268,7 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         _refuse(settings, source, index)
         notes = _compare_with_named(settings, source, index)
         plan = plan_conversion(index, settings, source.model_files)
+        warnings = _wrong_ties(settings, index, plan.aliases)
         settings_of_adapter = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
         check_side_files({**plan.model_files, **settings_of_adapter})
         stamps = _stamps(index)
@@ -267,6 +291,7 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         left_out={kind: extra.num_tensors for kind, extra in index.extras.items()},
         notes=(*index.notes, *notes),
         source=source.to_json(),
+        warnings=tuple(warnings),
     )
 
 
@@ -402,6 +427,21 @@ def _refuse_part(index: TensorIndex) -> None:
     part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", index.file.name if index.file else "")
     if part is not None and int(part[1]) > 1:
         raise CheckpointError(f"{index.file} is one of {int(part[1])} files of a model; give their directory.")
+
+
+def _refuse_mixed(index: TensorIndex) -> None:
+    """Refuse rank files of another save than their index, where no digests of tensors would show it, as in ema/."""
+    if not index.headers or index.manifest() is not None:
+        return
+    described = read_shard_index(index.root)
+    if has_described_headers(index.root, described):
+        return
+    found = native_sharded.read_headers(index.root)
+    if (found.step, found.metadata.get("save")) != (described.step, described.save):
+        raise CheckpointError(
+            f"{index.root / SHARD_INDEX} is of another save than the rank files: they were mixed up. Restore the files "
+            f"of one save."
+        )
 
 
 def _refuse_cast(index: TensorIndex, dtype: str) -> None:

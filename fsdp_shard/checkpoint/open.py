@@ -9,7 +9,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import member
 from fsdp_shard.checkpoint.keys.tied_weights import usual_ties
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER, plain_names
-from fsdp_shard.checkpoint.steps import MANIFEST, SHARD_INDEX, Manifest
+from fsdp_shard.checkpoint.steps import AVERAGE, MANIFEST, SHARD_INDEX, Manifest, read_manifest_of_folder
 from fsdp_shard.checkpoint.tensor_entry import count
 from fsdp_shard.errors import CheckpointError
 
@@ -40,6 +40,8 @@ def open_weights(weights: Path, side: Path | None = None, step: int | None = Non
     index = dataclasses.replace(index, side=side, step=found_step, file=weights if weights.is_file() else None)
     if (manifest := index.manifest()) is not None:
         return _with_manifest(index, manifest)
+    if index.headers and weights.name == AVERAGE and (manifest := read_manifest_of_folder(weights)) is not None:
+        _check_shard_index(index, manifest, f"{AVERAGE}/{SHARD_INDEX}")
     if not getattr(found, "KEEPS_NAMES", False):
         index = _with_plain_names(index)
     return dataclasses.replace(index, aliases=index.aliases or usual_ties(index, index.model_directory))
@@ -102,9 +104,9 @@ def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
     )
 
 
-def _check_shard_index(index: TensorIndex, manifest: Manifest) -> None:
-    """Refuse an index of rank files that was not written with the manifest."""
-    record = manifest.files.get(SHARD_INDEX)
+def _check_shard_index(index: TensorIndex, manifest: Manifest, name: str = SHARD_INDEX) -> None:
+    """Refuse an index of rank files that was not written with the manifest, which calls it `name`."""
+    record = manifest.files.get(name)
     if index.headers and (record is None or record.digest != file_digest(member(index.root, SHARD_INDEX))):
         raise CheckpointError(
             f"{index.root / SHARD_INDEX} is not what was written, according to {MANIFEST}: the checkpoint is damaged."

@@ -30,7 +30,7 @@ from fsdp_shard.utils import hold_lock
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
 from tests.support.digests import tensor_digests
-from tests.support.tiny import llama, save_adapter
+from tests.support.tiny import llama, save_adapter, save_model
 
 
 @pytest.fixture(scope="module")
@@ -597,3 +597,21 @@ def test_a_named_config_is_of_the_tensors(tiny_model: Path, tmp_path: Path) -> N
     assert report.notes == (f"not in the model of {tiny_model}/config.json: value_head.weight",)
     assert report.notes[0] in report.describe(str(tmp_path / "value-target"))
     assert convert(tmp_path / "whole", tmp_path / "whole-target", config=tiny_model).notes == ()
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "sharded", "ranks": 2}])
+@pytest.mark.parametrize(("is_tied", "said"), [(True, "lacks lm_head.weight"), (False, "its config.json ties them")])
+def test_a_config_that_ties_otherwise_is_said(
+    options: dict[str, Any], is_tied: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = save_model(tmp_path / "source", tied=is_tied)
+    assert convert(source, tmp_path / "right", **options).warnings == ()
+    assert "warning" not in capsys.readouterr().err
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": not is_tied}))
+    (problem,) = verify(source).problems
+    report = convert(source, tmp_path / "target", **options)
+    assert said in problem.message
+    assert report.warnings == (problem.message,)
+    assert f"warning: {problem.message}" in capsys.readouterr().err
+    assert verify(tmp_path / "target").problems, "it is written all the same, and still wrong"

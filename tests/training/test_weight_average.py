@@ -180,6 +180,30 @@ def test_damage_is_found(runs: Runs, settings: list[str], tmp_path: Path) -> Non
     assert "ema/shard-00001-of-00002.safetensors is not what was written" in ended.err
 
 
+def test_an_average_of_another_step_is_found(runs: Runs, tmp_path: Path) -> None:
+    """By the digests of the step that it lies in; `convert` recognizes the save from headers."""
+    other, ema = (
+        step_of(runs["fsdp2"], 3) / "ema",
+        shutil.copytree(step_of(runs["fsdp2"], 2), tmp_path / "step") / "ema",
+    )
+    assert verify(ema).is_sound
+    assert verify(ema).content_checked
+    for file in other.glob("shard-*"):
+        shutil.copy(file, ema)
+    report = verify(ema)
+    assert "ema/shard-00000-of-00002.safetensors does not have the content that was written" in str(report)
+    assert "there is no manifest" not in str(report)
+    with pytest.raises(CheckpointError, match=r"ema/shards\.index\.json is of another save than the rank files"):
+        convert(ema, tmp_path / "target")
+    shutil.copy(other / "shards.index.json", ema)
+    assert not verify(ema).is_sound
+    with pytest.raises(CheckpointError, match=r"ema/shards\.index\.json is not what was written"):
+        convert(ema, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+    shutil.copytree(ema, tmp_path / "alone")
+    convert(tmp_path / "alone", tmp_path / "target")
+
+
 def test_a_run_goes_on_with_or_without_it(runs: Runs, settings: list[str], tmp_path: Path) -> None:
     step = f"resume={step_of(runs['one rank'], 2)}"
     without = [setting for setting in settings if "ema_decay" not in setting]

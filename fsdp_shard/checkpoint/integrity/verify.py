@@ -32,6 +32,7 @@ from fsdp_shard.checkpoint.steps import (
     has_described_headers,
     read_kept,
     read_manifest,
+    read_manifest_of_folder,
     read_shard_index,
 )
 from fsdp_shard.errors import CheckpointError
@@ -40,11 +41,11 @@ from fsdp_shard.errors import CheckpointError
 def verify(path: str | Path, against: str | Path | None = None, *, base: str | None = None) -> VerifyReport:
     """Check a checkpoint, alone or against another one.
 
-    Every byte is compared with the digests of the manifest, if there is one. Without a manifest, the structure, the
-    CRCs in files of torch, NaN and infinities are checked. In either case the tensors are compared with the model of
-    config.json, and those of an adapter with its settings and its base. With `against`, the contents of the two are
-    compared, whatever their formats, layouts and floating-point dtypes are; a manifest of either is checked too. Of an
-    adapter and a model, the adapter is merged into its base first.
+    Every byte is compared with the digests of the manifest, if there is one; that of a step is also that of its ema/.
+    Without a manifest, the structure, the CRCs in files of torch, NaN and infinities are checked. In either case the
+    tensors are compared with the model of config.json, and those of an adapter with its settings and its base. With
+    `against`, the contents of the two are compared, whatever their formats, layouts and floating-point dtypes are; a
+    manifest of either is checked too. Of an adapter and a model, the adapter is merged into its base first.
 
     Args:
         path: A checkpoint file, directory, run directory or remote address.
@@ -172,6 +173,9 @@ class _Checkpoint:
             if self.manifest is not None:
                 self.problems += _contradictions(location.weights, self.manifest)
                 self.problems += _file_problems(location.weights, self.manifest)
+            elif self.path.is_dir() and (outer := read_manifest_of_folder(location.weights)) is not None:
+                self.has_digests = True
+                self.problems += _file_problems(location.weights.parent, outer)
             said_otherwise = list(_index_problems(location.weights))
             self.index = self._stack.enter_context(location.index)
             self.checked.append("structure")

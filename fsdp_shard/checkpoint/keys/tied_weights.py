@@ -76,6 +76,21 @@ def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
     return {} if kept is None else {heads[0]: kept}
 
 
+def may_contradict(index: TensorIndex, side: Path, ties: Mapping[str, str]) -> bool:
+    """Whether config.json seems to tie an output head otherwise than the tensors do; decided without reading them.
+
+    Args:
+        index: The checkpoint.
+        side: The directory of config.json.
+        ties: What is tied, known names and those that `stored_twice` has found.
+    """
+    config = read_config(side)
+    heads = [name for name in (*index.tensors, *index.aliases) if name.endswith(HEADS)]
+    if config.get("tie_word_embeddings") is False:
+        return not heads and _is_decoder(config)
+    return config.get("tie_word_embeddings") is True and len(heads) == 1 and heads[0] not in ties
+
+
 def has_same_bytes(index: TensorIndex, first: str, second: str) -> bool:
     """Whether two tensors have the same dtype, shape and bytes; reads them only if the first two agree."""
     one, two = index.entry(first), index.entry(second)
@@ -93,11 +108,15 @@ def read_config(side: Path) -> Mapping[str, Any]:
 
 def _ties_in_config(index: TensorIndex, config: Mapping[str, Any]) -> dict[str, str] | None:
     """The ties of a decoder with the usual names, {} if it has none; None if the config alone does not decide it."""
-    is_tied, classes = config.get("tie_word_embeddings"), config.get("architectures")
-    is_decoder = isinstance(classes, list) and str(next(iter(classes), "")).endswith(("ForCausalLM", "LMHeadModel"))
-    if not is_decoder or config.get("is_encoder_decoder"):
+    is_tied = config.get("tie_word_embeddings")
+    if not _is_decoder(config) or config.get("is_encoder_decoder"):
         return None
     if is_tied is False or _HEAD in index.tensors:
         return {}
     embeddings = [name for name in index.names if name in ("model.embed_tokens.weight", "transformer.wte.weight")]
     return {_HEAD: embeddings[0]} if is_tied is True and len(embeddings) == 1 else None
+
+
+def _is_decoder(config: Mapping[str, Any]) -> bool:
+    classes = config.get("architectures")
+    return isinstance(classes, list) and str(next(iter(classes), "")).endswith(("ForCausalLM", "LMHeadModel"))

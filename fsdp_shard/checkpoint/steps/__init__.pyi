@@ -25,6 +25,7 @@ from .manifest import (
     is_ours as is_ours,
     parse_manifest as parse_manifest,
     read_manifest as read_manifest,
+    read_manifest_of_folder as read_manifest_of_folder,
 )
 from .pruned_step import read_kept as read_kept
 from .shard_headers import has_described_headers as has_described_headers

@@ -5,7 +5,7 @@ Its last entry is the digest of all bytes of the file before it, so that damage 
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -129,6 +129,21 @@ def read_manifest(root: Path) -> Manifest | None:
     if not is_ours(document) and not (isinstance(document, dict) and len(document.keys() & keys) > len(keys) // 2):
         return None
     return _checked(document, content, str(path))
+
+
+def read_manifest_of_folder(folder: Path) -> Manifest | None:
+    """The part about a folder of a step, such as ema/, of the manifest of that step; None if it lists nothing there.
+
+    Its files have their names in the step, and digests of all of their bytes; tensors are those of the weights only.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+    """
+    manifest = read_manifest(folder.parent)
+    if manifest is None:
+        return None
+    files = {name: record for name, record in manifest.files.items() if name.startswith(f"{folder.name}/")}
+    return replace(manifest, files=files, tensors={}, aliases={}) if files else None
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
