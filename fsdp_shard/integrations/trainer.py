@@ -290,9 +290,11 @@ class CheckpointerCallback(TrainerCallback):
             )
 
     def _require_monitored(self, state: TrainerState) -> None:
-        """Raise ConfigError if the step was evaluated, and `monitor` is none of the metrics."""
+        """Raise ConfigError if the step was evaluated, and the evaluation does not have the metric `monitor`."""
+        if self._monitor is None or not self._monitor.startswith("eval_"):  # others may be logged at other steps
+            return
         found = self._metrics(state)
-        if self._monitor is None or not found or self._monitor in found:
+        if not found or self._monitor in found:
             return
         raise ConfigError(
             f"CheckpointerCallback has monitor={self._monitor!r}{nearest(self._monitor, [*found])}, and the evaluation "

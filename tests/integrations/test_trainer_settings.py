@@ -62,7 +62,7 @@ def run(
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("fsdp_shard")
     log.addHandler(handler)
-    model, saving = llama(), CheckpointerCallback(run_dir, every=1, **(callback or {}))
+    model, saving = llama(), CheckpointerCallback(run_dir, **{"every": 1, **(callback or {})})
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments["learning_rate"]) if makes_schedule else None
     schedule: Any = CosineAnnealingLR(optimizer, 10) if optimizer is not None else None
     data = rows() if data is None else data
@@ -141,12 +141,13 @@ def refused(context: DistributedContext, place: Path) -> list[str]:
         run(place / "data", list(rows()), max_steps=3).said,
         run(place / "none", callback={"monitor": "eval_loss"}, max_steps=2).said,
         run(place / "wrong", callback={"monitor": "eval_los"}, **evaluating).said,
+        run(place / "logged", callback={"monitor": "loss", "every": 2}, **{**evaluating, "logging_steps": 2}).said,
         run(place / "unsaved", callback={"monitor": "eval_loss"}, eval_delay=9, **evaluating).said,
     ]
 
 
 def test_what_would_be_ignored_is_an_error(tmp_path: Path) -> None:
-    own, same, data, columns, listed, none, wrong, unsaved = on_ranks(1, refused, tmp_path)[0]
+    own, same, data, columns, listed, none, wrong, logged, unsaved = on_ranks(1, refused, tmp_path)[0]
     assert "was saved with learning_rate=0.01, and now it is 0.5" in own
     assert "CosineAnnealingLR goes on with its own" in own
     assert "Error" not in same
@@ -157,6 +158,7 @@ def test_what_would_be_ignored_is_an_error(tmp_path: Path) -> None:
     assert "eval_strategy='no'" in none
     assert "monitor='eval_los' (did you mean eval_loss?), and the evaluation of step 1 has no such metric" in wrong
     assert "eval_loss, eval_runtime" in wrong
+    assert logged == "", "what is logged need not be with each evaluation"
     assert "has no best step: none that was saved has eval_loss" in unsaved
 
 
