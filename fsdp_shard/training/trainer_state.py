@@ -27,7 +27,8 @@ class TrainerState:
         step: Number of finished steps.
         num_samples: Number of samples trained, in the order that `seed` and `data` define.
         num_tokens: Number of predictions trained.
-        best_loss: Lowest held-out loss so far, of step `best_step`.
+        loss_before: Held-out loss before the first step, of the samples `held_out`; None if not known.
+        best_loss: Lowest held-out loss after a step so far, of step `best_step`.
         best_step: Step with the lowest held-out loss so far.
         reference_loss: Held-out loss that an evaluation must improve on (early stopping).
         num_stale: Number of evaluations since then, none of which improved on it.
@@ -56,6 +57,7 @@ class TrainerState:
     samples_per_epoch: int | None = None
     owes_evaluation: bool = False
     held_out: str = ""
+    loss_before: float | None = None
 
     @property
     def epoch(self) -> float | None:
@@ -81,11 +83,13 @@ class TrainerState:
         Returns:
             Whether there is a best step of other samples, which is forgotten.
         """
-        is_other = self.best_step is not None and self.held_out not in ("", held_out)
+        is_other = self.held_out not in ("", held_out)
+        had_best = self.best_step is not None
         if is_other:
             self.best_loss, self.best_step, self.reference_loss, self.num_stale = None, None, None, 0
+            self.loss_before = None
         self.held_out = held_out
-        return is_other
+        return is_other and had_best
 
     def evaluated(self, loss: float, min_delta: float = 0.0) -> None:
         """Record the held-out loss of this step.
@@ -103,8 +107,13 @@ class TrainerState:
 
     @property
     def is_best(self) -> bool:
-        """Whether the current weights have the lowest held-out loss so far."""
+        """Whether the current weights have the lowest held-out loss of all steps so far."""
         return self.best_step == self.step
+
+    @property
+    def is_none_better(self) -> bool:
+        """Whether no step has a lower held-out loss than the model had before training."""
+        return self.loss_before is not None and self.best_loss is not None and self.best_loss >= self.loss_before
 
     def stops_early(self, patience: int | None) -> bool:
         """Whether `patience` evaluations in a row did not improve."""
@@ -126,7 +135,7 @@ class TrainerState:
 
     def to_json(self) -> str:
         """Return the content of `trainer.json`."""
-        values = {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
+        values = {name: value for name, value in asdict(self).items() if value != _OPTIONAL.get(name, ...)}
         return json.dumps({"format_version": _FORMAT_VERSION, **values}, indent=1) + "\n"
 
     @classmethod
@@ -136,7 +145,7 @@ class TrainerState:
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
             raise CheckpointError(f"{what} is not a trainer state of format version {_FORMAT_VERSION}.")
         known = {field.name for field in fields(cls)}
-        missing, unknown = sorted(known - _OPTIONAL - set(values)), sorted(set(values) - known)
+        missing, unknown = sorted(known - _OPTIONAL.keys() - set(values)), sorted(set(values) - known)
         if missing or unknown:
             raise CheckpointError(f"{what} does not have the expected entries: missing {missing}, unknown {unknown}.")
         for name, value in values.items():
@@ -154,7 +163,15 @@ def _check_entry(name: str, value: Any, what: str) -> None:
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
-_OPTIONAL = {"place", "source_tokens", "samples_per_epoch", "owes_evaluation", "held_out"}  # left out if empty
+# Entries that are left out where they are this, and that older checkpoints do not have.
+_OPTIONAL: dict[str, Any] = {
+    "place": None,
+    "source_tokens": {},
+    "samples_per_epoch": None,
+    "owes_evaluation": False,
+    "held_out": "",
+    "loss_before": None,
+}
 # The types of entries, and words for them; of other entries, counts.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
@@ -162,6 +179,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "place": ((dict, type(None)), "an object or null"),
     "source_tokens": ((dict,), "an object"),
     "owes_evaluation": ((bool,), "true or false"),
+    "loss_before": ((float, int, type(None)), "a number or null"),
     "best_loss": ((float, int, type(None)), "a number or null"),
     "best_step": ((int, type(None)), "a whole number of at least 0 or null"),
     "reference_loss": ((float, int, type(None)), "a number or null"),

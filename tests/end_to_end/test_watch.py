@@ -65,6 +65,24 @@ def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_
     assert len(longer.metrics) == result["steps"] + 1, "it goes on counting where it was"
 
 
+def test_a_model_that_got_worse_is_not_called_the_best(settings: list[str], tmp_path: Path) -> None:
+    """Nor by the run that resumes it; patience and the best step are among trained steps."""
+    arguments = [*settings, "optim.lr=1", "train.eval_every=1"]
+    for num_steps in (1, 2):
+        ended = run_recipe("finetune", tmp_path, *arguments, f"train.steps={num_steps}")
+        assert ended.status == 0, ended.err
+        rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+        lowest, before = min(rows[1:], key=lambda row: row["loss"]), rows[0]["loss"]
+        assert lowest["loss"] > before, "so large is the learning rate"
+        assert "the lowest so far" not in ended.err
+        than_before = f"not lower than before training ({before:.4f})"
+        best = f"best held-out loss {lowest['loss']:.4f} after step {lowest['step']}, {than_before}"
+        assert best in ended.err.splitlines()[-1]
+        assert ended.err.count(than_before) == 2, "at the evaluation, too"
+        found = [ended.result[name] for name in ("loss_before", "best_loss", "best_step")]
+        assert found == [before, lowest["loss"], lowest["step"]]
+
+
 def signal_in_step(step: int, patch: pytest.MonkeyPatch) -> None:
     """Have a SIGTERM come in this step of each run of the finetune recipe in this process."""
     steps = fs.train

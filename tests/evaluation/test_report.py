@@ -59,7 +59,8 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     report = _report(_run(tmp_path / "a"), _run(tmp_path / "b", lr="0.1"))
     assert report.runs == ["a", "b"]
     assert report.problems == []
-    assert [cell.value for cell in _table(report, "runs").rows[0][1:7]] == ["completed", 5, 4.5, 4.0, 4.0, 5]
+    assert [cell.value for cell in _table(report, "runs").rows[0][1:8]] == ["completed", 5, 4.5, 4.0, 6.0, 4.0, 5]
+    assert _table(report, "runs").columns[5] == "at step 0", "which the best one need not be lower than"
     assert [[cell.text for cell in row] for row in _table(report, "settings").rows] == [["optim.lr", "0.001", "0.1"]]
     assert _table(report, "settings").rows[0][2].is_marked
     assert _table(report, "speed").rows[0][2].value == 4.0

@@ -33,6 +33,21 @@ def test_round_trip() -> None:
     assert TrainerState.from_json(fresh.to_json().encode(), "x") == fresh
 
 
+def test_the_loss_before_training_is_of_the_same_samples() -> None:
+    state = TrainerState(seed=0, data="")
+    state.hold_out("a")
+    state.loss_before = 0.0
+    state.advance(1, 1, {}, skipped=False)
+    assert not state.is_none_better
+    state.evaluated(0.0)
+    assert (state.is_best, state.is_none_better) == (True, True)
+    assert TrainerState.from_json(state.to_json().encode(), "x") == state
+    assert not state.hold_out("a")
+    assert state.loss_before == 0.0
+    assert state.hold_out("b")
+    assert (state.loss_before, state.is_none_better) == (None, False)
+
+
 def test_small_falls_add_up() -> None:
     state = TrainerState(seed=0, data="")
     stale = []
@@ -62,6 +77,7 @@ def test_small_falls_add_up() -> None:
         ({"num_samples": None}, "num_samples is None"),
         ({"data": 7}, "data is 7"),
         ({"best_loss": "low"}, "best_loss is 'low'"),
+        ({"loss_before": "low"}, "loss_before is 'low'"),
         ({"extra": 1}, r"unknown \['extra'\]"),
         ({"source_tokens": [1]}, r"source_tokens is \[1\]; expected an object"),
         ({"samples_per_epoch": 1.5}, "samples_per_epoch is 1.5"),

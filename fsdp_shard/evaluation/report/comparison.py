@@ -30,6 +30,7 @@ from fsdp_shard.evaluation.report.run_files import (
     best_held_out,
     find_runs,
     last_of,
+    loss_before,
     read_run,
     values_of,
 )
@@ -109,7 +110,8 @@ def _absent(runs: Iterable[Run]) -> list[str]:
 
 
 def _runs_table(runs: Sequence[Run]) -> Table:
-    columns = ("run", "status", "step", "loss", "held-out loss", "best", "after step", "perplexity", "tokens")
+    held_out = ("held-out loss", "at step 0", "best", "after step", "perplexity")
+    columns = ("run", "status", "step", "loss", *held_out, "tokens")
     rows = []
     for run in runs:
         best, at = best_held_out(run)
@@ -118,10 +120,13 @@ def _runs_table(runs: Sequence[Run]) -> Table:
         done = int(run.steps[-1]["step"] or 0) if run.steps else None
         of = f"{done or 0:,} of {int(most):,}" if most.isdecimal() and run.status != COMPLETED else None
         step = number(done) if of is None else Cell(done, of)
-        losses = [last_of(run.steps, "loss"), last_of(run.held_out, "loss")]
-        rest = [number(best), number(at), number(last_of(run.held_out, "perplexity")), number(tokens)]
+        losses = [last_of(run.steps, "loss"), last_of(run.held_out, "loss"), loss_before(run), best]
+        rest = [number(at), number(last_of(run.held_out, "perplexity")), number(tokens)]
         rows.append([text(run.name), text(run.status), step, *map(number, losses), *rest])
-    note = f"Losses in {LOSS_UNIT}: of the last step, of the last held-out evaluation and of the best one."
+    note = (
+        f"Losses in {LOSS_UNIT}: of the last step, and of held-out evaluations: the last, that before training and the "
+        "best after a step, which may be higher."
+    )
     return Table("runs", "Runs", columns, rows, note)
 
 

@@ -180,6 +180,11 @@ def best_held_out(run: Run) -> tuple[float | None, int | None]:
     return (None, None) if best is None else (best["loss"], int(best["step"] or 0))
 
 
+def loss_before(run: Run) -> float | None:
+    """The held-out loss before the first step, which the best one need not be lower than."""
+    return next((row["loss"] for row in run.held_out[:1] if not row["step"]), None)
+
+
 def _command_of(path: Path) -> str:
     """The command in the first line of a config.yaml of ours; empty if there is none."""
     file = path / CONFIG_FILE

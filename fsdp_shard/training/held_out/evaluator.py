@@ -110,6 +110,8 @@ class HeldOutEvaluator:
             )
             if state.owes_evaluation:
                 state.evaluated(report.loss, run.config.min_delta)
+            else:
+                state.loss_before = report.loss
             self._log.evaluation(state.step, report, state)
         if run.functions.samples is not None:
             with evaluating(run.model), attending_alone(run.model.module):

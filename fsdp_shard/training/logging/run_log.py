@@ -135,7 +135,7 @@ class RunLog:
         self._record(METRICS, "train", report.row() if mfu is None else {**report.row(), "mfu": mfu})
 
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
-        """Log an evaluation, which `state` has recorded unless it was before the first step."""
+        """Log an evaluation, which `state` has recorded."""
         perplexity = "" if report.perplexity is None else f", perplexity {report.perplexity:.3f}"
         trend = _trend(state, self._config.patience)
         headline = [name for name in self._run.objective.headline if name in report.metrics]
@@ -190,7 +190,8 @@ class RunLog:
         if skipped := figures["skipped_steps"]:
             parts.append(f"{format_count(skipped, 'step')} skipped")
         if "best_step" in figures:
-            parts.append(f"best held-out loss {figures['best_loss']:.4f} after step {figures['best_step']}")
+            best = f"best held-out loss {figures['best_loss']:.4f} after step {figures['best_step']}"
+            parts.append(best + _than_before(self._run.state))
         if self._config.plot:
             parts.append(f"curves in {PLOT}")
         where = f"; all of it is in {self._run_dir}"
@@ -219,6 +220,8 @@ class RunLog:
             if "metrics" in held_out[-1]:
                 figures["metrics_before"] = held_out[0].get("metrics") if held_out[0]["step"] == 0 else None
                 figures["metrics"] = held_out[-1]["metrics"]
+        if state.loss_before is not None:
+            figures["loss_before"] = state.loss_before
         if state.best_step is not None:
             figures["best_loss"], figures["best_step"] = state.best_loss, state.best_step
         return figures
@@ -229,8 +232,13 @@ def _trend(state: TrainerState, patience: int | None) -> str:
     if state.best_step is None:
         return ""
     if state.is_best:
-        return ", the lowest so far"
-    best = f", best {state.best_loss:.4f} after step {state.best_step}"
+        return _than_before(state) or ", the lowest so far"
+    best = f", best {state.best_loss:.4f} after step {state.best_step}{_than_before(state)}"
     if state.stops_early(patience):
         return f"{best}: stopping early, as {state.num_stale} evaluations in a row were not lower"
     return best + (f", {state.num_stale} of {patience} in a row not lower" if patience and state.num_stale else "")
+
+
+def _than_before(state: TrainerState) -> str:
+    """That no step has made the model better, where this is known."""
+    return f", not lower than before training ({state.loss_before:.4f})" if state.is_none_better else ""
