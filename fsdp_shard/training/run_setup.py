@@ -16,7 +16,7 @@ from fsdp_shard.data import Dataset, Samples, prepare_on_ranks
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, init_distributed, is_restarted, run_on_main
 from fsdp_shard.models import load_context, load_tokenizer
 from fsdp_shard.training.checkpoints import resume
-from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
+from fsdp_shard.training.checkpoints.resume_report import changed_values, describe_finished, describe_resume
 from fsdp_shard.training.checkpoints.run_lock import run_lock
 from fsdp_shard.training.checkpoints.saver import Saver, new_saver
 from fsdp_shard.training.config import FinetuneSettings
@@ -39,6 +39,7 @@ from fsdp_shard.training.peft.eva import fill_eva
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import device_peak_bytes, format_count, keep_freed_memory, reset_device_peak, say
 
 
@@ -196,7 +197,7 @@ def open_run(
     """
     context = start.context
     check_rates(optimizer, has_rates=loaded.adapter is not None and loaded.adapter.lora_plus is not None)
-    state = run_on_main(context, lambda: resume.open_trainer(start.step, config.seed, dataset.identity))
+    state = run_on_main(context, lambda: _open_trainer(config, start, dataset))
     if start.step is not None:
         resume.restore_optimizer(optimizer, loaded, start.step, context)
     run = TrainingRun(loaded.model, optimizer, dataset, config.train, context, state, start.stop)
@@ -212,6 +213,14 @@ def open_run(
     run.functions.samples = sample_completions(config, start.open_tokenizer, context)
     run.profile = StepProfiler(config.train.profile, config.run_dir, context).profile
     return run
+
+
+def _open_trainer(config: FinetuneSettings, start: RunStart, dataset: Dataset) -> TrainerState:
+    """Where the run is in its training, with what a resume changes in its settings."""
+    state = resume.open_trainer(start.step, config.seed, dataset.identity)
+    if start.step is not None:
+        state.resumed(changed_values(config, start.step))
+    return state
 
 
 def open_log(

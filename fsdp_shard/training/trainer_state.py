@@ -6,6 +6,7 @@ The learning rate, the random state and the position in the data are functions o
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -27,7 +28,6 @@ class TrainerState:
         step: Number of finished steps.
         num_samples: Number of samples trained, in the order that `seed` and `data` define.
         num_tokens: Number of predictions trained.
-        loss_before: Held-out loss before the first step, of the samples `held_out`; None if not known.
         best_loss: Lowest held-out loss after a step so far, of step `best_step`.
         best_step: Step with the lowest held-out loss so far.
         reference_loss: Held-out loss that an evaluation must improve on (early stopping).
@@ -39,6 +39,9 @@ class TrainerState:
         samples_per_epoch: Number of samples in an epoch; None for streams and mixtures, and in older checkpoints.
         owes_evaluation: Whether the run was interrupted before an evaluation that was due after this step.
         held_out: Identity of the samples that evaluations so far were of; empty without any, and in older checkpoints.
+        loss_before: Held-out loss before the first step, of the same samples; None if it is not known.
+        changed_settings: What a resume has changed in the settings: lists of the step, the name of the setting, and its
+            values before and after, as YAML; None if that is not known, as in older checkpoints.
     """
 
     seed: int
@@ -58,6 +61,7 @@ class TrainerState:
     owes_evaluation: bool = False
     held_out: str = ""
     loss_before: float | None = None
+    changed_settings: list[list[Any]] | None = field(default_factory=list)
 
     @property
     def epoch(self) -> float | None:
@@ -105,6 +109,13 @@ class TrainerState:
         if self.best_loss is None or loss < self.best_loss:
             self.best_loss, self.best_step = loss, self.step
 
+    def resumed(self, changes: Mapping[str, tuple[str, str]] | None) -> None:
+        """Record which settings are others from this step on: before and after, by name; None if that is not known."""
+        if changes is None or self.changed_settings is None:
+            self.changed_settings = None
+        else:
+            self.changed_settings += [[self.step, name, *values] for name, values in changes.items()]
+
     @property
     def is_best(self) -> bool:
         """Whether the current weights have the lowest held-out loss of all steps so far."""
@@ -150,11 +161,16 @@ class TrainerState:
             raise CheckpointError(f"{what} does not have the expected entries: missing {missing}, unknown {unknown}.")
         for name, value in values.items():
             _check_entry(name, value, what)
+        for change in values.get("changed_settings") or ():
+            if not isinstance(change, list) or [type(value) for value in change] != [int, str, str, str]:
+                raise CheckpointError(
+                    f"{what}: changed_settings has {change!r}; expected a step, a name and two values."
+                )
         for source, num in values.get("source_tokens", {}).items():
             _check_entry(f"source_tokens.{source}", num, what)
         if (values["best_loss"] is None) != (values["best_step"] is None):
             raise CheckpointError(f"{what}: best_loss and best_step belong together; one of them is null.")
-        return cls(**values)
+        return cls(**copy.deepcopy(_OPTIONAL) | values)
 
 
 def _check_entry(name: str, value: Any, what: str) -> None:
@@ -171,6 +187,7 @@ _OPTIONAL: dict[str, Any] = {
     "owes_evaluation": False,
     "held_out": "",
     "loss_before": None,
+    "changed_settings": None,
 }
 # The types of entries, and words for them; of other entries, counts.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -179,6 +196,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "place": ((dict, type(None)), "an object or null"),
     "source_tokens": ((dict,), "an object"),
     "owes_evaluation": ((bool,), "true or false"),
+    "changed_settings": ((list, type(None)), "a list or null"),
     "loss_before": ((float, int, type(None)), "a number or null"),
     "best_loss": ((float, int, type(None)), "a number or null"),
     "best_step": ((int, type(None)), "a whole number of at least 0 or null"),

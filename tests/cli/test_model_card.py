@@ -12,7 +12,8 @@ from huggingface_hub import ModelCard
 
 from fsdp_shard.checkpoint import HubTarget, locate
 from fsdp_shard.cli.push_command import default_settings
-from fsdp_shard.evaluation import make_card, read_subject, shown_setting
+from fsdp_shard.evaluation import ReportFiles, make_card, read_subject, report_runs, shown_setting
+from tests.support.runs import run_recipe
 
 
 def _card(trained: Path, directory: Path) -> tuple[ModelCard, list[str]]:
@@ -20,6 +21,39 @@ def _card(trained: Path, directory: Path) -> tuple[ModelCard, list[str]]:
     subject, problems = read_subject(HubTarget("org/name"), source, None, default_settings, [str(directory)])
     (directory / "README.md").write_text(make_card(subject))
     return ModelCard.load(directory / "README.md"), problems
+
+
+def _settings(source: str) -> list[str]:
+    subject, _ = read_subject(HubTarget("org/name"), locate(source), None, default_settings, [])
+    return make_card(subject).partition("## Settings")[2].partition("## ")[0].strip().splitlines()
+
+
+@pytest.mark.long
+def test_a_setting_that_a_resume_changed_has_both_values(
+    trained: Path, tiny_model: Path, texts: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(trained / "run", tmp_path / "run"))
+    common = [f"model.path={tiny_model}", f"data.path={texts / 'train.txt'}", "data.sequence_length=32"]
+    common += [f"data.eval_path={texts / 'held_out.txt'}", "train.eval_every=2", "checkpoint.every=2"]
+    for num_steps, rate in ((5, "0.001"), (6, "1e-6")):
+        ended = run_recipe("finetune", run, *common, f"train.steps={num_steps}", f"optim.lr={rate}")
+        assert ended.status == 0, ended.err
+    note, *rows = _settings(str(run))
+    assert note == "Those that are not the defaults of fsdp-shard, or that have changed."
+    assert "| optim.lr | 0.0123 until step 4, 0.001 until step 5, then 1e-06 |" in rows
+    assert "| train.steps | 4 until step 4, 5 until step 5, then 6 |" in rows
+    assert "| optim.lr | 0.0123 |" in _settings(f"{run}@step-4"), "which was made before"
+    page = tmp_path / "report.md"
+    report_runs([str(run)], ReportFiles(md=str(page)))
+    assert "## Settings that changed" in page.read_text()
+    assert "| optim.lr | 0.0123 until step 4, 0.001 until step 5, then 1e-06 |" in page.read_text()
+
+    trainer = run / "checkpoints" / "step-00000006" / "trainer.json"
+    older = {name: value for name, value in json.loads(trainer.read_text()).items() if name != "changed_settings"}
+    trainer.write_text(json.dumps(older))
+    note, *rows = _settings(str(run))
+    assert note.endswith("They are those of this step: whether earlier ones had others is not recorded.")
+    assert "| optim.lr | 1e-06 |" in rows
 
 
 def _change(trained: Path, directory: Path, settings: dict[str, Any], **figures: Any) -> None:

@@ -267,7 +267,7 @@ def test_what_is_missing_is_told(trained: Path, hub: HubStandIn, tmp_path: Path)
 
 def test_nothing_from_files_is_markup(trained: Path, tmp_path: Path) -> None:
     path = shutil.copytree(trained / "run", tmp_path / "<b>[run](x)")
-    config = path / "config.yaml"
+    config = locate(f"{path}@best").weights / "run_config.yaml"
     config.write_text(config.read_text().replace("run_dir: ", f"hostile: {json.dumps(_ATTACK)}\nrun_dir: "))
     evaluated = shutil.copytree(trained / "evaluated", tmp_path / "evaluated")
     result = json.loads((evaluated / "result.json").read_text())
@@ -275,7 +275,8 @@ def test_nothing_from_files_is_markup(trained: Path, tmp_path: Path) -> None:
     (evaluated / "result.json").write_text(json.dumps(result))
     target, source = HubTarget("org/name"), locate(f"{path}@best")
     subject, problems = read_subject(target, source, None, default_settings, [str(evaluated)])
-    assert problems == []
+    assert len(problems) == 1
+    assert "has them in another size" in problems[0], "the settings"
     card = make_card(subject)
     (tmp_path / "README.md").write_text(card)
     read = ModelCard.load(tmp_path / "README.md")

@@ -65,6 +65,7 @@ def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_
     assert len(longer.metrics) == result["steps"] + 1, "it goes on counting where it was"
 
 
+@pytest.mark.long
 def test_a_model_that_got_worse_is_not_called_the_best(settings: list[str], tmp_path: Path) -> None:
     """Nor by the run that resumes it; patience and the best step are among trained steps."""
     arguments = [*settings, "optim.lr=1", "train.eval_every=1"]

@@ -33,6 +33,20 @@ def test_round_trip() -> None:
     assert TrainerState.from_json(fresh.to_json().encode(), "x") == fresh
 
 
+def test_changed_settings_are_kept_if_all_are_known() -> None:
+    state = TrainerState(seed=0, data="", step=7)
+    state.resumed({})
+    state.resumed({"optim.lr": ("0.003", "1e-06")})
+    assert state.changed_settings == [[7, "optim.lr", "0.003", "1e-06"]]
+    assert TrainerState.from_json(state.to_json().encode(), "x") == state
+    older = json.loads(TrainerState(seed=0, data="").to_json())
+    assert older.pop("changed_settings") == []
+    assert TrainerState.from_json(json.dumps(older).encode(), "x").changed_settings is None
+    state.resumed(None)
+    state.resumed({"optim.lr": ("1e-06", "0.1")})
+    assert state.changed_settings is None
+
+
 def test_the_loss_before_training_is_of_the_same_samples() -> None:
     state = TrainerState(seed=0, data="")
     state.hold_out("a")
@@ -78,6 +92,8 @@ def test_small_falls_add_up() -> None:
         ({"data": 7}, "data is 7"),
         ({"best_loss": "low"}, "best_loss is 'low'"),
         ({"loss_before": "low"}, "loss_before is 'low'"),
+        ({"changed_settings": {}}, "changed_settings is {}"),
+        ({"changed_settings": [[7, "optim.lr", 0.1, "0.2"]]}, "changed_settings has .*two values"),
         ({"extra": 1}, r"unknown \['extra'\]"),
         ({"source_tokens": [1]}, r"source_tokens is \[1\]; expected an object"),
         ({"samples_per_epoch": 1.5}, "samples_per_epoch is 1.5"),

@@ -117,7 +117,7 @@ def read_subject(
     weights = digests_in(describe_weights(location)) if has_base else (weights_digest(location.index), None)
     assert weights is not None, "there is a digest in each description"
     directory = run_of(location)
-    run = None if directory is None else read_run(directory, directory.resolve().name)
+    run = None if directory is None else read_run(directory, directory.resolve().name, location.weights)
     chosen, left_out = _of_weights(evaluations, weights)
     subject = CardSubject(
         target=target,

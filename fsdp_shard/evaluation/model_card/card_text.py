@@ -17,6 +17,7 @@ from fsdp_shard.evaluation.model_card.shown_paths import last_part, shown_settin
 from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Cell, Table, number, text
 from fsdp_shard.evaluation.report.run_charts import thinned
 from fsdp_shard.evaluation.report.run_files import Run, values_of
+from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
 from fsdp_shard.utils import format_number, redact, redact_setting
 
@@ -150,10 +151,13 @@ def _curve(run: Run) -> Table | None:
 
 
 def _settings_table(subject: CardSubject, run: Run) -> Table | None:
-    names = [name for name in run.settings if name not in _ELSEWHERE]
-    differing = {name: run.settings[name] for name in names if run.settings[name] != subject.defaults.get(name)}
-    rows = [[text(name), _value(shown_setting(name, redact_setting(name, value)))] for name, value in differing.items()]
-    note = "Those that are not the defaults of fsdp-shard."
+    shown = courses(run.settings, run.changes, lambda name, value: shown_setting(name, redact_setting(name, value)))
+    changed = {change.name for change in run.changes or ()}
+    differing = {name for name, value in run.settings.items() if value != subject.defaults.get(name)} - {*_ELSEWHERE}
+    rows = [[text(name), _value(value)] for name, value in shown.items() if name in differing | changed]
+    note = f"Those that are not the defaults of fsdp-shard{', or that have changed' if changed else ''}."
+    if run.changes is None:
+        note += " They are those of this step: whether earlier ones had others is not recorded."
     return Table("settings", "", ("setting", "value"), rows, note) if rows else None
 
 

@@ -35,6 +35,7 @@ from fsdp_shard.evaluation.report.run_files import (
     values_of,
 )
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
+from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.evaluation.report.stored_steps import shard_map
 from fsdp_shard.evaluation.report.sweep_charts import sweep_charts, sweep_table, sweeps_of
 from fsdp_shard.utils import format_count
@@ -133,19 +134,24 @@ def _runs_table(runs: Sequence[Run]) -> Table:
 def _settings_tables(runs: Sequence[Run]) -> list[Table]:
     """The settings that differ, and all of them. Values that differ from the first run's are marked."""
     known = [run for run in runs if run.settings]
-    names = [name for name in dict.fromkeys(name for run in known for name in run.settings) if name not in _APART]
-    values = {name: [run.settings.get(name) for run in known] for name in names}
+    of_runs = [courses(run.settings, run.changes) for run in known]
+    names = [name for name in dict.fromkeys(name for course in of_runs for name in course) if name not in _APART]
+    values = {name: [course.get(name) for course in of_runs] for name in names}
     rows = {
         name: [text(name), *(Cell(text(one).value, text(one).text, one != of[0]) for one in of)]
         for name, of in values.items()
     }
     # Settings that only one option of a group has, such as adapter.rank, follow from the group unless they differ.
-    differing = [rows[name] for name, of in values.items() if len({*of} - {None}) > 1]
+    changed = {change.name for run in known for change in run.changes or ()}
+    differing = [rows[name] for name, of in values.items() if len({*of} - {None}) > 1 or name in changed]
     columns = ["setting", *(run.name for run in known)]
-    note = "Marked: what is not as in the first run. A dash: the run has no such setting."
-    differ = Table("settings", "Settings that differ", columns, differing, note if differing else _ALL_SAME)
-    all_of_them = Table("all-settings", "All settings", columns, list(rows.values()), note if len(known) > 1 else "")
-    return [*([differ] if len(known) > 1 else []), *([all_of_them] if known else [])]
+    note = "Marked: what is not as in the first run. A dash: the run has no such setting." if len(known) > 1 else ""
+    if unknown := [run.name for run in known if run.changes is None]:
+        note += f" Of {', '.join(unknown)}, those of the newest step: whether earlier ones had others is not recorded."
+    title = "Settings that differ" if len(known) > 1 else "Settings that changed"
+    differ = Table("settings", title, columns, differing, note.strip() if differing else _ALL_SAME)
+    all_of_them = Table("all-settings", "All settings", columns, list(rows.values()), note.strip())
+    return [*([differ] if len(known) > 1 or changed else []), *([all_of_them] if known else [])]
 
 
 def _speed_table(runs: Sequence[Run]) -> Table:

@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE
+from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, RUN_CONFIG, has_file
 from fsdp_shard.errors import CheckpointError, InputError, one_line
+from fsdp_shard.evaluation.report.setting_changes import SettingChange, read_changes
 from fsdp_shard.evaluation.report.stored_steps import StoredStep, read_steps
 from fsdp_shard.training import EVALUATIONS, LOCK, MAX_LINE, METRICS, SAMPLES, holder
 from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
@@ -44,7 +45,8 @@ class Run:
         name: What it is called in the report.
         command: The command that made it, such as `finetune`; empty if no file says.
         status: `completed`, `running` (another process has locked it) or `stopped`.
-        settings: Its settings by dotted name, as YAML writes them.
+        settings: Its settings by dotted name, as YAML writes them, that made its newest step or the one asked for.
+        changes: Which of them were others in earlier steps; None if that is not known.
         result: The figures of result.json.
         steps: The rows of metrics.jsonl, ascending; a value that is not finite is None.
         held_out: The rows of evaluations.jsonl; figures of a held-out set with a name are those of SET/NAME.
@@ -58,6 +60,7 @@ class Run:
     command: str
     status: str
     settings: Mapping[str, str] = field(default_factory=dict)
+    changes: Sequence[SettingChange] | None = ()
     result: Mapping[str, Any] = field(default_factory=dict)
     steps: Sequence[Row] = ()
     held_out: Sequence[Row] = ()
@@ -128,8 +131,14 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdecimal() and len(name) < 10 else (1 << 40, name)
 
 
-def read_run(path: Path, name: str) -> Run:
-    """Read the run in a directory; `name` is what it is called in the report."""
+def read_run(path: Path, name: str, step: Path | None = None) -> Run:
+    """Read the run in a directory.
+
+    Args:
+        path: The directory.
+        name: What the run is called in the report.
+        step: The directory of the step whose settings are read; None for the newest one.
+    """
     problems: list[str] = []
     result = _read_result(path, problems)
     is_locked = _is_locked(path, problems)
@@ -137,18 +146,23 @@ def read_run(path: Path, name: str) -> Run:
     steps = _numbers(_lines(path / METRICS, is_locked, problems), path / METRICS, problems)
     held_out = _numbers(_lines(path / EVALUATIONS, is_locked, problems), path / EVALUATIONS, problems)
     samples = _samples(_lines(path / SAMPLES, is_locked, problems), path / SAMPLES, problems)
-    settings = _read_settings(path, problems)
+    # Steps of older versions have no settings of their own.
+    file = path / CONFIG_FILE if step is None or not has_file(step, RUN_CONFIG) else step / RUN_CONFIG
+    settings = _read_settings(file, problems)
+    checkpoints = read_steps(path / CHECKPOINTS, settings, problems)
+    recording = step or (checkpoints[-1].path if checkpoints else None)
     return Run(
         path=path,
         name=one_line(name),
         command=_command_of(path) or ("finetune" if steps else ""),
         status=status,
         settings=settings,
+        changes=None if recording is None else read_changes(recording),
         result=result,
         steps=steps,
         held_out=held_out,
         samples=samples,
-        checkpoints=read_steps(path / CHECKPOINTS, settings, problems),
+        checkpoints=checkpoints,
         problems=problems,
     )
 
@@ -225,10 +239,9 @@ def _read_result(path: Path, problems: list[str]) -> dict[str, Any]:
     return result
 
 
-def _read_settings(path: Path, problems: list[str]) -> dict[str, str]:
-    file = path / CONFIG_FILE
+def _read_settings(file: Path, problems: list[str]) -> dict[str, str]:
     if not os.path.lexists(file):
-        problems.append(f"{path} has no {CONFIG_FILE}, so its settings are not shown.")
+        problems.append(f"{file.parent} has no {CONFIG_FILE}, so its settings are not shown.")
         return {}
     try:
         content = read_bounded(file, "settings_bytes")

@@ -64,14 +64,20 @@ def describe_finished(config: FinetuneSettings, step_directory: Path) -> str:
 
 
 def changed_settings(config: FinetuneSettings, step_directory: Path) -> list[str] | None:
-    """Return `name before -> now` of each setting that differs from those that made a step.
+    """Return `name before -> now` of each setting that differs from those that made a step; see `changed_values`."""
+    changes = changed_values(config, step_directory)
+    return None if changes is None else [f"{name} {was} -> {value}" for name, (was, value) in changes.items()]
+
+
+def changed_values(config: FinetuneSettings, step_directory: Path) -> dict[str, tuple[str, str]] | None:
+    """Return the values, before and now, of each setting that differs from those that made a step.
 
     Args:
         config: The settings now.
         step_directory: The step.
 
     Returns:
-        The changes in the order of the settings; None if the step does not record any settings.
+        The changes by name, in the order of the settings; None if the step does not record any settings.
 
     Raises:
         CheckpointError: run_config.yaml is damaged.
@@ -83,8 +89,8 @@ def changed_settings(config: FinetuneSettings, step_directory: Path) -> list[str
         *now["defaults"],
         *(name for name, field, value in walk(config) if not _is_new(name, field, value, before)),
     ]
-    pairs = ((name, _value(before, name), _value(now, name)) for name in names if name not in _WHERE)
-    return [f"{name} {was} -> {value}" for name, was, value in pairs if was != value]
+    values = {name: (_value(before, name), _value(now, name)) for name in names if name not in _WHERE}
+    return {name: (was, value) for name, (was, value) in values.items() if was != value}
 
 
 def _is_new(name: str, field: Field[Any], value: Any, before: Mapping[str, Any]) -> bool:
