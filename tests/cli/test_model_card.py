@@ -56,6 +56,21 @@ def test_a_setting_that_a_resume_changed_has_both_values(
     assert "| optim.lr | 1e-06 |" in rows
 
 
+def test_held_out_metrics_of_preferences(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained / "run", tmp_path / "run"))
+    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"loss": 0.5, "perplexity": None}
+        row["metrics"] = {"rewards/margins": row["step"] / 8, "rewards/accuracies": 0.75, "lengths/chosen": 9.5}
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    subject, problems = read_subject(HubTarget("org/name"), locate(f"{run}@step-2"), None, default_settings, [])
+    assert problems == []
+    section = make_card(subject).partition("## Evaluation")[2].partition("## ")[0]
+    assert "Losses in nats per token; of preferences, per sample." in section
+    found = {row.split(" | ")[1]: row.split(" | ")[2] for row in section.splitlines() if row.startswith("| held-out")}
+    assert found == {"loss": "0.5000", "rewards/margins": "0.2500", "rewards/accuracies": "0.7500"}
+
+
 def _change(trained: Path, directory: Path, settings: dict[str, Any], **figures: Any) -> None:
     """Copy the evaluation, with other settings in its result.json, and these figures."""
     shutil.copytree(trained / "evaluated", directory)

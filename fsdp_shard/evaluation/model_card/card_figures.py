@@ -9,11 +9,12 @@ from typing import Any
 from fsdp_shard.evaluation.model_card.card_subject import CardSubject
 from fsdp_shard.evaluation.model_card.shown_paths import last_part, without_directories
 from fsdp_shard.evaluation.report.report_data import Table, digest, number, text
-from fsdp_shard.evaluation.report.run_files import Run, as_number
+from fsdp_shard.evaluation.report.run_files import METRIC, Run, as_number
 from fsdp_shard.evaluation.scored_rows.config import MEASURES
 from fsdp_shard.utils import in_yaml
 
 _QUANTIZE = "quantize"
+_OF_ANSWERS = ("logps/", "lengths/")  # metrics of preferences whose size is that of the answers
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ class Figure:
 
 
 def figures_of(subject: CardSubject) -> list[Figure]:
-    """All figures: those of the evaluations, and the held-out loss of the step."""
+    """All figures: those of the evaluations, and the held-out loss and metrics of the step."""
     found = [figure for run in subject.evaluations for figure in _figures(run)]
     held_out = [row for row in (subject.run.held_out if subject.run else ()) if row["step"] == subject.location.step]
     for row in held_out:
-        for measure in ("loss", "perplexity"):
-            if (value := row.get(measure)) is not None:
+        for name in ("loss", "perplexity", *(name for name in row if name.startswith(METRIC))):
+            measure, value = name.removeprefix(METRIC), row.get(name)
+            if value is not None and not measure.startswith(_OF_ANSWERS):
                 found.append(Figure("held-out data of the training run", "held-out", measure, value))
     return found
 

@@ -42,7 +42,7 @@ _ADAPTER_TASKS = {  # by peft's name of a task, each with an AutoPeftModel class
     "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
 }
 
-_EVALUATION_NOTE = "Losses in nats per token. Compare figures of the same data and settings only."
+_EVALUATION_NOTE = f"Losses in {LOSS_UNIT}. Compare figures of the same data and settings only."
 _LICENSE = (
     "None is given here. What may be done with this model depends on the licenses of its base model and data: add "
     "`license:` to the metadata at the top."
