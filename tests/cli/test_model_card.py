@@ -71,6 +71,29 @@ def test_held_out_metrics_of_preferences(trained: Path, tmp_path: Path) -> None:
     assert found == {"loss": "0.5000", "rewards/margins": "0.2500", "rewards/accuracies": "0.7500"}
 
 
+@pytest.mark.long
+def test_an_average_of_the_weights_says_so(trained: Path, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    common = [f"model.path={tiny_model}", f"data.path={texts / 'train.txt'}", "data.sequence_length=32"]
+    common += [f"data.eval_path={texts / 'held_out.txt'}", "train.steps=2", "train.ema_decay=0.875"]
+    assert run_recipe("finetune", tmp_path / "run", *common).status == 0
+    cards = {}
+    for name in ("", "ema"):
+        source = locate(str(tmp_path / "run" / "checkpoints" / "step-00000002" / name))
+        subject, problems = read_subject(HubTarget("org/name"), source, None, default_settings, [])
+        assert problems == []
+        cards[name] = make_card(subject)
+    average = (
+        "It is the exponential moving average of the weights (`train.ema_decay` 0.875) up to step 2 of the run run."
+    )
+    assert average in cards["ema"]
+    assert "It is step 2 of the run run." in cards[""]
+    assert "Of the weights themselves, not of their average." in cards["ema"]
+    assert "held-out data of the training run" in cards[""]
+    assert "held-out data of the training run" not in cards["ema"], "whose loss is not known"
+    same = ("| fingerprint of the base model |", "| fingerprint of the data |", "| train.ema\\_decay | 0.875 |")
+    assert all(row in card for row in same for card in cards.values())
+
+
 def _change(trained: Path, directory: Path, settings: dict[str, Any], **figures: Any) -> None:
     """Copy the evaluation, with other settings in its result.json, and these figures."""
     shutil.copytree(trained / "evaluated", directory)

@@ -45,7 +45,8 @@ class Figure:
 def figures_of(subject: CardSubject) -> list[Figure]:
     """All figures: those of the evaluations, and the held-out loss and metrics of the step."""
     found = [figure for run in subject.evaluations for figure in _figures(run)]
-    held_out = [row for row in (subject.run.held_out if subject.run else ()) if row["step"] == subject.location.step]
+    run = None if subject.is_average else subject.run
+    held_out = [row for row in (run.held_out if run else ()) if row["step"] == subject.num_steps]
     for row in held_out:
         for name in ("loss", "perplexity", *(name for name in row if name.startswith(METRIC))):
             measure, value = name.removeprefix(METRIC), row.get(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint import (
+    AVERAGE,
     CHECKPOINTS,
     TRAINER,
     BaseModel,
@@ -18,6 +19,7 @@ from fsdp_shard.checkpoint import (
     has_file,
     is_hub_id,
     member,
+    parse_step,
     read_adapter_config,
     read_base_model,
     weights_digest,
@@ -40,7 +42,8 @@ class CardSubject:
         adapter_task: peft's name of the task that this adapter is for, such as `CAUSAL_LM`.
         weights: Digest of the weights of the checkpoint, and of an adapter that of its base.
         pushed_digest: Digest of the weights that are pushed, which may be converted.
-        run: The run that the checkpoint is a step of.
+        step: The directory of the step of a run that the checkpoint is, or that it is the average (ema) of.
+        run: This run.
         base: The model that this run began from.
         data_digest: The fingerprint of its training data.
         defaults: The default of each setting of a run, by dotted name.
@@ -54,6 +57,7 @@ class CardSubject:
     adapter_task: str | None
     weights: Digests
     pushed_digest: str
+    step: Path | None
     run: Run | None
     base: BaseModel | None
     data_digest: str | None
@@ -63,6 +67,16 @@ class CardSubject:
     def of_pushed(self, pushed: Location) -> CardSubject:
         """The same, with the digest of what the checkpoint was converted to; all weights are read for it."""
         return dataclasses.replace(self, pushed_digest=describe_weights(pushed)["digest"])
+
+    @property
+    def num_steps(self) -> int | None:
+        """How many steps of the run were trained."""
+        return None if self.step is None else parse_step(self.step.name)
+
+    @property
+    def is_average(self) -> bool:
+        """Whether it is the average of the weights of the run, which its figures are not of."""
+        return self.step is not None and self.location.weights != self.step
 
     @property
     def repo_id(self) -> str:
@@ -76,17 +90,19 @@ class CardSubject:
         return path if is_hub_id(path) and not Path(path).exists() else None
 
 
-def run_of(location: Location) -> Path | None:
-    """The directory of the run that a checkpoint is a step of; None if it is of none on this machine."""
-    steps = location.weights.parent
-    return steps.parent if location.step is not None and steps.name == CHECKPOINTS and is_run(steps.parent) else None
+def _step_of(location: Location) -> Path | None:
+    """The directory of the step that a checkpoint is, or is the average of; None if it is of no run on this machine."""
+    weights = location.weights
+    step = weights.parent if weights.name == AVERAGE else weights
+    is_step = parse_step(step.name) is not None and step.parent.name == CHECKPOINTS
+    return step if is_step and is_run(step.parent.parent) else None
 
 
-def data_digest(location: Location) -> str | None:
+def _data_digest(step: Path) -> str | None:
     """The fingerprint of the training data that a step records; None if it records none."""
-    if not has_file(location.weights, TRAINER):
+    if not has_file(step, TRAINER):
         return None
-    state = read_json(member(location.weights, TRAINER))
+    state = read_json(member(step, TRAINER))
     found = state.get("data") if isinstance(state, dict) else None
     return found if isinstance(found, str) else None
 
@@ -116,8 +132,8 @@ def read_subject(
     has_base = adapter_base is None or _has_base(location)
     weights = digests_in(describe_weights(location)) if has_base else (weights_digest(location.index), None)
     assert weights is not None, "there is a digest in each description"
-    directory = run_of(location)
-    run = None if directory is None else read_run(directory, directory.resolve().name, location.weights)
+    step = _step_of(location)
+    run = None if step is None else read_run(step.parent.parent, step.parent.parent.resolve().name, step)
     chosen, left_out = _of_weights(evaluations, weights)
     subject = CardSubject(
         target=target,
@@ -127,9 +143,10 @@ def read_subject(
         adapter_task=None if adapter_base is None else _adapter_task(location),
         weights=weights,
         pushed_digest=weights[0],
+        step=step,
         run=run,
-        base=read_base_model(location.weights) if location.weights.is_dir() else None,
-        data_digest=data_digest(location) if run else None,
+        base=read_base_model(step or location.weights) if location.weights.is_dir() else None,
+        data_digest=None if step is None else _data_digest(step),
         defaults=defaults(run.settings) if run else {},
         evaluations=chosen,
     )

@@ -56,7 +56,8 @@ def make_card(subject: CardSubject) -> str:
     parts = [f"---\n{_metadata(subject, figures)}\n---\n\n{CARD_MARK}", f"# {_safe(subject.repo_id)}", _intro(subject)]
     parts += _section("Training", [_table(_training_table(subject, run))] if run else [])
     curve = _curve(run) if run else None
-    parts += _section("Loss", [_safe(curve.note), _table(curve)] if curve else [])
+    of_weights = " Of the weights themselves, not of their average." if subject.is_average else ""
+    parts += _section("Loss", [_safe(curve.note + of_weights), _table(curve)] if curve else [])
     parts += _section("Evaluation", [_EVALUATION_NOTE, _table(figures_table(figures))] if figures else [])
     settings = _settings_table(subject, run) if run else None
     parts += _section("Settings", [_safe(settings.note), _table(settings)] if settings else [])
@@ -95,8 +96,17 @@ def _intro(subject: CardSubject) -> str:
     known = base or (last_part(subject.base.path) if subject.base else None)
     of_base = "" if known is None else f", fine-tuned from {_linked(base) if base else _safe(known)}"
     run = subject.run
-    of_run = f" It is step {subject.location.step:,} of the run {_safe(run.name)}." if run else ""
+    of_run = f" It is {_which(subject)}step {subject.num_steps:,} of the run {_safe(run.name)}." if run else ""
     return f"{what}{of_base}, pushed with fsdp-shard.{of_run}"
+
+
+def _which(subject: CardSubject) -> str:
+    """What the weights are of their step."""
+    if not subject.is_average or subject.run is None:
+        return ""
+    decay = courses(subject.run.settings, subject.run.changes).get("train.ema_decay", "null")
+    known = "" if decay == "null" else f" (`train.ema_decay` {_safe(decay)})"
+    return f"the exponential moving average of the weights{known} up to "
 
 
 def _linked(repo_id: str) -> str:
@@ -104,7 +114,7 @@ def _linked(repo_id: str) -> str:
 
 
 def _training_table(subject: CardSubject, run: Run) -> Table:
-    step = subject.location.step or 0
+    step = subject.num_steps or 0
     tokens = sum(values_of([row for row in run.steps if (row["step"] or 0) <= step], "tokens"))
     seconds = sum(values_of([row for row in run.steps if (row["step"] or 0) <= step], "step_seconds"))
     data, model = run.settings.get("data.path"), subject.base.path if subject.base else run.settings.get("model.path")
