@@ -64,6 +64,7 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     assert [[cell.text for cell in row] for row in _table(report, "settings").rows] == [["optim.lr", "0.001", "0.1"]]
     assert _table(report, "settings").rows[0][2].is_marked
     assert _table(report, "speed").rows[0][2].value == 4.0
+    assert _table(report, "speed").columns[3] == "median s/step", "which is not that of tokens/s"
     text = to_text(report)
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "optim.lr  0.001  0.1" in text

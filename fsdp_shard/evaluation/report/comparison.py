@@ -159,7 +159,7 @@ def _speed_table(runs: Sequence[Run]) -> Table:
         "run",
         "ranks",
         "tokens/s",
-        "s per step",
+        "median s/step",
         "waiting for data",
         "peak memory",
         "while loading",
@@ -186,8 +186,8 @@ def _speed_table(runs: Sequence[Run]) -> Table:
             ]
         )
     note = (
-        "Tokens/s over all steps, the median of their durations, and the most memory of any rank, in all and while the "
-        "model was loaded; shard: the weights that a rank holds."
+        "Tokens/s over all steps, slow ones included, the median of their durations, and the most memory of any rank, "
+        "in all and while the model was loaded; shard: the weights that a rank holds."
     )
     return Table("speed", "Throughput and memory", columns, rows, note)
 
