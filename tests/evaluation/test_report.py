@@ -71,6 +71,10 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(report))))
     assert [(row["run"], row["loss"], row["optim.lr"]) for row in rows] == [("a", "4.5", "0.001"), ("b", "4.5", "0.1")]
     assert "| optim.lr | 0.001 | **0.1** |" in to_markdown(report)
+    for others in (_report(tmp_path / "a", tmp_path / "b"), _report(tmp_path / "a", _run(tmp_path / "c"))):
+        assert "whether earlier ones had others is not recorded" in _table(others, "settings").note, (
+            "there are no steps"
+        )
 
 
 def test_held_out_sets_and_the_memory_of_ranks(tmp_path: Path) -> None:

@@ -146,11 +146,12 @@ def _settings_tables(runs: Sequence[Run]) -> list[Table]:
     differing = [rows[name] for name, of in values.items() if len({*of} - {None}) > 1 or name in changed]
     columns = ["setting", *(run.name for run in known)]
     note = "Marked: what is not as in the first run. A dash: the run has no such setting." if len(known) > 1 else ""
+    doubt = ""
     if unknown := [run.name for run in known if run.changes is None]:
-        note += f" Of {', '.join(unknown)}, those of the newest step: whether earlier ones had others is not recorded."
+        doubt = f" Of {', '.join(unknown)}, those of the newest step: whether earlier ones had others is not recorded."
     title = "Settings that differ" if len(known) > 1 else "Settings that changed"
-    differ = Table("settings", title, columns, differing, note.strip() if differing else _ALL_SAME)
-    all_of_them = Table("all-settings", "All settings", columns, list(rows.values()), note.strip())
+    differ = Table("settings", title, columns, differing, ((note if differing else _ALL_SAME) + doubt).strip())
+    all_of_them = Table("all-settings", "All settings", columns, list(rows.values()), (note + doubt).strip())
     return [*([differ] if len(known) > 1 or changed else []), *([all_of_them] if known else [])]
 
 
