@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
 from fsdp_shard.data.documents import NAMES, name_of
@@ -17,7 +18,14 @@ from fsdp_shard.data.kinds.preference import PreferenceKind
 from fsdp_shard.data.kinds.preference_formats import CHOSEN, LEFT_OUT, REJECTED, Answer
 from fsdp_shard.data.samples.batch import Floats, Ints
 from fsdp_shard.data.samples.factory import SampleFactory
-from fsdp_shard.data.samples.preferences import MARGIN, RewardRows
+from fsdp_shard.data.samples.preferences import (
+    EQUAL_WHEN_CUT,
+    MARGIN,
+    PROMPT_FILLS,
+    RewardRows,
+    chosen_before,
+    fits,
+)
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.tokenized.token_cache import tokenize
@@ -58,6 +66,7 @@ class ComparedPairs:
         counts: The number of examples of each row [num_rows].
         reasons: For each example what it is, CHOSEN or REJECTED, or why something is left out.
         sample_of: For each example that is the rejected answer of a sample its number; -1 for others [num_examples].
+        in_window: For each example whether something of its answer and the chosen one is in the window [num_examples].
     """
 
     samples: RewardRows
@@ -67,6 +76,7 @@ class ComparedPairs:
     counts: Ints
     reasons: list[str]
     sample_of: Ints
+    in_window: npt.NDArray[np.bool_]
 
     @property
     def lengths(self) -> Ints:
@@ -105,7 +115,8 @@ class ComparedPairs:
             what, words = LEFT_OUT[self.reasons[example]]
             return what, words.strip()
         if self.sample_of[example] < 0:
-            return "pair", f"whose prompt fills the first {self.samples.sequence_length} tokens"
+            words = EQUAL_WHEN_CUT if self.in_window[example] else PROMPT_FILLS
+            return "pair", words.format(self.samples.sequence_length).strip()
         return "", ""
 
     def _changed(self) -> DataError:
@@ -130,12 +141,15 @@ def open_compared_pairs(config: DataConfig, tokenizer: Tokenizer, task: Task, ra
     file: TokenFile = run_on_main(
         ranks, lambda: tokenize(source, kind, tokenizer, cache_directory(config), config.workers)
     )
-    samples, _ = SampleFactory(config, replace(task, samples=PAIRS), None, 0).open(file)
+    task = replace(task, samples=PAIRS)
+    samples, _ = SampleFactory(config, task, None, 0).open(file)
     assert isinstance(samples, RewardRows)
     reasons = [str(file.classes[label]) for label in samples.examples.labels]
     sample_of = np.full(len(reasons), -1, np.int64)
     sample_of[samples.kept[:, 1]] = np.arange(len(samples))
-    return ComparedPairs(samples, file.digest, source, kind, file.examples_per_row(), reasons, sample_of)
+    usable, _ = fits(samples.examples, task, samples.sequence_length)
+    in_window = usable & usable[chosen_before(np.asarray([reason == CHOSEN for reason in reasons]))]
+    return ComparedPairs(samples, file.digest, source, kind, file.examples_per_row(), reasons, sample_of, in_window)
 
 
 def _texts(chosen: Answer, rejected: Answer) -> dict[str, Any]:

@@ -140,19 +140,25 @@ def open_samples(
 
 @dataclass(frozen=True)
 class RowLosses:
-    """What of the rows of a source is not trained.
+    """What of a source is not trained.
 
     Attributes:
         where: Setting and value of the source.
-        num_rows: Its rows or, of rows that make several samples, their samples.
-        num_dropped: Those with nothing to learn, or nothing in the tokens of a window.
-        num_truncated: Those of which something is trained, but not the end.
+        what: What is counted: rows, or pairs or answers that are compared.
+        num_trained: Those of which something is trained.
+        num_truncated: Those of `num_trained` whose end is not.
+        num_dropped: Others, with nothing to learn, or nothing in the tokens of a window.
+        num_beyond: Those of `num_dropped` that a larger window would keep.
+        left_out: Of what is compared, how much was dropped and why, such as `2 pairs with equal answers`.
     """
 
     where: str
-    num_rows: int
-    num_dropped: int
+    what: str
+    num_trained: int
     num_truncated: int
+    num_dropped: int
+    num_beyond: int
+    left_out: tuple[str, ...]
 
 
 def row_losses(config: DataConfig, tokenized: Tokenized, task: Task) -> list[RowLosses]:
@@ -168,8 +174,8 @@ def row_losses(config: DataConfig, tokenized: Tokenized, task: Task) -> list[Row
         if (file := tokenized.train.get(name)) is None or is_running_text(source, task.name):
             continue
         cut = SampleFactory(source, task, tokenized.special, 0).cut(file.examples(), file.classes)
-        num_rows, num_dropped = file.num_examples + file.num_dropped, file.num_dropped + cut.num_dropped
-        found.append(RowLosses(f"{source.where}.path={source.path}", num_rows, num_dropped, cut.num_truncated))
+        counts = (len(cut.kept), cut.num_truncated, file.num_dropped + cut.num_dropped, cut.num_beyond)
+        found.append(RowLosses(f"{source.where}.path={source.path}", cut.what, *counts, cut.left_out))
     return found
 
 

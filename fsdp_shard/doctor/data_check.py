@@ -46,14 +46,20 @@ def check_data(config: FinetuneConfig, prepare_samples: DataFunction) -> Iterato
 
 
 def _lost_rows(losses: RowLosses, length: int) -> Iterator[Finding]:
-    if losses.num_dropped > _MANY_DROPPED * losses.num_rows:
+    where, total = losses.where, losses.num_trained + losses.num_dropped
+    if losses.num_dropped > _MANY_DROPPED * total:
+        larger = "set a larger data.sequence_length, or " if losses.num_beyond else ""
+        if losses.left_out:
+            trained = format_count(losses.num_trained, losses.what)
+            dropped = f"left out: {', '.join(losses.left_out)}, which leaves {trained}"
+        else:
+            within = f" in the first {length} tokens" if losses.num_beyond else ""
+            rows = format_count(total, losses.what)
+            dropped = f"{losses.num_dropped:,} of {rows} are dropped with nothing to learn{within}"
+        yield warning(f"{where}: {dropped}; {larger}look at the rows.")
+    if losses.num_truncated > _MANY_TRUNCATED * losses.num_trained:
         yield warning(
-            f"{losses.where}: {losses.num_dropped:,} of {format_count(losses.num_rows, 'row')} are dropped with "
-            f"nothing to learn in the first {length} tokens; set a larger data.sequence_length, or look at the rows."
-        )
-    if losses.num_truncated > _MANY_TRUNCATED * losses.num_rows:
-        yield warning(
-            f"{losses.where}: {losses.num_truncated:,} of {format_count(losses.num_rows, 'row')} are cut to {length} "
+            f"{where}: {losses.num_truncated:,} of {format_count(losses.num_trained, losses.what)} are cut to {length} "
             f"tokens, so that their ends are never trained; set a larger data.sequence_length."
         )
 

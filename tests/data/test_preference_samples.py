@@ -13,9 +13,10 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, PAIRS
 from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
-from fsdp_shard.data.samples.preferences import with_extras
+from fsdp_shard.data.samples.preferences import cut_answers, with_extras
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.task import Task, check_task
+from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check
@@ -137,6 +138,60 @@ def test_nothing_left_is_an_error(tmp_path: Path, samples: str) -> None:
         opened(tmp_path, [{"prompt": "p", "chosen": "x", "rejected": ""}], samples)
     with pytest.raises(DataError, match=r"2 pairs with equal answers left out, nothing is left to train on"):
         opened(tmp_path, [{"prompt": "p", "chosen": "x", "rejected": "x"}] * 2, samples)
+
+
+LONG = "y" * 40
+EQUAL_WHEN_CUT = [
+    *ROWS[:2],
+    {"prompt": "p", "chosen": f"{LONG} good", "rejected": f"{LONG} bad"},
+    {"prompt": "p", "chosen": "y" * 31 + "z", "rejected": LONG},  # the last label differs
+    {"prompt": "q", "completions": [f"{LONG}1", f"{LONG}2", "worse", f"{LONG}3"]},
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pairs_whose_answers_are_equal_in_the_window_are_left_out(tmp_path: Path, streaming: bool) -> None:
+    """Their loss is a constant, and what rounding leaves of its gradient would be trained."""
+    samples = opened(tmp_path, EQUAL_WHEN_CUT, streaming=streaming)
+    pairs = row_texts(samples.train.batch(range(4)))
+    assert sorted(pairs) == sorted(
+        [
+            *[(b"a?", b"yes a"), (b"a?", b"na"), (b"b?", b"yes b"), (b"b?", b"nb")],
+            *[(b"p", b"y" * 31), (b"p", b"y" * 31), (b"q", b"y" * 31), (b"q", b"worse")],
+        ]
+    )
+    if streaming:
+        assert samples.train.figures(4)["stream"]["dropped"] == 3
+    else:
+        assert "3 pairs whose answers are equal in the first 32 tokens left out, 2 cut to 32 tokens" in samples.notes[0]
+    with pytest.raises(
+        DataError, match=r"nothing is left to train on. Increase data\.sequence_length|nothing to train"
+    ):
+        opened(tmp_path, EQUAL_WHEN_CUT[2:3], streaming=streaming).train.batch([0])
+
+
+def test_labeled_answers_of_pairs_that_are_equal_in_the_window_are_left_out(tmp_path: Path) -> None:
+    samples = opened(tmp_path, EQUAL_WHEN_CUT, LABELED)
+    (answers,) = samples.train.sources
+    own = row_texts(answers.batch(range(len(answers))))[::2]
+    assert own[4:] == [(b"p", b"y" * 31), (b"p", b"y" * 31), (b"q", b"y" * 31), (b"q", b"worse")]
+    assert "3 pairs whose answers are equal in the first 32 tokens left out" in samples.notes[0]
+    with pytest.raises(DataError, match=r"1 pair whose .* left out, nothing is left to train on"):
+        opened(tmp_path, EQUAL_WHEN_CUT[2:3], LABELED)
+
+
+@pytest.mark.parametrize(("keeps_last", "expected"), [(False, [True, True]), (True, [True, False])])
+def test_a_reward_model_that_reads_the_last_token_compares_it(keeps_last: bool, expected: list[bool]) -> None:
+    tokens = np.asarray([1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3, 4, 9, 1, 2, 3, 9, 8])
+    examples = Examples(
+        tokens, tokens * 0, np.arange(5, 25, 5), np.ones(4, int), np.asarray([0, 1] * 2), keeps_last=keeps_last
+    )
+    cut = cut_answers(
+        examples, ["chosen", "rejected"], Task(CLASSIFICATION, samples=PAIRS), 3, "data", keeps_whole=False
+    )
+    left = [(0, 1), (2, 3)]
+    assert cut.kept.tolist() == [list(pair) for pair, is_equal in zip(left, expected, strict=True) if not is_equal]
+    assert (cut.num_dropped, cut.num_beyond) == (sum(expected),) * 2
 
 
 def labeled(prompt: str, completion: str, label: bool) -> dict[str, Any]:

@@ -243,6 +243,29 @@ def prompts_that_leave_no_space_for_answers(setup: Setup) -> None:
     setup.settings["data.kind"] = "instruction"
 
 
+def _answers(setup: Setup, rejected: list[str | None], length: int = 1) -> None:
+    setup.write_rows([{"prompt": "Is it?", "chosen": "Yes. " * length, "rejected": answer} for answer in rejected])
+    setup.settings |= {"objective": "dpo", "data.kind": "preference"}
+
+
+@fault("warn", "{root}/rows.jsonl: left out: 2 pairs with an empty answer, which leaves 6 pairs; look at the rows.")
+def answers_that_are_null(setup: Setup) -> None:
+    _answers(setup, [None, None, *"abcdef"])
+
+
+@fault("warn", "{root}/rows.jsonl: 8 of 8 pairs are cut to 64 tokens", "data.sequence_length")
+def answers_that_are_cut(setup: Setup) -> None:
+    _answers(setup, [*"abcdefgh"], length=30)
+
+
+@fault(
+    "warn", "{root}/rows.jsonl: left out: 2 pairs whose answers are equal in the first 64 tokens, which leaves 6 pairs",
+    "; set a larger data.sequence_length, or look at the rows.",
+)  # fmt: skip
+def answers_that_are_equal_where_they_are_cut(setup: Setup) -> None:
+    _answers(setup, ["Yes. " * 40, "Yes. " * 41, *"abcdef"], length=30)
+
+
 @fault("warn", "data.sequence_length=4096", "context of 128")
 def samples_longer_than_the_context(setup: Setup) -> None:
     setup.settings["data.sequence_length"] = "4096"

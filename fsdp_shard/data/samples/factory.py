@@ -55,16 +55,16 @@ class SampleFactory:
         notes = [format_count(file.num_rows, what), format_count(file.num_tokens, "token")]
         if file.num_dropped:
             notes.append(f"{format_count(file.num_dropped, what)} dropped with nothing to learn")
-        if cut.notes:
-            notes += cut.notes
-        elif cut.num_dropped:
+        notes += [f"{reason} left out" for reason in cut.left_out]
+        notes += cut.notes
+        if cut.num_dropped and not cut.left_out:
             notes.append(f"{cut.num_dropped:,} dropped with nothing to learn in the first {longest} tokens")
         if cut.num_truncated:
             notes.append(f"{cut.num_truncated:,} cut to {longest} tokens")
         if not len(cut.kept):
             raise DataError(
                 f"{config.where}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "
-                f"data.sequence_length{' or give other rows' if cut.notes else ''}."
+                f"data.sequence_length{' or give other rows' if cut.left_out else ''}."
             )
         return self.samples(examples, cut, file.classes), notes
 
@@ -75,11 +75,12 @@ class SampleFactory:
             DataError: Answers are not such as the objective compares.
         """
         if self.task.samples != ROWS:
-            found = cut_answers(examples, classes, self.task, self.config.window_length, self.config.where)
-            if not self.config.packing or self.task.samples == LABELED:
-                return found
-            return fitting_pairs(found, examples, self.config.window_length, self._scored_padding)
+            packs = self.config.packing and self.task.samples != LABELED
+            given = (examples, classes, self.task, self.config.window_length, self.config.where)
+            found = cut_answers(*given, keeps_whole=packs)
+            return fitting_pairs(found, examples, self.config.window_length, self._scored_padding) if packs else found
         first, lengths, longest = examples.first, examples.lengths, self.config.window_length
+        num_beyond = 0
         if self.task.name == SEQ2SEQ:
             usable = (first > 0) & (first < lengths)
             longer = (first > longest) | (lengths - first > self._target_length)
@@ -88,8 +89,9 @@ class SampleFactory:
         else:  # a window has one token more than inputs, and its first is not predicted
             usable = (first >= 0) & (np.maximum(first, 1) < np.minimum(lengths, longest + 1))
             longer = lengths > longest + 1
+            num_beyond = int(np.count_nonzero((first > longest) & (first < lengths)))
         kept = np.flatnonzero(usable)
-        return Cut(kept, int(np.count_nonzero(longer[kept])), len(usable) - len(kept))
+        return Cut(kept, int(np.count_nonzero(longer[kept])), len(usable) - len(kept), num_beyond)
 
     @property
     def _scored_padding(self) -> int | None:

@@ -169,9 +169,16 @@ def fitting_pairs(cut: Cut, examples: Examples, longest: int, padding: int | Non
     shared = np.concatenate([np.empty(0, np.int64), *(_shared_tokens(examples, part, padding) for part in parts)])
     fits = pair_lengths(examples, cut.kept, shared, is_scored=padding is not None) <= longest
     num_long = int(np.count_nonzero(~fits))
-    note = f"{format_count(num_long, 'pair')} longer than a window of {longest} left out"
-    notes = (*cut.notes, note) if num_long else cut.notes
-    return Cut(cut.kept[fits], 0, cut.num_dropped + num_long, notes, shared[fits])
+    reason = f"{format_count(num_long, 'pair')} longer than a window of {longest}"
+    return replace(
+        cut,
+        kept=cut.kept[fits],
+        num_truncated=0,
+        num_dropped=cut.num_dropped + num_long,
+        num_beyond=cut.num_beyond + num_long,
+        left_out=(*cut.left_out, reason) if num_long else cut.left_out,
+        shared=shared[fits],
+    )
 
 
 def _shared_tokens(examples: Examples, pairs: Ints, padding: int | None) -> Ints:

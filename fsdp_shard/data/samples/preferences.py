@@ -19,12 +19,17 @@ from fsdp_shard.data.kinds.kind import CLASSIFICATION, PAIRS
 from fsdp_shard.data.kinds.preference_formats import CHOSEN, DESIRABLE, LEFT_OUT, REJECTED, UNDESIRABLE, refuse_labeled
 from fsdp_shard.data.samples.batch import MASKED, Floats, Ints, Sample, padded
 from fsdp_shard.data.samples.protocol import SourceDataset
-from fsdp_shard.data.samples.rows import Cut, RowDataset, next_labels, width_of
+from fsdp_shard.data.samples.rows import Cut, RowDataset, cut_text, next_labels, width_of
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
 
 DESIRABLE_VALUE, MARGIN = "desirable", "margin"  # names of extras
+# Why the window leaves out something, with its length.
+PROMPT_FILLS, EQUAL_WHEN_CUT = (
+    " whose prompt fills the first {} tokens",
+    " whose answers are equal in the first {} tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,9 @@ def with_extras(dataset: SourceDataset, name: str, values: npt.NDArray[Any]) -> 
     return replace(dataset, extras={**dataset.extras, name: np.asarray(values, np.float32)})
 
 
-def cut_answers(examples: Examples, classes: Sequence[str | int], task: Task, longest: int, where: str) -> Cut:
+def cut_answers(
+    examples: Examples, classes: Sequence[str | int], task: Task, longest: int, where: str, *, keeps_whole: bool
+) -> Cut:
     """Make pairs or labeled answers of examples, truncated to windows.
 
     Args:
@@ -144,46 +151,76 @@ def cut_answers(examples: Examples, classes: Sequence[str | int], task: Task, lo
         task: The task, and whether pairs are compared.
         longest: Inputs in a window.
         where: Prefix of the settings of the source, for messages.
+        keeps_whole: Whether the pairs will be packed, which are never truncated.
 
     Returns:
-        For each pair its examples, for each labeled answer its example and the one with the other answer, and notes on
-        what was left out.
+        For each pair its examples, for each labeled answer its example and the one with the other answer, and what was
+        left out.
 
     Raises:
         DataError: Pairs are compared, and the data has answers with a label.
     """
     is_one = {name: examples.labels == number for number, name in enumerate(classes)}
-    none, counts = np.zeros(len(examples), bool), list[tuple[int, str, str]]()
+    none = np.zeros(len(examples), bool)
     chosen, rejected, desirable, undesirable = (
         is_one.get(name, none) for name in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
     )
-    for reason, (noun, words) in LEFT_OUT.items():
-        counts.append((int(np.count_nonzero(is_one.get(reason, none))), noun, words))
+    counts = [
+        (int(np.count_nonzero(is_one.get(reason, none))), noun, words) for reason, (noun, words) in LEFT_OUT.items()
+    ]
+    num_unlike = sum(count for count, _, _ in counts)
+    usable, longer = fits(examples, task, longest)
+    pairs = np.stack([chosen_before(chosen)[rejected], np.flatnonzero(rejected)], axis=1)
+    are_usable = usable[pairs].all(axis=1)
+    are_equal = are_usable & (not keeps_whole)
+    are_equal[are_equal] = _equal_when_cut(examples, pairs[are_equal], task, longest)
     if task.samples == PAIRS:
         refuse_labeled(where, int(np.count_nonzero(desirable | undesirable)))
-        before = np.maximum.accumulate(np.where(chosen, np.arange(len(examples)), -1))
-        found, noun = np.stack([before[rejected], np.flatnonzero(rejected)], axis=1), "pair"
+        noun, kept, num_filled = "pair", pairs[are_usable & ~are_equal], int(np.count_nonzero(~are_usable))
     else:
-        found, noun = np.flatnonzero(chosen | rejected | desirable | undesirable)[:, None], "answer"
-    usable, longer = _fits(examples, task, longest)
-    kept = found[usable[found].all(axis=1)]
-    num_truncated, num_unusable = int(np.count_nonzero(longer[kept].any(axis=1))), len(found) - len(kept)
-    counts.append((num_unusable, noun, f" whose prompt fills the first {longest} tokens"))
+        answers = np.flatnonzero(chosen | rejected | desirable | undesirable)
+        noun, num_filled = "answer", int(np.count_nonzero(~usable[answers]))
+        # The chosen answer is left out with the last of those that it is compared with.
+        left_out = [pairs[are_equal, 1], np.setdiff1d(pairs[are_equal, 0], pairs[~are_equal, 0])]
+        kept = np.setdiff1d(answers[usable[answers]], np.concatenate(left_out))[:, None]
+    counts.append((num_filled, noun, PROMPT_FILLS.format(longest)))
+    counts.append((int(np.count_nonzero(are_equal)), "pair", EQUAL_WHEN_CUT.format(longest)))
+    num_truncated, num_dropped = int(np.count_nonzero(longer[kept].any(axis=1))), sum(count for count, _, _ in counts)
     if task.samples != PAIRS:
         kept = _with_others(kept[:, 0], np.cumsum(chosen | desirable | undesirable))
-    notes = [f"{format_count(count, noun)}{words} left out" for count, noun, words in counts if count]
-    if number := int(np.count_nonzero(examples.first[kept[:, 0]] == 0)):
-        notes.append(f"{format_count(number, noun)} without a prompt")
-    return Cut(kept, num_truncated, sum(count for count, _, _ in counts), tuple(notes))
+    reasons = tuple(f"{format_count(count, noun)}{words}" for count, noun, words in counts if count)
+    number = int(np.count_nonzero(examples.first[kept[:, 0]] == 0))
+    notes = (f"{format_count(number, noun)} without a prompt",) if number else ()
+    return Cut(kept, num_truncated, num_dropped, num_dropped - num_unlike, noun, reasons, notes)
 
 
-def _fits(examples: Examples, task: Task, longest: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def chosen_before(chosen: npt.NDArray[np.bool_]) -> Ints:
+    """Return for each example the last `chosen` one up to it, -1 without one; all [num_examples]."""
+    return np.maximum.accumulate(np.where(chosen, np.arange(len(chosen)), -1))
+
+
+def fits(examples: Examples, task: Task, longest: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Return of which examples a part of the answer is in the window, and which are longer than it."""
     first, lengths = examples.first, examples.lengths
     if task.name == CLASSIFICATION:
         return (first >= 0) & (first < np.minimum(lengths, longest)), lengths > longest
     # A window has one token more than inputs, and its first is not predicted.
     return (first >= 0) & (np.maximum(first, 1) < np.minimum(lengths, longest + 1)), lengths > longest + 1
+
+
+def _equal_when_cut(examples: Examples, pairs: Ints, task: Task, longest: int) -> npt.NDArray[np.bool_]:
+    """Return which pairs [num_pairs, 2] are equal once they are truncated: their loss is constant.
+
+    What is left of its gradient is rounding noise, which an optimizer such as Adam takes for a full step.
+    """
+    is_scored = task.name == CLASSIFICATION
+    longest, keeps_last = (longest, examples.keeps_last) if is_scored else (longest + 1, False)
+    lengths, found = examples.lengths[pairs], np.zeros(len(pairs), bool)
+    # Whole answers that are equal were left out before.
+    for number in np.flatnonzero((lengths >= longest).all(axis=1) & (lengths > longest).any(axis=1)):
+        one, other = (cut_text(examples.tokens_of(int(each))[0], longest, keeps_last) for each in pairs[number])
+        found[number] = np.array_equal(one, other)
+    return found
 
 
 def _with_others(own: Ints, row_of: Ints) -> Ints:

@@ -19,14 +19,25 @@ _WIDTH_UNIT = 8
 
 @dataclass(frozen=True)
 class Cut:
-    """What truncation leaves: `kept` [num_kept] examples, of which `num_truncated` were longer; `num_dropped` others
-    have nothing left to predict. Of pairs, `kept` is [num_kept, 2], and `notes` say what was dropped, and why; of pairs
-    to pack, `shared` [num_kept] has the number of tokens that both answers share.
+    """What truncation leaves.
+
+    Attributes:
+        kept: The examples that are left [num_kept], of pairs [num_kept, 2].
+        num_truncated: Those of `kept` that were longer.
+        num_dropped: Others, with nothing left to learn.
+        num_beyond: Those of `num_dropped` that a larger window would keep.
+        what: What is counted: rows, or pairs or answers that are compared.
+        left_out: Of what is compared, how much was dropped and why, such as `2 pairs with equal answers`.
+        notes: What else to print.
+        shared: Of pairs to pack, the number of tokens that both answers share [num_kept].
     """
 
     kept: Ints
     num_truncated: int
     num_dropped: int
+    num_beyond: int = 0
+    what: str = "row"
+    left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     shared: Ints | None = None
 
@@ -57,9 +68,15 @@ class RowDataset(SourceDataset):
     def text_inputs(self, ids: Ints, padding: int) -> dict[str, Ints]:
         """Return the inputs for a text [num_tokens]. If it is truncated, the token that ends it remains the last."""
         longest = self.sequence_length
-        if len(ids) > longest:
-            ids = np.concatenate([ids[: longest - 1], ids[-1:]]) if self.examples.keeps_last else ids[:longest]
+        ids = cut_text(ids, longest, self.examples.keeps_last)
         return attended(ids, width_of(len(ids), longest), padding)
+
+
+def cut_text(ids: npt.NDArray[Any], longest: int, keeps_last: bool) -> npt.NDArray[Any]:
+    """Return at most `longest` tokens of a text, with its last one if it `keeps_last`."""
+    if len(ids) <= longest:
+        return ids
+    return np.concatenate([ids[: longest - 1], ids[-1:]]) if keeps_last else ids[:longest]
 
 
 def width_of(num_tokens: int, longest: int) -> int:

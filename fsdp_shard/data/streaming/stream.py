@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fsdp_shard.distributed import Communicator
 
 _FORMAT_VERSION = 2
+_COMPARED_VERSION = 2  # of the rule which answers are compared
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class StreamDataset(Dataset):
         self.num_samples, self.sequence_length, self._buffer = None, config.window_length, config.shuffle_buffer
         names = ("sequence_length", "packing", "shuffle_buffer", "target_length", "mask_fraction")
         kept, kind = [getattr(config, name) for name in names], kind_of(config, task)
-        shape = [] if self.factory.task.samples == ROWS else [self.factory.task.samples]
+        shape = [] if self.factory.task.samples == ROWS else [self.factory.task.samples, _COMPARED_VERSION]
         parts = [_FORMAT_VERSION, kept, task, *shape, self.source.stream_fingerprint()]
         # It covers names, sizes and first bytes of the files, and everything that decides about the samples.
         self.identity = f"stream:{cache_key([*parts, *Encoder(kind, self.encoder.tokenizer).fingerprint()])}"
@@ -193,8 +194,9 @@ class StreamDataset(Dataset):
         self._next = replace(state, block=state.block + 1, rows=block.after)
         if block.is_last:
             if counts.used == state.used_before:
+                lacking = "a token to predict" if self.factory.task.samples == ROWS else "answers to compare"
                 raise DataError(
-                    f"{self.source.name} has nothing to train on: no row has a token to predict among its first "
+                    f"{self.source.name} has nothing to train on: no row has {lacking} among its first "
                     f"data.sequence_length={self.sequence_length} tokens."
                 )
             self._next = replace(state, epoch=state.epoch + 1, block=0, rows=None, used_before=counts.used)
