@@ -19,7 +19,7 @@ from fsdp_shard.checkpoint import convert
 from tests.support.runs import Started, run_recipe
 from tests.support.tiny import byte_tokenizer, llama_config
 
-# Of 25 rows: the chosen and the rejected answer are equal in one, in another once they are cut; one has an empty answer,
+# Of 25 rows: the chosen and the rejected answer are equal in one, in another once cut; one has an empty answer, and
 # one a prompt that is too long; those with a ranked list have two pairs each, of which one has equal answers.
 LEFT_OUT = {
     "pair with equal answers": 2,
