@@ -536,7 +536,7 @@ def test_every_setting_says_what_it_is(command: str) -> None:
     assert {s.name for s in told} >= used
     assert all(is_used(COMMANDS[command], s.name) for s in told)
     text = help_text(COMMANDS[command], f"fsdp-shard {command}")
-    assert all(f"  {s.name}={s.default}\n" in text for s in told)
+    assert all("; ".join([f"  {s.name}={s.default}", *map(" ".join, s.defaults)]) + "\n" in text for s in told)
     assert max(map(len, text.split("\n"))) <= 120
 
 
@@ -551,6 +551,29 @@ def test_settings_of_one_option_only_say_which() -> None:
     finally:
         del OPTIONS["shard"]["other"]
     assert found.sentence == "Blocks to gather ahead. (at least 0; only shard=other)"
+
+
+@pytest.mark.parametrize("group", OPTIONS)
+def test_the_reference_has_the_default_of_every_option(group: str) -> None:
+    command = next(name for name, schema in COMMANDS.items() if group in groups_of(schema))
+    for option, node in OPTIONS[group].items():
+        given = [f"{group}={option}", *(["objective.teacher=x"] if option == "distill" else [])]
+        config, leaves = _one(command, *given), _leaves(node(), f"{group}.")
+        for told in settings_of(COMMANDS[command]):
+            default = next((value for names, value in told.defaults if option in names.split(", ")), told.default)
+            if told.name in leaves and default not in ("???", "null") and not default.startswith("["):
+                found = next(value for name, _, value in walk(config) if name == told.name)
+                assert str(found).lower() == default.lower(), f"{told.name} of {group}={option}"
+
+
+def test_what_differs_between_options_names_them() -> None:
+    told = {found.name: found for found in settings_of(FinetuneConfig)}
+    assert told["optim.weight_decay"].defaults == (("adafactor, sgd", "0.0"), ("muon", "0.1"))
+    assert "reference. ipo: How" in told["objective.beta"].sentence
+    assert "simpo: Scale of the rewards." in told["objective.beta"].sentence
+    assert "at most 1.0; sgd: more than 0.0" in told["optim.momentum"].sentence
+    assert "| `objective.beta` | `0.1`; simpo `2.0` | How strongly" in markdown()
+    assert "  objective.beta=0.1; simpo 2.0\n" in help_text(FinetuneConfig, "finetune")
 
 
 def test_the_reference_is_current() -> None:
