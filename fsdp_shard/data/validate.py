@@ -16,7 +16,6 @@ from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, ROWS, Kind, Tokenizer
 from fsdp_shard.data.sources.source import DatasetSource, Source, open_source
 from fsdp_shard.errors import ConfigError, DataError
-from fsdp_shard.utils import format_count
 
 _NUM_FIRST = 256  # rows that are looked at together
 
@@ -96,7 +95,4 @@ def _require_rows(source: Source, kind: Kind, samples: str) -> None:
         if kind.check_rows(first, samples):
             return
         number += len(first)
-    raise DataError(
-        f"{source.name} is empty: it has {format_count(number, 'row')}, none with anything to learn. Give a file with "
-        f"rows."
-    )
+    raise source.empty(number)

@@ -74,6 +74,16 @@ def test_every_problem_is_told_and_the_status_is_one(settings: list[str], tmp_pa
     assert "ranks" in _marks(ended)  # what comes after a problem is looked at
 
 
+def test_data_without_rows_is_one_problem(settings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    given = [*settings, f"data.path={tmp_path}/empty.jsonl", "data.kind=preference", "objective=dpo"]
+    ended = run_recipe("doctor", tmp_path / "run", *given)
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1] == "error: finetune would fail: 1 problem, marked FAIL above."
+    assert "empty.jsonl is empty: it has 0 rows, none with anything to learn." in ended.out
+    assert "ranks" in _marks(ended)
+
+
 def test_the_steps_of_epochs(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "train.steps=null", "checkpoint.every=10", "data.sample_by=line", "data.packing=true"]
     ended = run_recipe("doctor", tmp_path / "run", *given, "train.epochs=2", "train.warmup_steps=40")

@@ -15,7 +15,7 @@ from fsdp_shard.data.sources.datasets_private import fingerprint, quiet_datasets
 from fsdp_shard.data.sources.readers import START, check_size, read_rows
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
-from fsdp_shard.utils import first_line, missing_file_system, redact
+from fsdp_shard.utils import first_line, format_count, missing_file_system, redact
 
 _HEAD_BYTES = 1 << 16
 
@@ -53,6 +53,11 @@ class Source(ABC):
 
     def check_stream(self) -> None:  # noqa: B027  # most rows are small
         """Raise DataError if the rows are too large for streaming."""
+
+    def empty(self, num_rows: int) -> DataError:
+        """Return the error of data without a row that has anything to learn, among `num_rows` rows."""
+        rows = format_count(num_rows, "row")
+        return DataError(f"{self.name} is empty: it has {rows}, none with anything to learn. Give a file with rows.")
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
         """Read all rows in order."""

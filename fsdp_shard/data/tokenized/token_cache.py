@@ -85,6 +85,8 @@ def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) 
     with TemporaryDirectory(dir=directory) as held, quiet_datasets(), _errors_of_map(num_workers):
         file = Path(held) / "rows"
         ends, num_rows = _store(source, encoder.kind.columns, file)
+        if not num_rows:
+            raise source.empty(num_rows)
         encoder.kind.check_num_rows(num_rows, source.name)
         ranges = datasets.Dataset.from_dict({"start": [0, *ends[:-1]], "stop": ends})
         num_workers = min(num_workers, len(ranges))
@@ -99,7 +101,7 @@ def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) 
             num_proc=num_workers if num_workers > 1 else None,
             desc=one_line(f"tokenizing {source.name}"),
         )
-        return [Path(file["filename"]) for file in tokens.cache_files] if ends else []
+        return [Path(file["filename"]) for file in tokens.cache_files]
 
 
 def _store(source: Source, columns: tuple[str, ...], file: Path) -> tuple[list[int], int]:
