@@ -31,11 +31,24 @@ def composition_error(
     """
     if said := _wrong_override(error, schema, arguments) or _wrong_value(error, schema):
         return ConfigError(said.replace(f"{CONFIG_NAME}.yaml", preset_file or ""))
-    if preset_file is not None and (match := re.search(r"Could not (?:find|load) '([^']+)'", str(error))):
-        return ConfigError(f"{preset_file}: {_no_such_config(match[1], schema)}")
+    name = _not_found(error)
+    if name.startswith("hydra/"):
+        group, _, option = name.rpartition("/")
+        return ConfigError(
+            f"{group}={option}: plugins of Hydra are not supported, and the runs of -m follow one another; leave "
+            f"{group} out."
+        )
+    if preset_file is not None and name:
+        return ConfigError(f"{preset_file}: {_no_such_config(name, schema)}")
     said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
     said = " ".join(said.split()).replace(f"{Path.cwd()}/", "")
     return ConfigError(said.replace(f"In '{CONFIG_NAME}'", preset_file or ""))
+
+
+def _not_found(error: BaseException) -> str:
+    """The config that Hydra could not find, such as group/option; empty if that is not the error."""
+    match = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
+    return match[1] if match else ""
 
 
 def _no_such_config(name: str, schema: type) -> str:
@@ -140,9 +153,15 @@ def _close(name: str, schema: type) -> str:
 
 def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException, schema: type) -> str | None:
     """Only options that Hydra could not find are unknown: a preset may also be in the user's --config-dir."""
-    if override.is_sweep_override() or not (override.value() is None or "Could not find" in str(error)):
+    group = override.key_or_group
+    if override.is_sweep_override():
+        of, _, option = _not_found(error).rpartition("/")
+        if of != group:
+            return None
+    elif override.value() is None or _not_found(error):
+        option = override.get_value_element_as_str()
+    else:
         return None
-    group, option = override.key_or_group, override.get_value_element_as_str()
     if option in groups[group]:
         return None
     return _no_such_config(f"{group}/{option}", schema)

@@ -224,7 +224,16 @@ def test_mappings_can_be_given_whole() -> None:
         ("--foo", "Unrecognized arguments: --foo"),
         ("--cfg nothing", "Argument --cfg/-c: invalid choice: 'nothing'"),
         ("--config-dir nowhere", "--config-dir nowhere: there is no such directory."),
-        ("hydra/launcher=joblib -m", "hydra/launcher/joblib"),
+        (
+            "hydra/launcher=joblib -m",
+            "hydra/launcher=joblib: plugins of Hydra are not supported, and the runs of -m follow",
+        ),
+        ("hydra/sweeper=optuna optim=sgd,adamw -m", "hydra/sweeper=optuna: plugins of Hydra are not supported, and"),
+        (
+            "-m optim=adamw,sgdd",
+            "optim=sgdd: there is no such option; optim has adamw, adamw8bit, adafactor, muon, sgd (",
+        ),
+        ("-m optim=sgd,adamw shard=fsdp1,fsdp3", "shard=fsdp3: there is no such option; shard has "),
     ],
 )
 def test_what_is_wrong_is_named(argument: str, said: str) -> None:
