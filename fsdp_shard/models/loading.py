@@ -171,23 +171,25 @@ def _fitting_tasks(config: PretrainedConfig) -> str:
     return f" Set model.task={' or '.join(fitting)}, which fits a {name}." if fitting else ""
 
 
-def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    directory: Path, trust_remote_code: bool = False, *, can_be_named: bool = True
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model.
 
     Args:
         directory: The directory of the tokenizer files.
         trust_remote_code: Run Python code that comes with the model.
+        can_be_named: Whether commands take another directory with tokenizer=PATH.
 
     Raises:
         ModelError: The tokenizer files are missing, transformers cannot use them, or the tokenizer or its chat template
             takes too much time or memory for a few words.
     """
     _check_files(directory, trust_remote_code)  # transformers looks into the config for the class of the tokenizer
-    advice = (
-        "Copy the tokenizer files of the original model into that directory, or name them with tokenizer=PATH "
-        "(generate, evaluate, convert; --tokenizer in diff)."
-    )
-    with model_errors(f"There is no usable tokenizer in {directory}", advice):
+    advice = "Copy the tokenizer files of the original model into that directory"
+    if can_be_named:
+        advice += ", or name them with tokenizer=PATH (generate, evaluate, convert; --tokenizer in diff)"
+    with model_errors(f"There is no usable tokenizer in {directory}", f"{advice}."):
         with without_requests(unless=trust_remote_code):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)

@@ -260,6 +260,17 @@ def test_another_teacher_at_the_same_path(settings: list[str], teacher: Path, tm
     assert f"was trained with the teacher {changed}, but objective.teacher={changed} holds other weights" in ended.err
 
 
+def test_a_teacher_without_a_tokenizer(settings: list[str], teacher: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(teacher / name, bare)
+    ended = run_recipe("finetune", tmp_path / "run", *settings, f"objective.teacher={bare}")
+    assert ended.status == 2
+    assert f"objective.teacher={bare}: There is no usable tokenizer in {bare}: it has no tokenizer files" in ended.err
+    assert ended.err.rstrip().endswith("Copy the tokenizer files of the original model into that directory.")
+
+
 def test_a_teacher_of_another_vocabulary(settings: list[str], teacher: Path, tmp_path: Path) -> None:
     for path, said in (
         (_other_vocabulary(tmp_path / "larger"), " has a vocabulary of 300 tokens"),

@@ -49,7 +49,7 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
         models.context_of(own, trust).check(
             f"data.sequence_length={config.data.window_length}", config.data.window_length, advice
         )
-        ids = models.load_tokenizer(teacher.tokenizer, trust).get_vocab()
+        ids = models.load_tokenizer(teacher.tokenizer, trust, can_be_named=False).get_vocab()
     except InputError as error:
         raise type(error)(f"{named}: {error}") from error
     sizes = [each.get_text_config().vocab_size for each in (own, models.load_config(source.directory, trust))]
