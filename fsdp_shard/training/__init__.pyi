@@ -5,16 +5,14 @@ from .checkpoints.checkpointer import (
     check_settings as check_settings,
 )
 from .checkpoints.loop_state import random_state as random_state, restore_random_state as restore_random_state
+from .checkpoints.recorded_settings import changed_settings as changed_settings
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,
     find_step as find_step,
     is_finished as is_finished,
     read_trainer as read_trainer,
 )
-from .checkpoints.resume_report import (
-    changed_settings as changed_settings,
-    describe_finished as describe_finished,
-)
+from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
 from .checkpoints.saver import Saver as Saver, new_saver as new_saver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave

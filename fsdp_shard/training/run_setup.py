@@ -16,7 +16,8 @@ from fsdp_shard.data import Dataset, Samples, prepare_on_ranks
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, init_distributed, is_restarted, run_on_main
 from fsdp_shard.models import load_context, load_tokenizer
 from fsdp_shard.training.checkpoints import resume
-from fsdp_shard.training.checkpoints.resume_report import changed_values, describe_finished, describe_resume
+from fsdp_shard.training.checkpoints.recorded_settings import changed_values
+from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
 from fsdp_shard.training.checkpoints.run_lock import run_lock
 from fsdp_shard.training.checkpoints.saver import Saver, new_saver
 from fsdp_shard.training.config import FinetuneSettings
@@ -217,7 +218,7 @@ def open_run(
 
 def _open_trainer(config: FinetuneSettings, start: RunStart, dataset: Dataset) -> TrainerState:
     """Where the run is in its training, with what a resume changes in its settings."""
-    state = resume.open_trainer(start.step, config.seed, dataset.identity)
+    state = resume.open_trainer(start.step, config, dataset.identity)
     if start.step is not None:
         state.resumed(changed_values(config, start.step))
     return state

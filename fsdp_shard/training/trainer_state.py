@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -130,17 +130,25 @@ class TrainerState:
         """Whether `patience` evaluations in a row did not improve."""
         return patience is not None and self.num_stale >= patience
 
-    def check_continues(self, seed: int, data: str, where: str) -> None:
-        """Raise ConfigError if a run with this seed and data cannot continue this one; `where` names its step."""
+    def check_continues(self, seed: int, data: str, where: str, changes: Callable[[], Sequence[str]] = list) -> None:
+        """Raise ConfigError if a run with other settings cannot continue this one.
+
+        Args:
+            seed: Its seed.
+            data: The identity of its data.
+            where: Names the step of this run.
+            changes: Returns `name before -> now` of settings that have changed.
+        """
         if seed != self.seed:
             raise ConfigError(
                 f"seed={seed}, but the run to resume started with seed={self.seed} ({where}): the order of the samples "
                 f"would change. Set seed={self.seed}, or start a new run from its weights with model.path."
             )
         if data != self.data:
+            found = "; changed: ".join(filter(None, [data, ", ".join(changes())]))
             raise ConfigError(
                 f"The data or data.sequence_length differ from those of the run to resume ({where}: windows "
-                f"{self.data}, found {data}), so its position in the data is not valid. Set the same data.* settings "
+                f"{self.data}, found {found}), so its position in the data is not valid. Set the same data.* settings "
                 f"and files, or start a new run from its weights with model.path."
             )
 

@@ -395,6 +395,15 @@ def test_the_classes_of_a_head_stay_in_their_order(settings: list[str], tmp_path
         assert "has a head with the classes ['reward'], and model.labels=['score'] are others" in ended.err
 
 
+def test_other_samples_are_another_run_and_the_setting_is_named(settings: list[str], tmp_path: Path) -> None:
+    _done(tmp_path / "run", *settings, "objective=simpo", "train.steps=2")
+    ended = run_recipe(
+        "finetune", tmp_path / "run", *settings, "objective=simpo", "data.packing=true", "data.workers=2"
+    )
+    assert ended.status == 2
+    assert "; changed: data.packing false -> true), so its position in the data is not valid" in ended.err
+
+
 def test_a_loss_with_other_settings_is_another_run(settings: list[str], tmp_path: Path) -> None:
     _done(tmp_path / "run", *settings, "objective=dpo", "train.steps=2")
     ended = run_recipe("finetune", tmp_path / "run", *settings, "objective=dpo", "objective.beta=0.5")

@@ -18,12 +18,15 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.checkpoints.optimizer_groups import load_slots
-from fsdp_shard.training.checkpoints.recorded_settings import read_settings
-from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.checkpoints.recorded_settings import changed_settings, read_settings
+from fsdp_shard.training.config import FinetuneSettings, TrainConfig
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, read_bounded
+
+# Settings that have no effect on the samples that are trained.
+_NOT_TRAINED = ("data.workers ", "data.cache_dir ", "data.eval_path ", "data.eval_split ", "data.eval_sets ")
 
 
 def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again: bool = False) -> Path | None:
@@ -94,13 +97,27 @@ def read_trainer(step_directory: Path) -> TrainerState:
     return state
 
 
-def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerState:
-    """The trainer state of a step, or the initial one; raises ConfigError if it has another seed or other data."""
+def open_trainer(step_directory: Path | None, config: FinetuneSettings, data: str) -> TrainerState:
+    """The trainer state of a step, or the initial one.
+
+    Args:
+        step_directory: The step to resume from, if any.
+        config: The settings of the run.
+        data: The identity of its data.
+
+    Raises:
+        ConfigError: The step has another seed or other data.
+    """
     if step_directory is None:
-        return TrainerState(seed=seed, data=data)
+        return TrainerState(seed=config.seed, data=data)
     state = read_trainer(step_directory)
-    state.check_continues(seed, data, str(step_directory))
+    state.check_continues(config.seed, data, str(step_directory), lambda: _changed_data(config, step_directory))
     return state
+
+
+def _changed_data(config: FinetuneSettings, step_directory: Path) -> list[str]:
+    changes = changed_settings(config, step_directory) or []
+    return [change for change in changes if change.startswith("data.") and not change.startswith(_NOT_TRAINED)]
 
 
 def check_same_objective(step_directory: Path | None, objective: ObjectiveConfig) -> None:

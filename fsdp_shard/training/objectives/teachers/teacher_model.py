@@ -153,7 +153,7 @@ def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[
 
 def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[npt.NDArray[np.bool_]]:
     """Which samples of each source are trained from the step to resume from on, or evaluated."""
-    state = resume.open_trainer(step, config.seed, data.train.identity)
+    state = resume.open_trainer(step, config, data.train.identity)
     num_samples = None if data.train.source_names else data.train.num_samples
     train = config.train.for_data(num_samples, state.step, state.num_samples)
     num_left = max(0, train.num_steps - state.step) * train.global_batch_size
