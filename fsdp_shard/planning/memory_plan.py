@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fsdp_shard import data, models, sharding
+from fsdp_shard.planning.step.recording.fake_attention import FILLED_UP, FULL, PACKED
 from fsdp_shard.planning.step.snapshot import EVA, Snapshot
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
@@ -73,9 +74,9 @@ class PlannedRun:
         return self.train.micro_batch_size * (1 if is_one else 2)
 
     @property
-    def fills_up_rows(self) -> bool:
-        """Whether a micro-batch may have shorter rows, of which the model is told; causal models need not be."""
-        return self.model.task != data.CAUSAL and not self.is_packed
+    def rows(self) -> str:
+        """What rows of a micro-batch are: FULL, FILLED_UP or PACKED. Causal models need not know what fills them up."""
+        return PACKED if self.is_packed else FULL if self.model.task == data.CAUSAL else FILLED_UP
 
     @property
     def has_sharded_reference(self) -> bool:

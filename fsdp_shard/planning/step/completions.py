@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.step.recording.events import DONE, Event
+from fsdp_shard.planning.step.recording.fake_attention import FULL
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.sharding import attending_alone
 
@@ -30,7 +31,7 @@ class Completions:
 
     prompt_length: int
     num_new: int
-    is_packed = False
+    rows = FULL
 
     @classmethod
     def of(cls, run: PlannedRun) -> Completions | None:

@@ -37,9 +37,9 @@ class EvaPass:
     num_ranks: int
 
     @property
-    def is_packed(self) -> bool:
-        """Whether rows hold several documents."""
-        return self.size.is_packed
+    def rows(self) -> str:
+        """What rows are."""
+        return self.size.rows
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fsdp_shard.planning.step.recording.fake_attention import FILLED_UP, FULL, PACKED
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training import (
@@ -112,19 +113,17 @@ class BatchSize:
         num_rows: Number of sequences.
         length: Number of tokens that this rank has of each.
         num_parts: Number of ranks that divide each sequence.
-        is_packed: Whether rows hold several documents, and so have positions.
+        rows: FULL, FILLED_UP, of which the model is told by a mask, or PACKED, which have positions.
         shares_prompts: Whether these are pairs that share prompts, and so have segments.
         keeps_whole: Whether ranks that divide sequences have the tokens of the whole ones, too, to compare answers.
-        is_filled_up: Whether the model is told which tokens fill up shorter rows.
     """
 
     num_rows: int
     length: int
     num_parts: int = 1
-    is_packed: bool = False
+    rows: str = FULL
     shares_prompts: bool = False
     keeps_whole: bool = False
-    is_filled_up: bool = False
 
 
 def planned_batch(
@@ -146,15 +145,15 @@ def planned_batch(
     batch, plain = _batch(model, size.num_rows, size.length, size.num_parts), _Plain(model)
     recorder.most_chosen = most_chosen(model)
     batch = replace(batch, counted=batch.counted[: recorder.most_chosen])
-    if size.is_packed and size.num_parts == 1:
+    if size.rows == PACKED and size.num_parts == 1:
         batch.inputs["position_ids"] = torch.zeros((size.num_rows, size.length), dtype=torch.long)
-    if size.is_filled_up:
+    if size.rows == FILLED_UP:
         batch.inputs["attention_mask"] = torch.ones((size.num_rows, size.length), dtype=torch.long)
     if size.shares_prompts:
         batch = _with_pairs(batch)
     if objective.samples == "labeled":
         batch.extras["desirable"] = torch.zeros(size.num_rows // 2)
-        if size.is_packed:
+        if size.rows == PACKED:
             batch = _with_an_answer_a_row(batch)
     recorder.ignore([*batch.tensors()])
     reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
@@ -218,7 +217,7 @@ def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     """
     config: Any = model.config
     divided = 2 + size.num_parts * (4 if size.keeps_whole else 1) if size.num_parts > 1 else 0
-    others = bool(config.is_encoder_decoder) + size.is_packed + size.shares_prompts + size.is_filled_up
+    others = bool(config.is_encoder_decoder) + (size.rows != FULL) + size.shares_prompts
     num_arrays = 3 + others + divided
     tokens = size.num_rows * size.length
     return tokens * _TOKEN_BYTES * num_arrays + 2 * _TOKEN_BYTES * max(0, tokens - most_chosen(model))

@@ -56,7 +56,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
     before = loading_snapshots(config, part, run, in_units, terms)
-    of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.is_packed)
+    of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.rows)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
     extra = _extra_passes(run)
     of_recording = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra)
@@ -98,7 +98,7 @@ def _batch_size(run: PlannedRun) -> BatchSize:
     shares_prompts = run.is_packed and run.objective.samples == "pairs"
     sizes = run.num_read_rows, run.padded_length, run.shard.context_parallel
     keeps_whole = run.shard.context_parallel > 1 and run.objective.compares_whole_sequences
-    return BatchSize(*sizes, run.is_packed, shares_prompts, keeps_whole, is_filled_up=run.fills_up_rows)
+    return BatchSize(*sizes, run.rows, shares_prompts, keeps_whole)
 
 
 def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
@@ -208,7 +208,5 @@ def _record(
     if num_parts > 1:
         sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
     make = partial(planned_batch, model, run.objective, run.reference_kind, _batch_size(run))
-    record = partial(
-        record_passes, model, run.shard, part.units, make, uncast=part.experts, is_packed=run.is_packed, extra=extra
-    )
+    record = partial(record_passes, model, run.shard, part.units, make, uncast=part.experts, rows=run.rows, extra=extra)
     return record, has_loss_head

@@ -256,7 +256,7 @@ def _attention(model: PreTrainedModel, run: PlannedRun) -> AbstractContextManage
     """Attention with the mask that a run has, if any; where sequences are divided, there is another one."""
     if run.shard.context_parallel > 1:
         return nullcontext()
-    return attending_without_values(model, is_packed=run.is_packed)
+    return attending_without_values(model, run.rows)
 
 
 def _training(

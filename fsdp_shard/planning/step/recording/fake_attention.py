@@ -4,7 +4,7 @@ Attention keeps different tensors in different implementations; it runs as on a 
 as a GPU's flash attention.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,43 +19,43 @@ from fsdp_shard.models import attention_implementations
 # up or a token sees its neighbors; else kernels with a causal flag are used. This attention is sdpa with those masks.
 _ATTENTION = "fsdp_shard_plan"
 
+# Rows of one length; rows that are filled up to one, of which the model is told; rows of several documents.
+FULL, FILLED_UP, PACKED = "full", "filled up", "packed"
+
 
 def _row_mask(*, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor:
     """A mask of the size of that of rows that differ, bool [batch_size, 1, q_length, kv_length]."""
     return torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
 
 
-def _mask_if_needed(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    has_encoder: bool,
-    **kwargs: Any,
+def _filled_up_mask(
+    *, batch_size: int, q_length: int, kv_length: int, has_encoder: bool, **kwargs: Any
 ) -> torch.Tensor | None:
-    """The mask where rows are filled up, or of sliding or chunked attention, which is equal for all rows.
+    """The mask where rows are filled up; of a model with an encoder, it is not told what fills up the decoder's."""
+    if has_encoder and "allow_is_bidirectional_skip" not in kwargs:  # which masks of decoders do not allow
+        return _local_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
+    return _row_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length)
 
-    Of a model with an encoder, what fills up the rows of the decoder is not told.
-    """
-    is_told = not has_encoder or "allow_is_bidirectional_skip" in kwargs  # which decoders' masks do not allow
-    if attention_mask is not None and is_told:
-        return _row_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length)
+
+def _local_mask(
+    *, batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, **kwargs: Any
+) -> torch.Tensor | None:
+    """The mask of sliding or chunked attention, equal for all rows; None if it would mask nothing."""
     if local_size is None or kv_length < local_size:
         return None
     return torch.ones((1, 1, q_length, kv_length), dtype=torch.bool).expand(batch_size, -1, -1, -1)
 
 
 @contextmanager
-def attending_without_values(model: PreTrainedModel, *, is_packed: bool) -> Iterator[None]:
-    """Have a model with sdpa attention get the masks that training has: if documents are packed, one everywhere."""
+def attending_without_values(model: PreTrainedModel, rows: str = FULL) -> Iterator[None]:
+    """Have a model with sdpa attention get the masks that it has for such `rows`: FULL, FILLED_UP or PACKED."""
     if attention_implementations(model) != ["sdpa"]:
         yield
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
-    mask = partial(_mask_if_needed, has_encoder=model.config.is_encoder_decoder)
-    AttentionMaskInterface.register(_ATTENTION, _row_mask if is_packed else mask)
+    filled_up = partial(_filled_up_mask, has_encoder=model.config.is_encoder_decoder)
+    masks: dict[str, Callable[..., Any]] = {FULL: _local_mask, FILLED_UP: filled_up, PACKED: _row_mask}
+    AttentionMaskInterface.register(_ATTENTION, masks[rows])
     model.set_attn_implementation(_ATTENTION)
     try:
         yield

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.recording.events import BEGIN, DONE, END, ENTER, FINISH, LEAVE, LOSS, Event, Recordings
-from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
+from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, attending_without_values
 from fsdp_shard.planning.step.recording.recorder import Recorder, tensors_in
 from fsdp_shard.planning.step.recording.repeated_blocks import (
     BlockRun,
@@ -35,8 +35,8 @@ class ExtraPasses(Protocol):
     """Passes without gradients of another phase than an evaluation."""
 
     @property
-    def is_packed(self) -> bool:
-        """Whether rows hold several documents."""
+    def rows(self) -> str:
+        """What rows are: FULL, FILLED_UP or PACKED."""
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
         """How the model is set meanwhile."""
@@ -68,7 +68,7 @@ def record_passes(
     make_batch: Callable[[Recorder], MicroBatch],
     uncast: Collection[str] = (),
     *,
-    is_packed: bool = False,
+    rows: str = FULL,
     extra: Mapping[str, ExtraPasses] | None = None,
 ) -> Recordings:
     """Run one micro-batch of `model` on fake tensors, in an evaluation and in training.
@@ -79,7 +79,7 @@ def record_passes(
         units: The units that it would be sharded in.
         make_batch: Makes the micro-batch; called in a fake tensor mode, with the recorder.
         uncast: FQNs of the units whose inputs keep the dtypes that they have.
-        is_packed: Whether rows hold several documents, which attention is kept apart by a mask.
+        rows: What rows are: FULL, FILLED_UP or PACKED, of which the last two take masks.
         extra: Passes of other phases, by phase.
 
     Returns:
@@ -98,7 +98,7 @@ def record_passes(
         pass_over(model, fqn, next(run for run in runs if fqn in run.passed_over))
     dtypes = {name: getattr(torch, unit.dtype) for unit in units for name in unit.parameters}
     fake, recorder = FakeTensorMode(), Recorder()
-    with attending_without_values(model, is_packed=is_packed), fake:
+    with attending_without_values(model, rows), fake:
         _make_fake(model, dtypes if settings.is_sharded else {})
         recorder.ignore([*model.parameters(), *model.buffers()])
         watched = dict.fromkeys([*blocks, *(unit.fqn for unit in units), ""])
@@ -131,7 +131,7 @@ def _run_extra(
     for phase, passes in extra.items():
         begun = len(recorder.events)
         try:
-            attending = attending_without_values(model, is_packed=passes.is_packed)
+            attending = attending_without_values(model, passes.rows)
             with passes.setting(model), attending, fake, recorder, torch.no_grad():
                 passes.run(model, recorder)
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
@@ -168,7 +168,7 @@ def record_forward(
     for each in runs:
         for fqn in each.passed_over:
             pass_over(model, fqn, each)
-    with attending_without_values(model, is_packed=has_mask), FakeTensorMode():
+    with attending_without_values(model, PACKED if has_mask else FULL), FakeTensorMode():
         _make_fake(model, {})
         recorder = Recorder()
         recorder.ignore([*model.parameters(), *model.buffers()])
