@@ -383,7 +383,7 @@ def test_an_adapter_whose_base_has_another_config_is_refused(
     longer = [*given, "train.steps=3"]
 
     _edit_config(model, rms_norm_eps=0.01, rope_parameters={**config["rope_parameters"], "rope_theta": 5e5})
-    was = f"rms_norm_eps {config['rms_norm_eps']} -> 0.01, rope_parameters.rope_theta 10000.0 -> 500000.0"
+    was = f"rms_norm_eps {config['rms_norm_eps']} -> 0.01, rope_theta 10000.0 -> 500000.0"
     resumed = run_recipe("finetune", tmp_path / "run", *longer)
     assert (resumed.status, was in resumed.err) == (2, True), resumed.err
     doctor = run_recipe("doctor", tmp_path / "run", *longer)
