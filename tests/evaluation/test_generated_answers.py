@@ -213,7 +213,9 @@ def test_reports_have_the_measures(llama: Path, pairs: Path, tmp_path: Path) -> 
     assert (run, task, measure) == ("run", f"generation: {pairs}", "f1")
     assert float(value) == pytest.approx(ended.result["f1"], rel=1e-3)
     assert " to " in interval
-    subject: Any = SimpleNamespace(evaluations=[read_run(ended.run_dir, "run")], run=None, is_average=False, num_steps=None)
+    subject: Any = SimpleNamespace(
+        evaluations=[read_run(ended.run_dir, "run")], run=None, is_average=False, num_steps=None
+    )
     (figure,) = figures_of(subject)  # of a model card
     assert (figure.measure, figure.value, figure.data) == ("f1", ended.result["f1"], "pairs.jsonl")
     assert figure.interval == tuple(ended.result["confidence_interval"]["f1"])
