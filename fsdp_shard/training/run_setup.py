@@ -75,7 +75,7 @@ class RunStart:
 def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
     """Join the ranks, lock the run directory, catch signals to stop, and find the step to resume from.
 
-    A collective; rank 0 says so if the run is finished already.
+    A collective; rank 0 says so if the run is finished already. The peak memory of this process counts from here.
 
     Args:
         config: The settings of `finetune`.

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
-    BertForSequenceClassification,
     LlamaConfig,
-    LlamaForSequenceClassification,
+    PretrainedConfig,
 )
 
 from fsdp_shard.checkpoint import CheckpointConfig
@@ -199,33 +199,15 @@ def test_finding_directions_takes_what_was_planned(name: str, home: Path, tmp_pa
 
 _SHORT_AND_LONG = ["the quick brown fox", "jumps over the lazy dog " * 20, "and runs away " * 20]
 _SIZES: dict[str, Any] = {"vocab_size": 300, "max_position_embeddings": 300}
-_PADDED: dict[str, tuple[Any, str]] = {
-    "llama, classes": (
-        lambda: LlamaForSequenceClassification(
-            LlamaConfig(
-                hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-                num_key_value_heads=2, pad_token_id=0, **_SIZES,
-            )
-        ),
-        "sequence_classification",
-    ),
-    "bert, classes": (
-        lambda: BertForSequenceClassification(
-            BertConfig(
-                hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_SIZES,
-            )
-        ),
-        "sequence_classification",
-    ),
-    "bart, pairs": (
-        lambda: BartForConditionalGeneration(
-            BartConfig(
-                d_model=64, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4,
-                encoder_ffn_dim=128, decoder_ffn_dim=128, dropout=0.0, decoder_start_token_id=0, **_SIZES,
-            )
-        ),
-        "seq2seq",
+_LAYERS: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, **_SIZES,
+}  # fmt: skip
+_PADDED: dict[str, PretrainedConfig] = {
+    "llama, classes": LlamaConfig(num_key_value_heads=2, pad_token_id=0, **_LAYERS),
+    "bert, classes": BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_LAYERS),
+    "bart, pairs": BartConfig(
+        d_model=64, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, dropout=0.0, decoder_start_token_id=0, **_SIZES,
     ),
 }  # fmt: skip
 
@@ -233,22 +215,22 @@ _PADDED: dict[str, tuple[Any, str]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", sampled(_PADDED, 3))
 def test_rows_that_are_filled_up_take_the_masks_that_were_planned(name: str, tmp_path: Path) -> None:
-    build, task = _PADDED[name]
-    build().save_pretrained(tmp_path / "model")
+    config_of_model, texts = _PADDED[name], [_SHORT_AND_LONG[number % 3] for number in range(24)]
+    is_pair = config_of_model.is_encoder_decoder
+    build: Any = AutoModelForSeq2SeqLM if is_pair else AutoModelForSequenceClassification
+    build.from_config(config_of_model).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    texts = [_SHORT_AND_LONG[number % 3] for number in range(24)]
-    row = {
-        "sequence_classification": ("text", "label", ["LABEL_0", "LABEL_1"]),
-        "seq2seq": ("source", "target", texts),
-    }[task]
-    rows = [{row[0]: text, row[1]: row[2][number % len(row[2])]} for number, text in enumerate(texts)]
+    if is_pair:
+        rows = [{"source": text, "target": text} for text in texts]
+    else:
+        rows = [{"text": text, "label": f"LABEL_{number % 2}"} for number, text in enumerate(texts)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train = {"steps": 4, "global_batch_size": 4, "micro_batch_size": 4}
     sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": train}
     config = config_of(tmp_path, tmp_path / "run", num_ranks=1, **sections)
-    config.model.task = task
+    config.model.task = "seq2seq" if is_pair else "sequence_classification"
     config.data = DataConfig(
-        path=str(tmp_path / "rows.jsonl"), kind="pairs" if task == "seq2seq" else "text", sequence_length=256,
+        path=str(tmp_path / "rows.jsonl"), kind="pairs" if is_pair else "text", sequence_length=256,
         cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     check(name, plan_of(config, 1), measure_finetune(config, 1))

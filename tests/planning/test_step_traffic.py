@@ -41,6 +41,7 @@ ROWS, LENGTH = 2, 16
 WRAPPERS: dict[str, type[ShardConfig]] = {"fsdp2": Fsdp2Config, "fsdp1": Fsdp1Config, "ddp": DdpConfig}
 
 _LORA, _LAST_LAYER = LoraConfig(rank=2), LoraConfig(rank=2, layers_to_transform=[3])
+_EMBEDDING_TOO = LoraConfig(rank=2, layers_to_transform=[3], modules_to_save=["embed_tokens"])
 
 # Wrapper, ranks, its settings, model, micro-batches, adapter.
 Case = tuple[str, int, dict[str, Any], str, int, LoraConfig | None]
@@ -87,6 +88,7 @@ CASES: list[Case] = [
     ("fsdp2", 2, {}, "four layers", 1, _LAST_LAYER),
     ("fsdp2", 2, {"prefetch_backward": 2}, "four layers", 2, _LAST_LAYER),
     ("fsdp2", 2, {"reshard_after_forward": False}, "four layers", 1, _LAST_LAYER),
+    ("fsdp2", 2, {}, "four layers", 1, _EMBEDDING_TOO),
     ("fsdp1", 2, {}, "four layers", 1, _LAST_LAYER),
     ("fsdp1", 2, {}, "llama", 2, None),
     ("fsdp1", 4, {"replicas": 2}, "llama", 2, None),

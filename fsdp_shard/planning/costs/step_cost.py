@@ -56,7 +56,8 @@ class StepCost:
         precision: What is multiplied: `bf16`, `tf32` or `fp32`.
         traffic: What it sends to other ranks.
         memory_bytes: Device memory that it reads and writes at least: parameters once a pass, what gathers write,
-            gradients, activations between the passes, and the state that the optimizer updates.
+            gradients, activations between the passes and those that are recomputed, and the state that the optimizer
+            updates.
         to_host_bytes: Bytes that offload copies from the device.
         to_device_bytes: Bytes that offload copies back.
         checkpoint: A saved step.

@@ -38,7 +38,7 @@ class EvaPass:
 
     @property
     def rows(self) -> str:
-        """What rows are."""
+        """What rows are: FULL, FILLED_UP or PACKED."""
         return self.size.rows
 
     @property

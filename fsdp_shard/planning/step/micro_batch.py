@@ -113,7 +113,7 @@ class BatchSize:
         num_rows: Number of sequences.
         length: Number of tokens that this rank has of each.
         num_parts: Number of ranks that divide each sequence.
-        rows: FULL, FILLED_UP, of which the model is told by a mask, or PACKED, which have positions.
+        rows: FULL, FILLED_UP, which have a mask of their tokens, or PACKED, which have positions.
         shares_prompts: Whether these are pairs that share prompts, and so have segments.
         keeps_whole: Whether ranks that divide sequences have the tokens of the whole ones, too, to compare answers.
     """

@@ -19,7 +19,7 @@ from fsdp_shard.models import attention_implementations
 # up or a token sees its neighbors; else kernels with a causal flag are used. This attention is sdpa with those masks.
 _ATTENTION = "fsdp_shard_plan"
 
-# Rows of one length; rows that are filled up to one, of which the model is told; rows of several documents.
+# Rows of one length; rows that are padded to one, with a mask of their tokens; rows of several documents.
 FULL, FILLED_UP, PACKED = "full", "filled up", "packed"
 
 
@@ -31,7 +31,7 @@ def _row_mask(*, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) 
 def _filled_up_mask(
     *, batch_size: int, q_length: int, kv_length: int, has_encoder: bool, **kwargs: Any
 ) -> torch.Tensor | None:
-    """The mask where rows are filled up; of a model with an encoder, it is not told what fills up the decoder's."""
+    """The mask where rows are padded; of a model with an encoder, those of the decoder have no mask of their tokens."""
     if has_encoder and "allow_is_bidirectional_skip" not in kwargs:  # which masks of decoders do not allow
         return _local_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
     return _row_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length)
