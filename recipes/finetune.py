@@ -22,7 +22,7 @@ def main(config: fs.FinetuneConfig) -> None:
     """Fine-tune `model` on `data`. Every rank runs this; `check_finetune` runs once before."""
     with fs.start_run(config) as start:
         if start.is_finished:
-            return  # as it says
+            return  # start_run has said that the run is finished
         context, data = start.context, fs.add_reference(config, start, fs.open_data(config, start))
         # On the meta device; then wrapped along its no-split blocks; then each rank reads its own shards.
         with fs.build_unfilled(config, start) as unfilled:
@@ -40,8 +40,8 @@ def main(config: fs.FinetuneConfig) -> None:
             saver.note_best(run.state)
             for report in fs.train(run):
                 log.step(report)
-                saver.poll()  # ends a save in the background
-                evaluator.after_step()  # says whether this step is the best
+                saver.poll()  # reports a save in the background once all ranks have finished it
+                evaluator.after_step()  # evaluates if that is due; the step may become the best
                 if run.is_over or saver.is_due(run.state, run.config.num_steps):
                     saver.save(run.state)
             saver.finish()

@@ -11,7 +11,7 @@ def main(config: fs.PlanConfig) -> None:
     """
     plan = fs.plan_run(config)
     print(plan.text)
-    if plan.model.step is None and config.kept_run_dir is not None:  # nothing is written into the directory of a run
+    if config.kept_run_dir is not None and not plan.resumes:  # nothing is written into the directory of a run
         fs.write_config(config)
         fs.write_result(config.kept_run_dir, plan.figures)
         plan.draw(config.kept_run_dir)

@@ -71,7 +71,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         The index of the merged model; its notes say what was left out.
 
     Raises:
-        CheckpointError: The adapter is not for this base, or it is more than plain LoRA.
+        CheckpointError: The adapter is not for this base, or it is neither LoRA nor DoRA.
     """
     settings, parts = check_adapter(adapter)
     recorded = read_base_model(adapter.root)
@@ -111,7 +111,7 @@ def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[
         side: The directory with the config of the base.
 
     Raises:
-        CheckpointError: The adapter is not for this base, is more than plain LoRA, or contradicts itself.
+        CheckpointError: The adapter is not for this base, is neither LoRA nor DoRA, or contradicts itself.
     """
     settings, parts = check_adapter(adapter)
     recorded = read_base_model(adapter.root)
@@ -143,7 +143,7 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
     """Check what an adapter's files say without its base: settings, names, and the ranks of adapted modules.
 
     Raises:
-        CheckpointError: It is more than plain LoRA, or its settings and tensors contradict each other.
+        CheckpointError: It is neither LoRA nor DoRA, or its settings and tensors contradict each other.
     """
     settings = parse_lora(adapter.root / peft.ADAPTER_CONFIG, peft.read_adapter_config(adapter.root))
     parts = AdapterParts({}, {})
@@ -151,7 +151,7 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
         fqn = name.removeprefix(_PREFIX)
         match = _LOW_RANK.fullmatch(fqn) or (_MAGNITUDE.fullmatch(fqn) if settings.is_dora else None)
         if fqn == name or ("lora_" in fqn and not match):
-            raise CheckpointError(f"{adapter.root} holds {name}, which is no part of plain LoRA; merge it with peft.")
+            raise CheckpointError(f"{adapter.root} holds {name}, which is no part of LoRA or DoRA; merge it with peft.")
         if match:
             held, factor = parts.factors.setdefault(match["module"], {}), match.groupdict().get("factor", "M")
             if other := held.get(factor):

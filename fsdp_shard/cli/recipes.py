@@ -38,7 +38,8 @@ def recipe(
         schema: A config dataclass of `fsdp_shard.config`, or a dataclass that extends one.
         check: Called with the config once before any rank starts; raises an InputError if a file that the config names
             is not what it must be.
-        writes_config: The function itself writes RUN_DIR/config.yaml, when it is known to be that of the directory.
+        writes_config: The function itself writes RUN_DIR/config.yaml, once it knows that the directory belongs to this
+            run.
 
     Returns:
         The decorator.
@@ -320,7 +321,7 @@ def load_recipe(path: str | Path) -> Recipe[Any]:
     if len(found) != 1:
         raise ConfigError(
             f"{path} has {len(found)} functions that are recipes and must have exactly one: decorate its main function "
-            f"with @recipe(...) of fsdp_shard.cli."
+            f"with @fs.recipe(...), where fs is fsdp_shard."
         )
     _loaded[file] = found[0]
     return found[0]

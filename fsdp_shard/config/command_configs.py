@@ -102,7 +102,7 @@ class RunConfig:
 
 @dataclass
 class FinetuneConfig(RunConfig):
-    """Fine-tune a causal language model under FSDP.
+    """Fine-tune a model under FSDP or DDP: causal, masked, encoder-decoder or classifier.
 
     Example:
         >>> @dataclasses.dataclass  # doctest: +SKIP

@@ -107,14 +107,14 @@ def open_samples(
         tokenized: The files, as `tokenize_all` returned them.
         task: The task of the model; default is a causal language model.
         seed: Seed of masked tokens, and of the order of streamed data.
-        open_tokenizer: Returns the tokenizer; needed for streamed data only, which use it in a thread.
+        open_tokenizer: Returns the tokenizer; needed for streamed data only, which uses it in a thread.
         ranks: The ranks that train, with a group on the CPU, for streamed data; None is this process alone.
 
     Raises:
         DataError: A file cannot be read, or has nothing to train on.
     """
     task, special = task or Task(), tokenized.special
-    counts, held_out, parts = _counts(config), dict[str, MapDataset](), dict[str, Dataset]()
+    samples_per_round, held_out, parts = _samples_per_round(config), dict[str, MapDataset](), dict[str, Dataset]()
     if config.streaming:
         assert open_tokenizer is not None
         streams, notes = _open_streams(config, open_tokenizer(), task, seed, ranks)
@@ -123,15 +123,15 @@ def open_samples(
         files, divided, notes = _open_files(config, tokenized, task, seed)
         held_out.update(divided)
         for name, file in files.items():
-            parts[name] = Shuffled(file, seed_of(seed, name) if counts else seed)
+            parts[name] = Shuffled(file, seed_of(seed, name) if samples_per_round else seed)
     for name, own in {"": config, **held_out_sets_of(config)}.items():
         if name in tokenized.held_out:
             held_out[name], note = SampleFactory(own, task, special, seed).open(tokenized.held_out[name])
             notes.append(f"held out{f', {name}' if name else ''}: {note}")
     all_held_out = Concatenation(held_out) if held_out.keys() - {""} else held_out.get("")
-    if not counts:
+    if not samples_per_round:  # no mixture
         return Samples(parts[""], all_held_out, (*tokenized.notes, *notes))
-    mixture = Mixture(parts, counts)
+    mixture = Mixture(parts, samples_per_round)
     if until := mixture.samples_until_repeat():
         listed = ", ".join(f"{name} {count:,}" for name, count in until.items())
         notes.append(f"samples of the mixture until a source repeats: {listed}")
@@ -185,10 +185,10 @@ def _open_files(
     """Return what is trained of each source, the part of it that is held out, and notes."""
     train: dict[str, SourceDataset] = {}
     held_out: dict[str, SourceDataset] = {}
-    notes, counts = [], _counts(config)
+    notes, samples_per_round = [], _samples_per_round(config)
     for name, source in sources_of(config).items():
         train[name], note = SampleFactory(source, task, tokenized.special, seed).open(tokenized.train[name])
-        notes.append(f"{_title(name, counts)}: {note}")
+        notes.append(f"{_title(name, samples_per_round)}: {note}")
         if config.eval_fraction > 0:
             train[name], held_out[name] = _divide(source, train[name])
             notes.append(
@@ -201,21 +201,24 @@ def _open_streams(
     config: DataConfig, tokenizer: Tokenizer, task: Task, seed: int, ranks: Communicator | None
 ) -> tuple[dict[str, StreamDataset], list[str]]:
     special = SpecialTokens.of(tokenizer) if task.name == MASKED_LM else None
-    counts, lock = _counts(config), Lock()
+    samples_per_round, lock = _samples_per_round(config), Lock()
     streams = {}
     for name, source in sources_of(config).items():
-        factory = SampleFactory(source, task, special, seed_of(seed, name) if counts else seed)
+        factory = SampleFactory(source, task, special, seed_of(seed, name) if samples_per_round else seed)
         streams[name] = open_stream(factory, with_chat_template(tokenizer, source), lock, ranks)
-    notes = [f"{_title(name, counts)}: {stream.summary}" for name, stream in streams.items()]
+    notes = [f"{_title(name, samples_per_round)}: {stream.summary}" for name, stream in streams.items()]
     return streams, notes
 
 
-def _counts(config: DataConfig) -> dict[str, int]:
+def _samples_per_round(config: DataConfig) -> dict[str, int]:
+    """Number of samples of each source in a round of the mixture; empty without one."""
     return counts_per_round({name: source.weight for name, source in mixture_of(config).items()})
 
 
-def _title(name: str, counts: Mapping[str, int]) -> str:
-    return f"train, {name} ({counts[name]} of {sum(counts.values())} samples)" if counts else "train"
+def _title(name: str, samples_per_round: Mapping[str, int]) -> str:
+    if not samples_per_round:
+        return "train"
+    return f"train, {name} ({samples_per_round[name]} of {sum(samples_per_round.values())} samples)"
 
 
 def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, SourceDataset]:

@@ -1,6 +1,7 @@
 """Run one function on every rank of a run: in this process, in ranks started here, or as a rank that others started.
 
-torch is imported only when ranks are really started or joined.
+The variables of torch and NCCL that ranks get are here, too. torch is imported only when ranks are really started or
+joined.
 """
 
 import os

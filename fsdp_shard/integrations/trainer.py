@@ -101,7 +101,7 @@ class CheckpointerCallback(TrainerCallback):
         self._epoch = 0  # of the next batch
         self._epoch_random: Any = None  # when that epoch began
         self._step_random: Any = None  # for the first step of a resumed run
-        self._made: Groups | None = None  # the settings of the optimizer before the first step of the run
+        self._initial_groups: Groups | None = None  # the settings of the optimizer before the first step of the run
         self._rows: str | None = None  # digest of the training data
 
     def resume_from(self, trainer: Trainer) -> str | None:
@@ -170,7 +170,9 @@ class CheckpointerCallback(TrainerCallback):
         self._epoch_random = self._step_random = None
         self._rows = digest_of_rows(given["train_dataloader"].dataset)
         # The Trainer may have resumed from a step of its own, whose settings are then no longer known.
-        self._made = settings_of(given["optimizer"]) if state.global_step == 0 or self._step is not None else None
+        self._initial_groups = (
+            settings_of(given["optimizer"]) if state.global_step == 0 or self._step is not None else None
+        )
         try:
             self._check_evaluations(args)
             if self._step is not None:
@@ -208,7 +210,7 @@ class CheckpointerCallback(TrainerCallback):
         checkpointer, step = self._checkpointer, state.global_step
         assert checkpointer is not None
         self._require_monitored(state)
-        arguments = self._arguments(args, state, given, self._epoch, self._epoch_random)
+        arguments = self._save_arguments(args, state, given, self._epoch, self._epoch_random)
         if step > self._saved and step % self._interval(args, state) == 0:
             self._save(state, given, arguments)
         if checkpointer.save_on_signal(step, given["model"], given["optimizer"], **arguments):
@@ -223,7 +225,7 @@ class CheckpointerCallback(TrainerCallback):
             has_begun = steps_per_epoch is None or state.global_step % steps_per_epoch > 0
             epoch = self._epoch if has_begun else _epoch(state.global_step, steps_per_epoch)
             begun_with = self._epoch_random if has_begun else None
-            self._save(state, given, self._arguments(args, state, given, epoch, begun_with))
+            self._save(state, given, self._save_arguments(args, state, given, epoch, begun_with))
         assert self._checkpointer is not None
         self._checkpointer.wait()
         if self._monitor is not None and state.is_world_process_zero and self._checkpointer.best is None:
@@ -266,7 +268,7 @@ class CheckpointerCallback(TrainerCallback):
             )
         if restored.has_random_state:
             self._step_random, self._epoch_random = random_state(), restored.extra_per_rank
-        elif not (restored.extra["is_of_any_ranks"] and _is_of_any_ranks(args, loader)):
+        elif not (restored.extra["is_of_any_ranks"] and _order_ignores_ranks(args, loader)):
             raise CheckpointError(
                 f"{restored.directory} was saved by another number of ranks, and the order of this training data "
                 f"depends on them. Resume it on as many ranks."
@@ -275,11 +277,11 @@ class CheckpointerCallback(TrainerCallback):
 
     def _follow_arguments(self, given: dict[str, Any], restored: Restored) -> None:
         """Go on with optimizer and schedule as TrainingArguments has them now."""
-        made, now = restored.extra.get("settings"), self._made
+        made, now = restored.extra.get("settings"), self._initial_groups
         assert now is not None
         follow_arguments(given["optimizer"], given["lr_scheduler"], made, now, restored)
         if made is None:  # the settings of the step are in use, whatever they are
-            self._made = None
+            self._initial_groups = None
 
     def _check_evaluations(self, args: TrainingArguments) -> None:
         """Raise ConfigError if `monitor` is a metric of evaluations, and there are none."""
@@ -312,15 +314,15 @@ class CheckpointerCallback(TrainerCallback):
             return self._every
         return math.ceil(args.save_steps if args.save_steps >= 1 else args.save_steps * state.max_steps)
 
-    def _arguments(
+    def _save_arguments(
         self, args: TrainingArguments, state: TrainerState, given: dict[str, Any], epoch: int, epoch_random: Any
     ) -> dict[str, Any]:
         loader = given["train_dataloader"]
         extra = {
             "data": self._data(args, loader),
             "epoch": epoch,
-            "settings": self._made,
-            "is_of_any_ranks": _is_of_any_ranks(args, loader),
+            "settings": self._initial_groups,
+            "is_of_any_ranks": _order_ignores_ranks(args, loader),
         }
         return {
             **_states(given),
@@ -410,7 +412,7 @@ def _epoch(step: int, steps_per_epoch: int | None) -> int:
     return 0 if steps_per_epoch is None else step // steps_per_epoch
 
 
-def _is_of_any_ranks(args: TrainingArguments, loader: Any) -> bool:
+def _order_ignores_ranks(args: TrainingArguments, loader: Any) -> bool:
     """Whether the batches of all ranks together are the same ones on any number of ranks."""
     if isinstance(loader.dataset, IterableDataset):
         is_divided = isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDatasetShard)

@@ -34,7 +34,6 @@ from .quantized_linear import (
     QuantizationCode as QuantizationCode,
     QuantizedLinear as QuantizedLinear,
     QuantizedWeight as QuantizedWeight,
-    dequantization_bytes as dequantization_bytes,
     quantized_weights as quantized_weights,
     weights_per_parameter as weights_per_parameter,
 )

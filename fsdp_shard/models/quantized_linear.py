@@ -198,11 +198,5 @@ def weights_per_parameter(model: nn.Module) -> dict[str, int]:
     return found | {f"{fqn}.rows": module.num_weights for fqn, module in quantized_weights(model)}
 
 
-def dequantization_bytes(model: nn.Module, itemsize: int) -> int:
-    """Return the memory in bytes to decode the largest quantized weight of `model` to a dtype of `itemsize` bytes."""
-    num_weights = max((module.num_weights for _, module in quantized_weights(model)), default=0)
-    return num_weights * itemsize + 8 * min(num_weights, _DECODED_AT_ONCE)
-
-
 def _decode(rows: torch.Tensor, code: QuantizationCode, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return code.decode(rows.view(torch.uint8), shape[0] * shape[1], dtype).view(shape)

@@ -102,7 +102,7 @@ class PlannedDispatchConfig(DispatchConfig):
 
 @dataclass
 class PlanSettings:
-    """The settings of `fsdp-shard plan` other than `model`, `shard`, `train`, `optim` and `launch`."""
+    """The settings of `fsdp-shard plan` other than the sections that `PlanConfig` takes from a run."""
 
     search: bool = setting(
         False,

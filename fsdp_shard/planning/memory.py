@@ -14,8 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
 from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
-from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun, RankMemory
+from fsdp_shard.planning.memory_plan import MemoryPlan, RankMemory
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.device_overhead import device_overhead
 from fsdp_shard.planning.step.shard_state import (
     RankPart,

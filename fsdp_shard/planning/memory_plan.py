@@ -1,103 +1,14 @@
-"""What is planned, and what a plan says: the settings of a run, and the memory of each of its ranks."""
+"""What a plan says of memory: that of each rank, and of the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fsdp_shard import data, models, sharding
-from fsdp_shard.planning.step.recording.fake_attention import FILLED_UP, FULL, PACKED
+from fsdp_shard import models
 from fsdp_shard.planning.step.snapshot import EVA, Snapshot
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
-from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """The settings of the planned run, as in `finetune`.
-
-    Attributes:
-        model: As in `finetune`, like the others that are not described here.
-        sequence_length: In tokens.
-        num_ranks: Number of ranks.
-        saves_asynchronously: Whether saves may copy the state into host memory.
-        saves_every: Number of steps between saves; 0 saves the last step only.
-        resumes: Whether it continues from a step, whose optimizer state it reads.
-        is_streamed: Whether samples are not known before.
-        on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
-        is_packed: Whether rows hold several documents, or pairs that share prompts, which sdpa keeps apart by a mask.
-    """
-
-    model: models.ModelConfig
-    shard: sharding.ShardConfig
-    train: TrainConfig
-    optim: OptimConfig
-    sequence_length: int
-    num_ranks: int
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    saves_asynchronously: bool = True
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    is_streamed: bool = False
-    on_gpu: bool = False
-    is_packed: bool = False
-    saves_every: int = 0
-    resumes: bool = False
-
-    @property
-    def num_shards(self) -> int:
-        """Number of ranks that one replica is sharded over."""
-        return sharding.num_shards(self.shard, self.num_ranks)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of micro-batches of each rank in a step."""
-        return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.num_data_ranks))
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Number of ranks, or of groups that divide sequences, that each see samples of their own."""
-        return sharding.num_data_ranks(self.shard, self.num_ranks)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of sequences in a micro-batch that are kept for the backward pass: both answers of each pair.
-
-        Packed, a sequence holds several pairs.
-        """
-        return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" and not self.is_packed else 1)
-
-    @property
-    def num_read_rows(self) -> int:
-        """Number of sequences in a micro-batch: samples that are compared, or have another answer, are two."""
-        is_one = self.objective.samples == "rows" or (self.objective.samples == "pairs" and self.is_packed)
-        return self.train.micro_batch_size * (1 if is_one else 2)
-
-    @property
-    def rows(self) -> str:
-        """What rows of a micro-batch are: FULL, FILLED_UP or PACKED. Causal models need not know what fills them up."""
-        return PACKED if self.is_packed else FULL if self.model.task == data.CAUSAL else FILLED_UP
-
-    @property
-    def has_sharded_reference(self) -> bool:
-        """Whether a frozen copy of the model is sharded alongside it."""
-        return self.reference_kind == "sharded"
-
-    @property
-    def reference_kind(self) -> str | None:
-        """Where the reference of a preference objective comes from."""
-        begins_at_base = self.adapter.begins_at_base
-        return self.objective.reference_kind(begins_at_base=begins_at_base, is_streamed=self.is_streamed)
-
-    @property
-    def part_length(self) -> int:
-        """Number of tokens that a rank has of each sequence."""
-        return -(-self.sequence_length // self.shard.context_parallel)
-
-    @property
-    def padded_length(self) -> int:
-        """The same, with what is filled up so that all ranks have two chunks of one length."""
-        return self.part_length + (self.part_length % 2 if self.shard.context_parallel > 1 else 0)
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,16 @@ class PlannedSettings(Protocol):
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The `source` of a model, the `step` that it is of, if any, and a `note` if it could not be compared with that."""
+    """The model of a planned run.
+
+    Attributes:
+        source: Where it is.
+        resumed_from: The directory of the step that the run would resume from; None if it would begin.
+        note: Why the model could not be compared with that of the step.
+    """
 
     source: Location
-    step: Path | None = None
+    resumed_from: Path | None = None
     note: str | None = None
 
 
@@ -104,6 +110,11 @@ class RunPlan:
     memory: MemoryPlan | None = None
     memory_bytes: int | None = None
     host: HostMemory | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run would go on from a step: `run_dir` is then that of the run."""
+        return self.model.resumed_from is not None
 
     def draw(self, directory: str | Path) -> None:
         """Leave plan.html, and timeline.png if matplotlib is installed, in `directory`; of a search, search.png."""

@@ -14,7 +14,8 @@ from fsdp_shard.utils import format_size
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
+    from fsdp_shard.planning.memory_plan import MemoryPlan
+    from fsdp_shard.planning.planned_run import PlannedRun
 
 
 def plan_one(config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun) -> RunPlan:
@@ -39,7 +40,7 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     lacks_host = host is not None and not host.fits(plan)
     if plan.fits(memory_bytes) is False or (lacks_host and memory_bytes is not None and plan.peak_bytes is not None):
         assert memory_bytes is not None, "else it is not known"
-        nodes, starts = config.launch.min_nodes, model.step is None
+        nodes, starts = config.launch.min_nodes, model.resumed_from is None
         chosen, off = chosen_settings(config), switched_off(config)
         found = advise(planner, run, memory_bytes, chosen, num_nodes=nodes, fixed=off, trains_other=starts)
         lines += advice_lines(found)

@@ -212,8 +212,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     totals = _read_totals(run, total, norm, torch.cat([counts, sums.metrics()]), loader.seconds_waited)
     loss, grad_norm, num_tokens = totals.loss, totals.grad_norm, totals.num_tokens
     fault = _update(run, loaded, losses, totals)
-    num_sources = len(run.dataset.source_names)
-    by_name = dict(zip(run.dataset.source_names, map(round, totals.others[:num_sources]), strict=True))
+    by_name = dict(zip(run.dataset.source_names, totals.source_tokens, strict=True))
     state.advance(len(loaded.samples), num_tokens, by_name, skipped=bool(fault))
     state.place = run.dataset.state_dict(state.num_samples)
     seconds = time.perf_counter() - began
@@ -233,7 +232,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
         sources=source_figures(run.dataset, state.num_samples, state.source_tokens),
         epoch=state.epoch,
         total_tokens=state.num_tokens,
-        metrics=sums.means(totals.others[num_sources:]),
+        metrics=sums.means(totals.metric_sums),
     )
 
 
@@ -286,20 +285,21 @@ def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, su
             loss = objective.terms(Pass(model, batch, divisors, sums, reference, shared)).sum()
             loss.backward()
         # Ranks that divide sequences each have the whole loss, and the gradient of their own tokens.
-        num_same = run.context.num_context_ranks if objective.compares_whole_sequences else 1
-        losses.append(loss.detach() / num_same)
+        num_copies = run.context.num_context_ranks if objective.compares_whole_sequences else 1
+        losses.append(loss.detach() / num_copies)
     return losses
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """What a step reads from the device: figures of all ranks, as in `StepReport`; `others` are the other counts."""
+    """What a step reads from the device: figures of all ranks, as in `StepReport`, and the sums of its metrics."""
 
     loss: float
     grad_norm: float
     data_seconds: float
     num_tokens: int
-    others: list[float]
+    source_tokens: list[int]
+    metric_sums: list[float]
     memory_bytes: int
     stop_signal: int
 
@@ -307,7 +307,7 @@ class _Totals:
 def _read_totals(
     run: TrainingRun, loss: torch.Tensor, grad_norm: torch.Tensor, counts: torch.Tensor, waited: float
 ) -> _Totals:
-    """Reduce the figures of each rank on the device, and read them: the only time that a step waits for a GPU.
+    """Reduce the figures of each rank on the device, and read them: the only time that this loop waits for a GPU.
 
     The norm is the same on all ranks unless one of them failed; then none may continue.
 
@@ -329,12 +329,14 @@ def _read_totals(
     read = torch.cat([sums, highest, own_norm, counts]).tolist()
     total_loss, total_norm, all_waited, memory_bytes, stop_signal, norm, *all_counts = read
     num_tokens, *others = (count / context.num_tensor_ranks for count in all_counts)
+    num_sources = len(run.dataset.source_names)
     return _Totals(
         loss=total_loss / context.world_size,
         grad_norm=norm if math.isfinite(total_norm) else total_norm,
         data_seconds=all_waited / context.world_size,
         num_tokens=round(num_tokens),
-        others=others,
+        source_tokens=[round(count) for count in others[:num_sources]],
+        metric_sums=others[num_sources:],
         memory_bytes=int(memory_bytes),
         stop_signal=int(stop_signal),
     )

@@ -210,3 +210,8 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "best_step": ((int, type(None)), "a whole number of at least 0 or null"),
     "reference_loss": ((float, int, type(None)), "a number or null"),
 }
+
+
+def is_due(step: int, every: int, num_steps: int) -> bool:
+    """Whether something that happens every `every` steps (0: never) and after the last step happens after `step`."""
+    return step == num_steps or (every > 0 and step % every == 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fsdp_shard.evaluation.perplexity_task import significance
-from fsdp_shard.evaluation.perplexity_task.significance import Difference, bootstrap_interval, sign_flip_p_value
+from fsdp_shard.evaluation.significance import Difference, bootstrap_interval, sign_flip_p_value
 
 
 def test_the_interval_is_that_of_the_normal_approximation_for_many_documents() -> None:

@@ -14,7 +14,8 @@ from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning.memory import plan_memory
-from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, PlannedRun
+from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import optimizer as planned_optimizer
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from fsdp_shard.models import ModelConfig, build_on_meta, load_config, no_split_blocks
 from fsdp_shard.planning.memory import plan_memory
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
 from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, ShardConfig, plan_units
 from fsdp_shard.training import AdamWConfig, MuonConfig, TrainConfig

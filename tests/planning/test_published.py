@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning.memory import plan_memory
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training import AdamWConfig, AdapterConfig, LoraConfig, TrainConfig
 

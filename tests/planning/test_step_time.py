@@ -32,8 +32,8 @@ from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.costs.step_report import step_figures, step_report
 from fsdp_shard.planning.costs.step_time import missing_figures, step_time
 from fsdp_shard.planning.devices import Hardware
-from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.sharding import Fsdp2Config, ShardConfig, recompute_blocks
 from fsdp_shard.training import (
     OBJECTIVES,

@@ -18,8 +18,8 @@ from fsdp_shard.models import ModelConfig, build_on_meta, rebuild_buffers
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_time import link_bytes, network_bytes
 from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
-from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.sharding import ContextRanks, DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, attending, chosen_method
 from fsdp_shard.training import (
     OBJECTIVES,

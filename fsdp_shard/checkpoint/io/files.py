@@ -28,7 +28,7 @@ from fsdp_shard.utils import limits, open_regular, read_range, refuse_excess
 _NOT_IN_NAMES = re.compile(r"[\0\\\ud800-\udfff]")  # a lone surrogate is not valid text
 _LARGE_BYTES = 64 << 10  # less than what malloc maps on its own
 _MAX_READ = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
-_WRITE_BYTES = 512 << 10  # of more, Linux makes larger pages, which can cost a multiple (docs/decisions.md)
+_WRITE_BYTES = 512 << 10  # of more, Linux makes larger pages, which can cost a multiple
 _FICLONERANGE = 0x4020940D  # of <linux/fs.h>; architectures with another number refuse this one
 
 
@@ -99,7 +99,8 @@ def page_aligned(num_bytes: int) -> memoryview:
     """Zeroed memory to read a file into, aligned to a page if it is large.
 
     A large bytearray or numpy array begins 16 bytes after a page boundary, and the kernel's copy of whole pages to such
-    an address takes seven times as long on AMD's processors (docs/decisions.md).
+    an address takes seven times as long on AMD's processors
+    (docs/benchmarks.md#behind-the-decisions).
     """
     return memoryview(mmap.mmap(-1, num_bytes) if num_bytes >= _LARGE_BYTES else bytearray(num_bytes))
 

@@ -141,7 +141,7 @@ def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
     """Parse the document of an adapter_config.json at `where`.
 
     Raises:
-        CheckpointError: It is more than plain LoRA, or peft refuses the settings.
+        CheckpointError: It is neither LoRA nor DoRA, or peft refuses the settings.
     """
     _refuse_other_kinds(where, config)
     settings = LoraSettings(

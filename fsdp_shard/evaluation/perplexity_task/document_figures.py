@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdp_shard.data import Ints
 from fsdp_shard.evaluation.perplexity_task.scored_text import ScoredDocument, ScoredText
-from fsdp_shard.evaluation.perplexity_task.significance import LEVEL, Difference, Floats, bootstrap_interval
+from fsdp_shard.evaluation.significance import LEVEL, Difference, Floats, bootstrap_interval
 from fsdp_shard.utils import format_count, write_atomically
 
 MAX_LOSS = 700.0  # exp of more overflows a double

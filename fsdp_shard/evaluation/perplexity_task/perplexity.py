@@ -34,10 +34,10 @@ from fsdp_shard.evaluation.perplexity_task.scored_text import (
     open_documents,
     open_windows,
 )
-from fsdp_shard.evaluation.perplexity_task.significance import Difference, Floats
 from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
 from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses, batches_of_all
 from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.significance import Difference, Floats
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
 from fsdp_shard.utils import format_count, report_progress, say

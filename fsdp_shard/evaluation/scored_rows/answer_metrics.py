@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_shard.evaluation.perplexity_task.significance import Floats
 from fsdp_shard.evaluation.scored_rows.config import EXACT_MATCH, F1, ROUGE, WER
+from fsdp_shard.evaluation.significance import Floats
 from fsdp_shard.utils import format_count
 
 _ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")

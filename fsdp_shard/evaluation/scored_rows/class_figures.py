@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_shard.data import Ints
-from fsdp_shard.evaluation.perplexity_task.significance import Floats
+from fsdp_shard.evaluation.significance import Floats
 from fsdp_shard.utils import format_table
 
 _MOST_IN_RESULT = 200  # classes whose confusion matrix is in result.json

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fsdp_shard.evaluation.perplexity_task.significance import Floats
+from fsdp_shard.evaluation.significance import Floats
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_shard.data import CLASSIFICATION, Task
 from fsdp_shard.evaluation.config import EvaluateSettings
 from fsdp_shard.evaluation.earlier_results import PREDICTIONS
-from fsdp_shard.evaluation.perplexity_task.significance import LEVEL, Floats, bootstrap_interval
 from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.significance import LEVEL, Floats, bootstrap_interval
 from fsdp_shard.models import ModelConfig, context_of, load_config
 from fsdp_shard.training import data_task
 from fsdp_shard.utils import format_count, write_atomically

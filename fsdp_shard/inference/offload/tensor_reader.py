@@ -14,7 +14,7 @@ import torch
 
 from fsdp_shard.checkpoint import TensorIndex, tensor_bytes, to_torch
 
-_NUM_THREADS = 4  # docs/decisions.md
+_NUM_THREADS = 4  # requests that a disk has at once; more than the cores of a small machine
 _STAGING_BYTES = 4 << 20
 READ_BYTES = _NUM_THREADS * _STAGING_BYTES  # of all threads, for what is cast or goes to a GPU
 

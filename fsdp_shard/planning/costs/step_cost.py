@@ -12,7 +12,7 @@ from fsdp_shard.planning.costs.block_flops import Amount
 from fsdp_shard.planning.costs.model_facts import ModelFacts
 from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
 from fsdp_shard.planning.costs.unit_shares import UnitShare, unit_shares
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 
 _FLOAT32_BYTES = 4
 

@@ -14,7 +14,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.costs.block_flops import Attention
 from fsdp_shard.planning.costs.model_facts import ModelFacts, text_setting
 from fsdp_shard.planning.costs.unit_shares import COLUMN_STYLES, ROW_STYLES, UnitShare, unit_shares
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 
 _SENDS_TO_EXPERTS = "ep_dispatch_experts"
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fsdp_shard import sharding
 from fsdp_shard.planning.costs.model_facts import ModelFacts
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 
 COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
 ROW_STYLES = ("rowwise", "rowwise_rep")

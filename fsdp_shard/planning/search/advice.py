@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from fsdp_shard.errors import InputError
-from fsdp_shard.planning.memory_plan import MemoryPlan, PlannedRun
+from fsdp_shard.planning.memory_plan import MemoryPlan
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.search.memory_savers import Option, Saver, memory_savers
 from fsdp_shard.planning.search.planner import Planner
 

@@ -4,7 +4,7 @@ The costs order a search. A cost of 10 stands for a step that takes about 10 % l
 its arithmetic (true), less without its matrix products (selective); a smaller micro-batch makes matrix products
 smaller. Offloading moves bytes over PCIe. On an H200 (docs/benchmarks.md) activations that are not recomputed took
 longer to copy than to compute again, so they are offloaded only where blocks are recomputed; with the parameters in CPU
-memory a step took 20 times as long, so that comes last. A change of what is trained costs as much as it changes:
+memory a step took 10 times as long, so that comes last. A change of what is trained costs as much as it changes:
 narrower weights less than another optimizer, that less than an adapter.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 from typing import Any
 
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training import OPTIMIZERS, LoraConfig
 from fsdp_shard.utils import in_yaml

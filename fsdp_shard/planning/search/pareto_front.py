@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.search.advice import Fitting, fitting
 from fsdp_shard.planning.search.advice_report import advice_figures, what_changes
 from fsdp_shard.planning.search.planner import Planner

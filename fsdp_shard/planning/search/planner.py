@@ -11,7 +11,8 @@ from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
 from fsdp_shard.planning.memory import built_model, plan_memory
-from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, PlannedRun
+from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.training import check_batch, check_parallelism, check_trained
 from fsdp_shard.utils import check
 

@@ -10,7 +10,8 @@ from fsdp_shard.planning.run_plan import PlannedSettings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, PlannedRun
+    from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
+    from fsdp_shard.planning.planned_run import PlannedRun
     from fsdp_shard.planning.search.planner import Planner
 
 

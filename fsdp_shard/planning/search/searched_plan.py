@@ -12,7 +12,7 @@ from fsdp_shard.utils import format_size
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fsdp_shard.planning.memory_plan import PlannedRun
+    from fsdp_shard.planning.planned_run import PlannedRun
 
 
 def plan_search(

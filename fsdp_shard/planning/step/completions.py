@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.events import DONE, Event
 from fsdp_shard.planning.step.recording.fake_attention import FULL
 from fsdp_shard.planning.step.recording.recorder import Recorder

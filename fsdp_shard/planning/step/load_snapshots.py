@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from fsdp_shard.checkpoint import ENCODED_AT_ONCE, READ_STAGE_BYTES
 from fsdp_shard.models import QuantizationCode, quantized_weights
-from fsdp_shard.planning.memory_plan import PlannedRun
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.snapshot import GRADIENTS, LOADING, Snapshot, highest

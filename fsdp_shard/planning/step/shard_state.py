@@ -9,8 +9,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import sharding
-from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.step.optimizer import exchange_bytes, state_bytes_of_each, step_bytes, whole_update_bytes
 from fsdp_shard.planning.step.recording.recorder import pinned_bytes

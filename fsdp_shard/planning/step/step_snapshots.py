@@ -11,8 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import sharding
 from fsdp_shard.planning.facts import Facts, of_one_rank
-from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model

@@ -96,7 +96,7 @@ class LiveStorages(TorchDispatchMode):
     Attributes:
         fake: The mode that makes tensors fake.
         phase: What runs, unless a backward pass does: as in `Snapshot`.
-        has_turned: Whether the backward pass of the model has begun: losses have small ones of their own before.
+        in_backward_pass: Whether the backward pass of the model has begun: losses have small ones of their own before.
         where: FQN of the block that runs.
         events: The log.
     """
@@ -104,7 +104,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self, *, follows_values: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._follows_values = follows_values
-        self.phase, self.where, self.has_turned = "load", "", False
+        self.phase, self.where, self.in_backward_pass = "load", "", False
         self.events: list[Event] = []
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live: dict[int, Storage] = {}
@@ -192,7 +192,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _phase_of(self, name: str) -> str:
-        if not (in_backward() and self.has_turned):
+        if not (in_backward() and self.in_backward_pass):
             self.where = "" if self.phase == "optimizer" else self.where
             return self.phase
         self.phase = "optimizer"  # what follows the backward pass, unless a forward pass does

@@ -31,8 +31,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import data, models, sharding
 from fsdp_shard.distributed import DistributedContext, as_fake_rank
 from fsdp_shard.errors import ConfigError, FsdpShardError
-from fsdp_shard.planning.memory_plan import PlannedRun
 from fsdp_shard.planning.meta_model import build_adapted
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
 from fsdp_shard.planning.step.recording.recorder import tensors_in
 from fsdp_shard.planning.step.snapshot import Snapshot
@@ -210,7 +210,7 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
         live.phase = "forward"
         with _phases(live, training, built.blocks, state):
             for _ in train(training):
-                training.interrupted_by = 0  # as everything that is read is 1
+                training.interrupted_by = 0  # a fake tensor reads as 1, as if a signal to stop had come
                 live.phase = "optimizer"
     uncounted = {*(_ON_HOST if shard.cpu_offload else (OFFLOADED,)), *((GLOO,) if run.on_gpu else ())}
     found = snapshots(live.events, uncounted)
@@ -336,16 +336,16 @@ def _phases(
     module, optimizer = run.model.module, run.optimizer
 
     def begin_forward(*args: Any) -> None:
-        live.phase, live.where, live.has_turned = "forward", "", False
+        live.phase, live.where, live.in_backward_pass = "forward", "", False
 
-    def turn(*args: Any) -> None:
-        live.has_turned = True
+    def enter_backward(*args: Any) -> None:
+        live.in_backward_pass = True
 
     def end_forward(module: nn.Module, args: Any, output: Any) -> None:
         live.phase, live.where = "loss", ""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(turn)
+                tensor.grad_fn.register_prehook(enter_backward)
 
     def before_update(*args: Any) -> None:
         gradients = [param.grad for param in module.parameters() if param.grad is not None]

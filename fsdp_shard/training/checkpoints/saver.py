@@ -13,9 +13,8 @@ from fsdp_shard.errors import SaveError
 from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_saver import SaveLog, StepSaver
 from fsdp_shard.training.load_model import LoadedModel
-from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.optim.weight_average import WeightAverage
-from fsdp_shard.training.trainer_state import TrainerState
+from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
 class Saver(StepSaver):

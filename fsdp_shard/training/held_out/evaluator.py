@@ -18,8 +18,7 @@ from fsdp_shard.training.figures import finite
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, metric_means
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
-from fsdp_shard.training.optim.lr_schedule import is_due
-from fsdp_shard.training.trainer_state import TrainerState
+from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
 @dataclass(frozen=True)

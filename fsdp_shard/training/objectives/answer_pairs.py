@@ -48,22 +48,22 @@ class Pairs:
         return self.log_probs / self.lengths.clamp(min=1)
 
 
-def run_pairs(step: Pass, reference: torch.Tensor | None) -> Pairs:
+def run_pairs(forward: Pass, reference: torch.Tensor | None) -> Pairs:
     """Run the forward pass of both answers of each pair; `reference` is [2 * num_pairs]."""
     from fsdp_shard.training.loss.forward_loss import forward_answers
 
-    log_probs = forward_answers(step.model, step.batch)
+    log_probs = forward_answers(forward.model, forward.batch)
     reference = log_probs.new_zeros(log_probs.shape) if reference is None else reference
-    return Pairs(log_probs.view(-1, 2), step.batch.answer_lengths.view(-1, 2), reference.view(-1, 2))
+    return Pairs(log_probs.view(-1, 2), forward.batch.answer_lengths.view(-1, 2), reference.view(-1, 2))
 
 
-def add_metrics(step: Pass, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
+def add_metrics(forward: Pass, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
     """Add the sums of metrics [n] over the elements that are `counted` [n]."""
     import torch
 
     number = counted.sum()
     for name, each in values.items():
-        step.sums.add_metric(name, torch.where(counted, each.detach().float(), 0.0).sum(), number)
+        forward.sums.add_metric(name, torch.where(counted, each.detach().float(), 0.0).sum(), number)
 
 
 @dataclass
@@ -82,22 +82,22 @@ class PairObjective(PreferenceConfig):
         """Return the implicit reward of each answer, float32 [num_pairs, 2]."""
         raise NotImplementedError
 
-    def terms(self, step: Pass) -> torch.Tensor:
+    def terms(self, forward: Pass) -> torch.Tensor:
         """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""
         import torch
 
-        pairs = self.run(step)
+        pairs = self.run(forward)
         losses = torch.where(pairs.is_pair, self.losses(pairs), 0.0)
-        return (losses.sum() / step.divisors[0]).reshape(1)
+        return (losses.sum() / forward.divisors[0]).reshape(1)
 
-    def run(self, step: Pass) -> Pairs:
+    def run(self, forward: Pass) -> Pairs:
         """Run the forward passes of model and reference, and add the metrics."""
-        reference = None if step.reference is None else step.reference.log_probs(step.batch)
-        pairs = run_pairs(step, reference)
-        self.add_metrics(step, pairs)
+        reference = None if forward.reference is None else forward.reference.log_probs(forward.batch)
+        pairs = run_pairs(forward, reference)
+        self.add_metrics(forward, pairs)
         return pairs
 
-    def add_metrics(self, step: Pass, pairs: Pairs) -> None:
+    def add_metrics(self, forward: Pass, pairs: Pairs) -> None:
         """Add what people look at: rewards, log-probabilities and lengths of both answers."""
         rewards = self.rewards(pairs).detach()
         chosen, rejected = rewards.unbind(1)
@@ -111,7 +111,7 @@ class PairObjective(PreferenceConfig):
             "lengths/chosen": pairs.lengths[:, 0],
             "lengths/rejected": pairs.lengths[:, 1],
         }
-        add_metrics(step, metrics, pairs.is_pair)
+        add_metrics(forward, metrics, pairs.is_pair)
 
 
 def num_pairs(batch: Batch) -> int:

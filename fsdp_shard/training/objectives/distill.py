@@ -69,16 +69,16 @@ class DistillConfig(ObjectiveConfig):
         except InputError as error:
             raise type(error)(f"objective.teacher={self.teacher}: {error}") from error
 
-    def terms(self, step: Pass) -> torch.Tensor:
+    def terms(self, forward: Pass) -> torch.Tensor:
         """Run the forward passes of both and return the sum of the losses over the divisor, [1]."""
         from fsdp_shard.training.loss.distillation import StudentTerms
         from fsdp_shard.training.loss.forward_loss import forward_rows
 
-        batch, number = step.batch, float(len(step.batch.counted))
-        labels, targets = batch.labels.flatten()[batch.counted], step.reference.targets(batch)
+        batch, number = forward.batch, float(len(forward.batch.counted))
+        labels, targets = batch.labels.flatten()[batch.counted], forward.reference.targets(batch)
         function = StudentTerms(labels, targets, self.temperature)
-        divergence, plain, same = forward_rows(step.model.module, batch, function).sum(0).unbind()
+        divergence, plain, same = forward_rows(forward.model.module, batch, function).sum(0).unbind()
         for name, total in (("kl", divergence), ("cross_entropy", plain), ("agreement", same)):
-            step.sums.add_metric(name, total, number)
+            forward.sums.add_metric(name, total, number)
         loss = self.alpha * self.temperature**2 * divergence + (1 - self.alpha) * plain
-        return (loss / step.divisors[0]).reshape(1)
+        return (loss / forward.divisors[0]).reshape(1)

@@ -72,23 +72,23 @@ class KtoConfig(ReferenceConfig):
         context.all_reduce_(total)
         return (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
 
-    def terms(self, step: Pass) -> torch.Tensor:
+    def terms(self, forward: Pass) -> torch.Tensor:
         """Run the forward pass of the answers and return the sum of their losses over the divisor, [1]."""
         import torch
 
         from fsdp_shard.training.loss.forward_loss import forward_answers
 
-        assert step.reference is not None
-        own, kl = step.batch.of_row(0), step.shared
-        log_probs, lengths = forward_answers(step.model, own), own.answer_lengths
-        ratios = log_probs - step.reference.log_probs(own)
-        is_sample, is_good = lengths > 0, step.batch.extras["desirable"] > 0
+        assert forward.reference is not None
+        own, kl = forward.batch.of_row(0), forward.shared
+        log_probs, lengths = forward_answers(forward.model, own), own.answer_lengths
+        ratios = log_probs - forward.reference.log_probs(own)
+        is_sample, is_good = lengths > 0, forward.batch.extras["desirable"] > 0
         good = self.desirable_weight * (1 - torch.sigmoid(self.beta * (ratios - kl)))
         bad = self.undesirable_weight * (1 - torch.sigmoid(self.beta * (kl - ratios)))
         rewards = self.beta * ratios
         for name, counted in (("chosen", is_sample & is_good), ("rejected", is_sample & ~is_good)):
             of_each = {"rewards": rewards, "logps": log_probs, "lengths": lengths}
-            add_metrics(step, {f"{kind}/{name}": values for kind, values in of_each.items()}, counted)
-        add_metrics(step, {"kl": kl.expand(len(ratios))}, is_sample)
+            add_metrics(forward, {f"{kind}/{name}": values for kind, values in of_each.items()}, counted)
+        add_metrics(forward, {"kl": kl.expand(len(ratios))}, is_sample)
         losses = torch.where(is_sample, torch.where(is_good, good, bad), 0.0)
-        return (losses.sum() / step.divisors[0]).reshape(1)
+        return (losses.sum() / forward.divisors[0]).reshape(1)

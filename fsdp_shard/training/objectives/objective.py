@@ -132,11 +132,11 @@ class ObjectiveConfig:
         """
         return None
 
-    def terms(self, step: Pass) -> torch.Tensor:
+    def terms(self, forward: Pass) -> torch.Tensor:
         """Run the forward pass and return the sums of the terms of the loss over `divisors`, [num_terms], in nats."""
         from fsdp_shard.training.loss.forward_loss import forward_loss
 
-        return forward_loss(step.model, step.batch, step.divisors[0], step.sums).reshape(1)
+        return forward_loss(forward.model, forward.batch, forward.divisors[0], forward.sums).reshape(1)
 
 
 @dataclass

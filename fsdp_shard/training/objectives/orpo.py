@@ -48,27 +48,27 @@ class OrpoConfig(PairObjective):
         ends = is_answer.shape[1] - is_answer[:, ::-1].argmax(axis=1)  # all tokens before are predicted, too
         return [float(num_pairs(batch)), float(ends[is_answer.any(axis=1)].sum())]
 
-    def terms(self, step: Pass) -> torch.Tensor:
+    def terms(self, forward: Pass) -> torch.Tensor:
         """Return the sums of the odds ratio's term and of the cross-entropy over their divisors, [2]."""
         import torch
 
         from fsdp_shard.data import MASKED
         from fsdp_shard.training.loss.forward_loss import forward_log_probs
 
-        batch, answers = step.batch, step.batch.labels != MASKED
+        batch, answers = forward.batch, forward.batch.labels != MASKED
         if self.learn_prompts:
             batch = batch.with_labels(_with_prompts(batch))
-        log_probs = forward_log_probs(step.model, batch)
-        of_answers = step.batch.answer_sums(torch.where(answers, log_probs, 0.0))
-        lengths = step.batch.answer_lengths
+        log_probs = forward_log_probs(forward.model, batch)
+        of_answers = forward.batch.answer_sums(torch.where(answers, log_probs, 0.0))
+        lengths = forward.batch.answer_lengths
         pairs = Pairs(of_answers.view(-1, 2), lengths.view(-1, 2), torch.zeros_like(of_answers).view(-1, 2))
-        self.add_metrics(step, pairs)
+        self.add_metrics(forward, pairs)
         ratios = torch.where(pairs.is_pair, self.losses(pairs), 0.0)
-        add_metrics(step, {"log_odds_ratio": -ratios / self.beta}, pairs.is_pair)
+        add_metrics(forward, {"log_odds_ratio": -ratios / self.beta}, pairs.is_pair)
         in_chosen = _in_chosen(batch)
         total = -torch.where(in_chosen, log_probs, 0.0).sum()
-        step.sums.add_metric("nll", total, (in_chosen & (batch.labels != MASKED)).sum())
-        return torch.stack([ratios.sum(), total]) / step.divisors
+        forward.sums.add_metric("nll", total, (in_chosen & (batch.labels != MASKED)).sum())
+        return torch.stack([ratios.sum(), total]) / forward.divisors
 
     def losses(self, pairs: Pairs) -> torch.Tensor:
         import torch

@@ -39,7 +39,7 @@ class RewardConfig(PreferenceConfig):
         """Return the number of tokens that are read."""
         return int((batch.inputs["attention_mask"] if batch.segments is None else batch.segments > 0).sum())
 
-    def terms(self, step: Pass) -> torch.Tensor:
+    def terms(self, forward: Pass) -> torch.Tensor:
         """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""
         import torch
         import torch.nn.functional as F
@@ -47,11 +47,11 @@ class RewardConfig(PreferenceConfig):
         from fsdp_shard.data import MASKED
         from fsdp_shard.training.loss.forward_loss import forward_scores
 
-        chosen, rejected = forward_scores(step.model, step.batch).view(-1, 2).unbind(1)
+        chosen, rejected = forward_scores(forward.model, forward.batch).view(-1, 2).unbind(1)
         is_pair = torch.ones_like(rejected, dtype=torch.bool)  # packed, there are no others
-        if step.batch.packed is None:
-            is_pair = step.batch.labels[1::2] != MASKED
-        margin = step.batch.extras.get("margin", torch.zeros_like(chosen))
+        if forward.batch.packed is None:
+            is_pair = forward.batch.labels[1::2] != MASKED
+        margin = forward.batch.extras.get("margin", torch.zeros_like(chosen))
         losses = -F.logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected).square()
         metrics = {
             "rewards/chosen": chosen,
@@ -59,5 +59,5 @@ class RewardConfig(PreferenceConfig):
             "rewards/margins": chosen - rejected,
             "rewards/accuracies": (chosen > rejected).float(),
         }
-        add_metrics(step, metrics, is_pair)
-        return (torch.where(is_pair, losses, 0.0).sum() / step.divisors[0]).reshape(1)
+        add_metrics(forward, metrics, is_pair)
+        return (torch.where(is_pair, losses, 0.0).sum() / forward.divisors[0]).reshape(1)

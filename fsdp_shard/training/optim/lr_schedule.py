@@ -1,7 +1,8 @@
 """The learning rate and its warm-up as a function of the step alone, so that checkpoints need not keep it. Pure Python.
 
 The schedules are those of transformers' `get_scheduler`, each with a floor (`train.final_lr_fraction`); the cosine and
-its restarts after Loshchilov & Hutter, SGDR (2017). A schedule is one line in `_DECAYS`.
+its restarts after Loshchilov & Hutter, SGDR (2017). A schedule is a line in `_DECAYS`, one in
+`SCHEDULES` of `training/config.py`, and there the settings that only it has.
 """
 
 import math
@@ -16,11 +17,6 @@ def learning_rate(config: TrainConfig, peak: float, step: int) -> float:
         return peak * step / config.warmup_steps
     decay = _DECAYS[config.schedule](config, step - config.warmup_steps)
     return peak * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * decay)
-
-
-def is_due(step: int, every: int, num_steps: int) -> bool:
-    """Whether something that happens every `every` steps (0: never) and after the last step happens after `step`."""
-    return step == num_steps or (every > 0 and step % every == 0)
 
 
 def _progress(config: TrainConfig, since_warmup: int) -> float:

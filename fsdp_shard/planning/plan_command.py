@@ -1,0 +1,189 @@
+"""The plan of a run from its settings: its model, the memory of each rank, and with a device map that of `generate`.
+
+The checks need no torch, so that a mistake shows at once; `plan_run` loads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_shard.checkpoint import CHECKPOINTS, Store
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import check_model_config
+from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan
+from fsdp_shard.planning.search.searched_plan import plan_search
+from fsdp_shard.planning.single_plan import plan_one
+from fsdp_shard.utils import only_errors_of, require_package
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from fsdp_shard.planning.measured.measured_run import MeasuredRun
+    from fsdp_shard.planning.planned_run import PlannedRun
+
+
+def check_plan(config: PlannedSettings) -> None:
+    """Raise an InputError for what can be found wrong with a plan before torch is loaded.
+
+    Example:
+        >>> fs.check_plan(config)  # doctest: +SKIP
+    """
+    if config.run is not None and Path(config.run_dir).resolve() == Path(config.run).resolve():
+        raise ConfigError(
+            f"run_dir={config.run_dir} is the run that is compared, and nothing is written into it; give another "
+            f"run_dir."
+        )
+    config.adapter.check_installed()
+    config.optim.check_installed()
+    if config.search and config.kept_run_dir is not None:
+        require_package("matplotlib", "plots", "search=true with run_dir", "leave run_dir out")
+    source = planned_model(config).source
+    check_model_config(source.directory)
+    source.check_dequantizable()
+
+
+def plan_run(config: PlannedSettings) -> RunPlan:
+    """Plan what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks.
+
+    Args:
+        config: The settings of `plan`. Of the model only its config is read.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ModelError, ConfigError: The model cannot be built, or the settings do not fit it.
+
+    Example:
+        >>> plan = fs.plan_run(config)  # doctest: +SKIP
+        >>> plan.figures["peak_bytes"]  # doctest: +SKIP
+        8437268480
+    """
+    from fsdp_shard.data import check_packed
+    from fsdp_shard.models import check_model_task, context_of
+    from fsdp_shard.planning.measured.comparison_with_run import compare, comparison_figures, comparison_text
+    from fsdp_shard.planning.planned_run import PlannedRun
+    from fsdp_shard.training import check_task, origin_config, settle_run_length
+
+    model, trusted = planned_model(config), config.model.trust_remote_code
+    measured = None if config.run is None else _measured(config)
+    with only_errors_of("transformers"):  # kernels that are missing on this machine say nothing of the planned one
+        model_config = origin_config(config.model, model.source)
+        context = context_of(model_config, trusted)
+    check_model_task(model_config, config.model.task)
+    check_task(config.objective, config.model.task)
+    if config.data.packing:
+        check_packed(config.model.task, config.objective.samples)
+    length, num_ranks = settle_run_length(config.data, model.resumed_from, context), config.launch.num_ranks
+    on_gpu, packs = _plans_gpus(config), config.data.packing
+    if measured is not None:
+        num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
+    sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
+    saving = config.checkpoint
+    run = PlannedRun(
+        *sections, saving.asynchronous, config.objective, on_gpu=on_gpu, is_packed=packs, saves_every=saving.every,
+        resumes=model.resumed_from is not None,
+    )  # fmt: skip
+    plan = plan_search if config.search else plan_one
+    with only_errors_of("transformers"):
+        notes = _notes(run, is_adapter_read=_reads_adapter(model_config, run))
+        found = plan(config, model, model_config, run)
+    text = f"{context.describe(length)}\n{_quantization_line(model)}{notes}{found.text}"
+    if model.resumed_from is not None:
+        resumed = f"The run would resume from {model.resumed_from}; nothing was written into its directory."
+        text += f"\n\n{resumed} {model.note or ''}"
+    figures = {**found.figures, "sequence_length": length}
+    if measured is not None:
+        assert found.memory is not None, "a search of a run is refused"
+        rows = compare(found.memory, measured)
+        # A bound on the time of other devices says nothing of this run's.
+        is_of_others = config.device.is_gpu and not on_gpu
+        known = {name: value for name, value in figures.items() if name != "step" or not is_of_others}
+        text += f"\n\n{comparison_text(rows, found.memory, measured, known)}"
+        figures["measured"] = comparison_figures(rows, measured)
+    return replace(found, text=text, figures=figures)
+
+
+def _plans_gpus(config: PlannedSettings) -> bool:
+    """Whether the planned ranks have GPUs: those of this machine, or those that `device` names."""
+    from fsdp_shard.distributed import uses_gpus
+
+    return uses_gpus(config.launch) or (config.launch.device == "auto" and config.device.is_gpu)
+
+
+def _quantization_line(model: PlannedModel) -> str:
+    """A line to print that says which model is planned, where the one that is given is stored quantized."""
+    method = model.source.check_dequantizable()
+    if method is None:
+        return ""
+    return f"The weights are quantized ({method}); this is the plan of what convert dequantize=true makes of them.\n"
+
+
+def _measured(config: PlannedSettings) -> MeasuredRun:
+    """What `run` has measured; its length of sequences becomes that of the plan."""
+    from fsdp_shard.planning.measured.measured_run import read_measured
+
+    measured = read_measured(Path(config.run or "").expanduser())
+    if config.data.sequence_length is None:
+        config.data.sequence_length = measured.sequence_length
+    return measured
+
+
+def _reads_adapter(model_config: PretrainedConfig, run: PlannedRun) -> bool:
+    """Whether the adapter of `adapter.path` is on this machine; ConfigError if the other settings define another."""
+    from fsdp_shard.planning.meta_model import build_adapted
+    from fsdp_shard.training import LoraConfig, check_planned
+
+    if not isinstance(run.adapter, LoraConfig) or run.adapter.path is None:
+        return False
+    built, adapter = build_adapted(model_config, run.model, run.adapter, run.model.dtype)
+    assert adapter is not None
+    return check_planned(adapter, run.adapter, {name: tuple(param.shape) for name, param in built.named_parameters()})
+
+
+def _notes(run: PlannedRun, *, is_adapter_read: bool) -> str:
+    """Lines about the objective, about an adapter that is not there, and about prompts whose tokens are not known."""
+    path = getattr(run.adapter, "path", None)
+    of_adapter = ""
+    if path is not None and not is_adapter_read:
+        of_adapter = f"adapter.path={path} is not on this machine: the adapter is that of the other settings\n"
+    of_prompts = ""
+    if run.train.sample_prompts:
+        of_prompts = "train.sample_prompts are taken to have a token for each byte, and data.kind to add none\n"
+    return _objective_line(run) + of_adapter + of_prompts
+
+
+def _objective_line(run: PlannedRun) -> str:
+    """What an objective other than supervised fine-tuning adds, as text."""
+    objective = run.objective
+    if objective.name == "sft":
+        return ""
+    sample = "a sample is one sequence of pairs that share prompts" if run.is_packed else "a sample is two sequences"
+    parts = [sample] if objective.samples == "pairs" else []
+    parts += ["a sample is two sequences, one of them without gradients"] if objective.samples == "labeled" else []
+    if run.reference_kind is not None:
+        parts.append(
+            "a frozen reference alongside it" if run.has_sharded_reference else "no second model while it trains"
+        )
+    parts += ["the teacher is not counted"] if objective.name == "distill" else []
+    return f"objective={objective.name}: {', '.join(parts) or 'one sequence a sample'}\n"
+
+
+def planned_model(config: PlannedSettings) -> PlannedModel:
+    """Find the model of a run: that of `model.path`, or of the step that a run in `run_dir` would resume from.
+
+    Without a step, torch is not loaded.
+
+    Raises:
+        ConfigError, CheckpointError: `run_dir` holds a run of another model, or one that cannot be resumed.
+    """
+    if Store(Path(config.run_dir) / CHECKPOINTS).latest() is None:
+        return PlannedModel(config.source)
+    from fsdp_shard.training import check_base_model, check_continues, find_step, model_source
+
+    step = find_step("auto", config.run_dir)
+    check_continues(config.adapter, step)
+    note = check_base_model(config, step)
+    return PlannedModel(model_source(config, step), step, note)
