@@ -29,6 +29,7 @@ from fsdp_shard.training import (
     ObjectiveConfig,
     OptimConfig,
     TrainConfig,
+    check_inputs,
 )
 from fsdp_shard.utils import refuse_changed, setting
 
@@ -210,19 +211,7 @@ class FinetuneConfig(RunConfig):
                 f"{prefix}model.chunked_loss=true is for the cross-entropy, and {prefix}loss={self.loss} needs whole "
                 f"logits; leave one of them out."
             )
-        if self.train.neftune_alpha is not None and self.shard.context_parallel > 1:
-            raise ConfigError(
-                f"{prefix}train.neftune_alpha={self.train.neftune_alpha} does not go together with "
-                f"{prefix}shard.context_parallel={self.shard.context_parallel} yet: the noise depends on the length of "
-                f"whole sequences. Leave one of them out."
-            )
-        flash = self.model.attention == "flash_attention_2"
-        if self.data.packing and flash and self.train.micro_batch_size > 1:
-            raise ConfigError(
-                f"{prefix}data.packing=true with {prefix}model.attention=flash_attention_2 needs {prefix}"
-                f"train.micro_batch_size=1: in a larger batch transformers does not find the boundaries of documents, "
-                f"and they would attend to each other. Or use {prefix}model.attention=sdpa."
-            )
+        check_inputs(self.model, self.shard, self.train, is_packed=self.data.packing, prefix=prefix)
 
 
 @dataclass

@@ -67,6 +67,9 @@ class PlanDataConfig:
     packing: bool = setting(
         False, "As in finetune: several documents, or pairs, in a sample, which attention keeps apart."
     )
+    streaming: bool = setting(
+        False, "As in finetune: samples are not known before, so that a reference runs alongside the model."
+    )
 
 
 @dataclass

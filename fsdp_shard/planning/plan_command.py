@@ -6,6 +6,7 @@ The checks need no torch, so that a mistake shows at once; `plan_run` loads it.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from fsdp_shard.models import check_model_config
 from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan
 from fsdp_shard.planning.search.searched_plan import plan_search
 from fsdp_shard.planning.single_plan import plan_one
+from fsdp_shard.planning.unplanned import setting_at, unplanned_settings
 from fsdp_shard.utils import only_errors_of, require_package
 
 if TYPE_CHECKING:
@@ -77,18 +79,28 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     if config.data.packing:
         check_packed(config.model.task, config.objective.samples)
     length, num_ranks = settle_run_length(config.data, model.resumed_from, context), config.launch.num_ranks
-    on_gpu, packs = _plans_gpus(config), config.data.packing
+    on_gpu = _plans_gpus(config)
     if measured is not None:
         num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
-    sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    saving = config.checkpoint
     run = PlannedRun(
-        *sections, saving.asynchronous, config.objective, on_gpu=on_gpu, is_packed=packs, saves_every=saving.every,
+        model=config.model,
+        shard=config.shard,
+        train=config.train,
+        optim=config.optim,
+        sequence_length=length,
+        num_ranks=num_ranks,
+        adapter=config.adapter,
+        saves_asynchronously=config.checkpoint.asynchronous,
+        objective=config.objective,
+        is_streamed=config.data.streaming,
+        on_gpu=on_gpu,
+        is_packed=config.data.packing,
+        saves_every=config.checkpoint.every,
         resumes=model.resumed_from is not None,
-    )  # fmt: skip
+    )
     plan = plan_search if config.search else plan_one
     with only_errors_of("transformers"):
-        notes = _notes(run, is_adapter_read=_reads_adapter(model_config, run))
+        notes = _notes(config, run, is_adapter_read=_reads_adapter(model_config, run))
         found = plan(config, model, model_config, run)
     text = f"{context.describe(length)}\n{_quantization_line(model)}{notes}{found.text}"
     if model.resumed_from is not None:
@@ -143,8 +155,8 @@ def _reads_adapter(model_config: PretrainedConfig, run: PlannedRun) -> bool:
     return check_planned(adapter, run.adapter, {name: tuple(param.shape) for name, param in built.named_parameters()})
 
 
-def _notes(run: PlannedRun, *, is_adapter_read: bool) -> str:
-    """Lines about the objective, about an adapter that is not there, and about prompts whose tokens are not known."""
+def _notes(config: PlannedSettings, run: PlannedRun, *, is_adapter_read: bool) -> str:
+    """Lines about the objective, an adapter that is not there, prompts of unknown length, and what is not planned."""
     path = getattr(run.adapter, "path", None)
     of_adapter = ""
     if path is not None and not is_adapter_read:
@@ -152,7 +164,9 @@ def _notes(run: PlannedRun, *, is_adapter_read: bool) -> str:
     of_prompts = ""
     if run.train.sample_prompts:
         of_prompts = "train.sample_prompts are taken to have a token for each byte, and data.kind to add none\n"
-    return _objective_line(run) + of_adapter + of_prompts
+    settings = unplanned_settings(partial(setting_at, config))
+    of_settings = f"Not planned: {'; '.join(settings)}\n" if settings else ""
+    return _objective_line(run) + of_adapter + of_prompts + of_settings
 
 
 def _objective_line(run: PlannedRun) -> str:
@@ -167,7 +181,6 @@ def _objective_line(run: PlannedRun) -> str:
         parts.append(
             "a frozen reference alongside it" if run.has_sharded_reference else "no second model while it trains"
         )
-    parts += ["the teacher is not counted"] if objective.name == "distill" else []
     return f"objective={objective.name}: {', '.join(parts) or 'one sequence a sample'}\n"
 
 

@@ -16,7 +16,7 @@ from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
 from .checkpoints.saver import Saver as Saver, new_saver as new_saver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave
-from .config import TrainConfig as TrainConfig, check_batch as check_batch
+from .config import TrainConfig as TrainConfig, check_batch as check_batch, check_inputs as check_inputs
 from .figures import data_figures as data_figures
 from .finetune_checks import check_finetune as check_finetune, check_trained as check_trained
 from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
@@ -66,7 +66,7 @@ from .model_origin import (
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig, Pass as Pass
-from .objectives.objective_checks import check_parallelism as check_parallelism, check_task as check_task
+from .objectives.objective_checks import check_objective as check_objective, check_task as check_task
 from .objectives.reference_model import (
     ModelReference as ModelReference,
     PrecomputedReference as PrecomputedReference,

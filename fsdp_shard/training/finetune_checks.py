@@ -63,7 +63,9 @@ def check_finetune(config: FinetuneSettings) -> None:
         sharding.check_accumulation(config.shard, num_micro_batches)
     if config.train.tf32 and not on_gpu:
         raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Leave it out.")
-    check_objective(config)
+    packing, streaming = config.data.packing, config.data.streaming
+    sections = (config.objective, config.model, config.shard, config.adapter)
+    check_objective(*sections, is_packed=packing, is_streamed=streaming)
     check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
     config.optim.check_installed()
     find_loss(config.loss)

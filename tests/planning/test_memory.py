@@ -17,7 +17,7 @@ from fsdp_shard.planning.memory import plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.report import plan_report
-from fsdp_shard.planning.step import optimizer as planned_optimizer
+from fsdp_shard.planning.step import micro_batch, optimizer as planned_optimizer
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
 from fsdp_shard.planning.step.recording.events import END, LEAVE, Event
@@ -153,6 +153,15 @@ def recording_of(layers: int, rows: int, length: int, dtype: torch.dtype, **sett
     shard = Fsdp2Config(param_dtype=str(dtype).removeprefix("torch."), **settings)
     make = partial(planned_batch, model, ObjectiveConfig(), None, BatchSize(rows, length))
     return list(record_passes(model, shard, plan_units(model, shard), make).training)
+
+
+def test_a_few_chunks_of_the_loss_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama_config()
+    config.vocab_size = 4096
+    run = PlannedRun(ModelConfig(), Fsdp2Config(), TrainConfig(global_batch_size=2), AdamWConfig(), 10_000, 2)
+    plan = plan_memory(config, run)
+    monkeypatch.setattr(micro_batch, "_MAX_CHUNKS", 10_000)
+    assert plan_memory(config, run).per_rank == plan.per_rank
 
 
 def kept_by_forward(recording: list[Event]) -> int:
@@ -292,7 +301,7 @@ def test_a_model_without_text_input_is_planned_without_activations() -> None:
 def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
     def kept(length: int, chunked: bool | str, vocabulary: int = 257) -> int:
         config = llama_config()
-        config.vocab_size = vocabulary
+        config.vocab_size = 4096
         settings = ModelConfig(path="x", chunked_loss=chunked)
         return plan(config, model=settings, sequence_length=length).per_rank[0].activations_bytes or 0
 

@@ -25,7 +25,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import MemoryPlan, PlannedLaunchConfig, plan_run
 from fsdp_shard.planning.config import PlanDataConfig, PlanSavingConfig
 from fsdp_shard.sharding import WRAPPERS
-from fsdp_shard.training import OPTIMIZERS, AdapterConfig, LoraConfig, TrainConfig
+from fsdp_shard.training import OBJECTIVES, OPTIMIZERS, AdapterConfig, LoraConfig, TrainConfig
 from tests.support.measured_finetune import RunBytes, measure_finetune, run_finetune
 from tests.support.sampled import sampled
 from tests.support.tiny import byte_tokenizer
@@ -72,12 +72,13 @@ def config_of(home: Path, run_dir: Path, wrapper: str = "fsdp2", num_ranks: int 
 
 def plan_of(config: FinetuneConfig, num_ranks: int) -> MemoryPlan:
     """What `plan` says of a run."""
-    sections = {name: getattr(config, name) for name in ("run_dir", "model", "shard", "adapter", "optim", "train")}
+    names = ("run_dir", "model", "shard", "adapter", "objective", "optim", "train")
+    sections, data = {name: getattr(config, name) for name in names}, config.data
     found = plan_run(
         PlanConfig(
             **sections,
             launch=PlannedLaunchConfig(ranks=num_ranks),
-            data=PlanDataConfig(config.data.sequence_length),
+            data=PlanDataConfig(data.sequence_length, data.packing, data.streaming),
             checkpoint=PlanSavingConfig(config.checkpoint.asynchronous, config.checkpoint.every),
         )
     )
@@ -206,7 +207,7 @@ _PADDED: dict[str, PretrainedConfig] = {
     "llama, classes": LlamaConfig(num_key_value_heads=2, pad_token_id=0, **_LAYERS),
     "bert, classes": BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_LAYERS),
     "bart, pairs": BartConfig(
-        d_model=64, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4,
+        d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=128, decoder_ffn_dim=128, dropout=0.0, decoder_start_token_id=0, **_SIZES,
     ),
 }  # fmt: skip
@@ -234,3 +235,43 @@ def test_rows_that_are_filled_up_take_the_masks_that_were_planned(name: str, tmp
         cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     check(name, plan_of(config, 1), measure_finetune(config, 1))
+
+
+_TAUGHT: dict[str, tuple[int, int, int | None, dict[str, Any]]] = {  # ranks, global batch, top_k, shard
+    "whole vocabulary": (2, 8, None, {}),
+    "64 tokens, 8 micro-batches": (1, 8, 64, {}),
+    "64 tokens, sequences over 2": (2, 4, 64, {"context_parallel": 2}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sampled(_TAUGHT, 2))
+def test_what_a_teacher_has_said_is_planned(name: str, home: Path, tmp_path: Path) -> None:
+    num_ranks, batch, top_k, shard = _TAUGHT[name]
+    AutoModelForCausalLM.from_config(_LLAMA).save_pretrained(tmp_path / "teacher")
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    sections = {
+        "adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": {"global_batch_size": batch},
+        "shard": shard, "objective": OBJECTIVES["distill"](teacher=str(tmp_path / "teacher"), top_k=top_k),
+    }  # fmt: skip
+    config = config_of(home, tmp_path / "run", num_ranks=num_ranks, **sections)
+    config.data.sequence_length = 256
+    plan, measured = plan_of(config, num_ranks), measure_finetune(config, num_ranks)
+    for rank, found in zip(plan.per_rank, measured, strict=True):
+        assert rank.peak is not None, plan.problem
+        unseen = rank.peak.terms["batch"] // 2  # the next step's, which the loader's thread makes
+        assert 1.0 <= (rank.peak.total_bytes - unseen) / found.peak <= 1.05
+
+
+@pytest.mark.long
+def test_the_reference_of_streamed_pairs_is_planned(home: Path, tmp_path: Path) -> None:
+    row = {"prompt": "the quick ", "chosen": "fox jumps over the lazy dog " * 8, "rejected": "runs away " * 24}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 32)
+    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "objective": OBJECTIVES["dpo"]()}
+    config = config_of(home, tmp_path / "run", **sections)
+    config.data = DataConfig(
+        path=str(tmp_path / "pairs.jsonl"), kind="preference", sequence_length=256, streaming=True
+    )  # fmt: skip
+    plan = plan_of(config, 2)
+    assert plan.per_rank[0].reference_bytes == plan.per_rank[0].parameters_bytes
+    check("streamed pairs", plan, measure_finetune(config, 2))

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from fsdp_shard.config import PlanConfig, compose_jobs
+from fsdp_shard.errors import InputError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import (
     Fitting,
@@ -408,6 +409,36 @@ def test_host_memory_that_is_short_is_no_advice() -> None:
         [],
         [("shard.cpu_offload=true",)],
     ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["objective=dpo", "objective.reference=dispatched", "model.dtype=bfloat16", "shard.param_dtype=float32"],
+         "model.dtype=bfloat16 would round them before"),
+        (["objective=dpo", "objective.reference=adapter"], "but adapter=none"),
+        (["objective=simpo", "data.packing=true", "launch.ranks=2", "shard.context_parallel=2"], "packed pairs"),
+        (["objective=dpo", "data.streaming=true", "objective.reference=precomputed"], "needs all samples before"),
+        (["data.packing=true", "model.attention=flash_attention_2", "train.micro_batch_size=2"], "boundaries of doc"),
+    ],
+)  # fmt: skip
+def test_what_finetune_would_refuse_is_not_advised(typed: list[str], says: str) -> None:
+    config = composed([*typed, "data.sequence_length=64"])
+    run = replace(run_of(config), is_packed=config.data.packing, is_streamed=config.data.streaming)
+    with pytest.raises(InputError, match=says):
+        Planner(llama_config()).check(run)
+
+
+def test_a_model_that_no_number_of_ranks_can_hold_costs_no_search() -> None:
+    huge = LlamaConfig(
+        architectures=["LlamaForCausalLM"], hidden_size=1 << 23, intermediate_size=1 << 25, num_hidden_layers=4,
+        num_attention_heads=64, num_key_value_heads=8, vocab_size=1000,
+    )  # fmt: skip
+    planner = Planner(huge, host=lambda run: HostMemory(2 << 40, 8))
+    run = run_of(composed(["data.sequence_length=128", "launch.ranks=8"]))
+    assert advise(planner, run, 80 << 30) == []
+    front = search_front(planner, run, 80 << 30, [8, 64], ((), ()), 1)
+    assert (front.points, planner.num_plans) == ((), 0)
 
 
 def test_a_micro_batch_of_a_hundred_million_tokens_is_planned() -> None:

@@ -64,16 +64,21 @@ def test_dispatched_and_sharded_agree(
     torch.testing.assert_close(same, values, rtol=0, atol=1e-5)
 
 
+def check(config: FinetuneConfig) -> None:
+    sections = (config.objective, config.model, config.shard, config.adapter)
+    check_objective(*sections, is_packed=config.data.packing, is_streamed=config.data.streaming)
+
+
 def test_mistakes(tiny_model: Path, tmp_path: Path) -> None:
     config = settings(tiny_model, tmp_path, reference="dispatched")
-    check_objective(config)
+    check(config)
     config.model.dtype = "float16"
     with pytest.raises(ConfigError, match=r"model\.dtype=float16 would round them before"):
-        check_objective(config)
+        check(config)
     config.model.dtype, config.adapter = "float32", LoraConfig(quantize="nf4")
     with pytest.raises(ConfigError, match=r"reference=dispatched does not go together with adapter\.quantize=nf4"):
-        check_objective(config)
+        check(config)
     with pytest.raises(ConfigError, match=r"reference_max_memory is for objective\.reference=dispatched, and that is"):
-        check_objective(settings(tiny_model, tmp_path, reference_max_memory={"cpu": "1GB"}))
+        check(settings(tiny_model, tmp_path, reference_max_memory={"cpu": "1GB"}))
     with pytest.raises(ConfigError, match=r"objective\.reference_max_memory\.cpu=lots is not a size"):
         settings(tiny_model, tmp_path, reference="dispatched", reference_max_memory={"cpu": "lots"}).check("")

@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,13 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 
 from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, OPTIMIZER, Store, member, read_manifest
 from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.planning.unplanned import unplanned_settings
 from fsdp_shard.training import METRICS
 from fsdp_shard.utils import RESULT, in_yaml, read_bounded, read_json, run_limited
 
 _RANK_FILE = re.compile(rf"{OPTIMIZER}/shard-(\d{{5}})-of-\d{{5}}\.safetensors")
 _LENGTH_BYTES = 8  # of the header of a safetensors file
 
-# Settings that change memory, and that a plan does not have: why.
-_NOT_PLANNED: Mapping[str, tuple[Any, str]] = {
-    "loss": (None, "a custom loss"),
-    "model.kernels": ("none", "fused kernels keep less than what is planned"),
-    "shard.compile": (False, "a compiler decides what is kept"),
-    "data.streaming": (False, "samples are not known before"),
-    "data.target_length": (None, "targets have another length"),
-    "train.neftune_alpha": (None, "the noise is not planned"),
-    "train.profile": ([], "profiling takes memory of its own"),
-    "objective.teacher": (None, "the teacher is not planned"),
-}
 _FIXED_LENGTH_KINDS = ("text",)
 
 
@@ -154,11 +145,7 @@ def _not_planned(file: Path) -> list[str]:
     """The settings of a run that change its memory, and that a plan does not know."""
     content = read_bounded(file, "settings_bytes")
     settings = run_limited(lambda: _parse(content), f"reading the settings in {file}", error=CheckpointError)
-    found = []
-    for name, (default, reason) in _NOT_PLANNED.items():
-        value = _value(settings, name)
-        if value is not None and value != default:
-            found.append(f"{name}={in_yaml(value)} ({reason})")
+    found = unplanned_settings(partial(_value, settings))
     kind, packing = _value(settings, "data.kind"), _value(settings, "data.packing")
     if kind is not None and kind not in _FIXED_LENGTH_KINDS and not packing:
         found.append(f"data.kind={in_yaml(kind)} (samples may be shorter than data.sequence_length)")

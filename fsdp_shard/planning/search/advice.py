@@ -11,7 +11,7 @@ from itertools import chain
 from fsdp_shard.errors import InputError
 from fsdp_shard.planning.memory_plan import MemoryPlan
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.planning.search.memory_savers import Option, Saver, memory_savers
+from fsdp_shard.planning.search.memory_savers import MAX_RANKS, Option, Saver, memory_savers
 from fsdp_shard.planning.search.planner import Planner
 
 NUM_ADVISED = 4  # of each kind
@@ -77,7 +77,8 @@ def advise(
     Returns:
         The first few of each kind; none if nothing fits.
     """
-    if "launch.ranks" in fixed and planner.cannot_hold(run, memory_bytes):
+    most_ranks = run.num_ranks if "launch.ranks" in fixed else max(MAX_RANKS, 2 * run.num_ranks)
+    if planner.cannot_hold(replace(run, num_ranks=most_ranks), memory_bytes):
         return []  # a config that asks for too much costs no search
     savers = memory_savers(run, given, num_nodes)
     search = _Search(planner, run, memory_bytes, given)
@@ -103,6 +104,8 @@ def fitting(
         fixed: Names of settings that stay in any case, such as those typed as false.
         limit: Number of plans.
     """
+    if planner.cannot_hold(run, memory_bytes):
+        return []
     savers = memory_savers(run, given)
     search = _Search(planner, run, memory_bytes, given)
     for trains_other in (False, True):

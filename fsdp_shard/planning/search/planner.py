@@ -13,7 +13,7 @@ from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
 from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.training import check_batch, check_parallelism, check_trained
+from fsdp_shard.training import check_batch, check_inputs, check_objective, check_trained
 from fsdp_shard.utils import check
 
 
@@ -59,8 +59,9 @@ class Planner:
         host = self.host_of(run)
         if host is None:
             return False
+        _, _, units = built_model(self.config, run, self.facts)
         per_rank = memory_bytes + host.num_bytes // host.num_ranks
-        return self.plan(run).num_params // 2 > run.num_ranks * per_rank
+        return sum(unit.num_params for unit in units) // 2 > run.num_ranks * per_rank
 
     def cost(self, run: PlannedRun) -> StepCost:
         """What a step of a run computes and sends."""
@@ -81,9 +82,9 @@ class Planner:
             self.check_together(run)
         sharding.check_ranks(run.shard, run.num_ranks, on_gpu=self.on_gpu)
         sharding.check_accumulation(run.shard, check_batch(run.train, run.num_data_ranks))
-        check_parallelism(run.objective, run.shard)
-        if run.train.neftune_alpha is not None and run.shard.context_parallel > 1:
-            raise ConfigError("train.neftune_alpha does not go together with shard.context_parallel yet.")
+        sections = (run.objective, run.model, run.shard, run.adapter)
+        check_objective(*sections, is_packed=run.is_packed, is_streamed=run.is_streamed)
+        check_inputs(run.model, run.shard, run.train, is_packed=run.is_packed)
         if run.model.chunked_loss is True and run.shard.tensor_parallel > 1:
             raise ConfigError("model.chunked_loss=true does not go together with shard.tensor_parallel.")
         run.optim.check_installed()

@@ -20,11 +20,13 @@ from fsdp_shard.training import (
     Pass,
     StepSums,
     Targets,
+    cross_entropy_chunk_bytes,
     forward_answers,
 )
 
 _CPU = torch.device("cpu")
 _TOKEN_BYTES = 8  # int64
+_TARGET_BYTES = 8  # a float32 and an int32
 _MAX_CHUNKS = 8
 
 
@@ -53,13 +55,17 @@ class _Compared:
         model: The model.
         kind: As in `PlannedRun.reference_kind`.
         recorder: Knows which of the models runs.
+        targets_of_batch: What a teacher has said before of the predictions that are planned one by one.
         num_targets: Number of tokens that a teacher gives for each prediction.
+        num_predictions: Number of all predictions.
     """
 
     model: _Plain
     kind: str | None
     recorder: Recorder
+    targets_of_batch: Targets | None
     num_targets: int
+    num_predictions: int
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
         if self.kind not in ("adapter", "sharded"):
@@ -72,8 +78,15 @@ class _Compared:
             self.recorder.is_reference = False
 
     def targets(self, batch: DeviceBatch) -> Targets:
-        shape = len(batch.counted), self.num_targets
-        return Targets(torch.zeros(shape), torch.zeros(shape, dtype=torch.int32))
+        number, k, is_given = len(batch.counted), self.num_targets, self.targets_of_batch is not None
+        if self.targets_of_batch is not None and batch.sequence is None:
+            return self.targets_of_batch
+        # Of divided sequences a rank chooses those of its own tokens. A teacher that runs alongside gives those of all:
+        # log-probabilities beside ids, in float32, and the ids again.
+        of_all = batch.labels.numel() if is_given else self.num_predictions
+        values = torch.zeros((of_all, k if is_given else 2 * k))
+        ids = torch.zeros((of_all, k), dtype=torch.int32)
+        return Targets(values[:number, :k], ids[:number])
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,9 @@ class BatchSize:
         rows: FULL, FILLED_UP, which have a mask of their tokens, or PACKED, which have positions.
         shares_prompts: Whether these are pairs that share prompts, and so have segments.
         keeps_whole: Whether ranks that divide sequences have the tokens of the whole ones, too, to compare answers.
+        num_targets: Number of tokens of a teacher for each prediction.
+        has_targets: Whether the batch has them, as of a teacher that ran before.
+        upcasts_logits: Whether the logits of all predictions are there, and the loss upcasts a chunk of them at a time.
     """
 
     num_rows: int
@@ -124,6 +140,14 @@ class BatchSize:
     rows: str = FULL
     shares_prompts: bool = False
     keeps_whole: bool = False
+    num_targets: int = 0
+    has_targets: bool = False
+    upcasts_logits: bool = False
+
+    @property
+    def num_predictions(self) -> int:
+        """Number of predictions whose losses the rank computes."""
+        return self.num_rows * self.length * (self.num_parts if self.keeps_whole else 1)
 
 
 def planned_batch(
@@ -145,6 +169,8 @@ def planned_batch(
     batch, plain = _batch(model, size.num_rows, size.length, size.num_parts), _Plain(model)
     recorder.most_chosen = most_chosen(model)
     batch = replace(batch, counted=batch.counted[: recorder.most_chosen])
+    if size.upcasts_logits:  # the loss has a pass for each chunk of labels, all of which take the same memory
+        batch = replace(batch, labels=batch.labels.flatten()[: _num_labels(model, batch.labels.numel())])
     if size.rows == PACKED and size.num_parts == 1:
         batch.inputs["position_ids"] = torch.zeros((size.num_rows, size.length), dtype=torch.long)
     if size.rows == FILLED_UP:
@@ -155,8 +181,13 @@ def planned_batch(
         batch.extras["desirable"] = torch.zeros(size.num_rows // 2)
         if size.rows == PACKED:
             batch = _with_an_answer_a_row(batch)
+    targets = None
+    if size.has_targets:
+        shape = len(batch.counted), size.num_targets
+        targets = Targets(torch.zeros(shape), torch.zeros(shape, dtype=torch.int32))
+        recorder.ignore([targets.log_probs, targets.tokens])
     recorder.ignore([*batch.tensors()])
-    reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
+    reference = _Compared(plain, reference_kind, recorder, targets, size.num_targets, size.num_predictions)
     return PlannedBatch(plain, batch, objective, reference)
 
 
@@ -207,17 +238,25 @@ def most_chosen(model: PreTrainedModel) -> int:
     return _MAX_CHUNKS * max(1, LOSS_CHUNK_BYTES // (4 * int(getattr(config, "vocab_size", 1))))
 
 
+def _num_labels(model: PreTrainedModel, number: int) -> int:
+    """Number of labels, at most `number`, in as many chunks of upcast logits as are planned one by one."""
+    config: Any = model.config.get_text_config()
+    row_bytes = 4 * int(getattr(config, "vocab_size", 1))
+    return min(number, _MAX_CHUNKS * max(1, cross_entropy_chunk_bytes("cpu", number * row_bytes) // row_bytes))
+
+
 def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
 
     With packed documents positions too, with packed pairs also the segments, and a mask where rows are filled up.
     Where ranks divide sequences: the positions of the rank's tokens and of all, and a mask of ones; where the whole
     ones are kept, their tokens, labels and counts, too. Of predictions that are not planned one by one, their labels
-    and log-probabilities too.
+    and log-probabilities too. Of a teacher that ran before, a log-probability and an id of each of its tokens.
     """
     config: Any = model.config
     divided = 2 + size.num_parts * (4 if size.keeps_whole else 1) if size.num_parts > 1 else 0
     others = bool(config.is_encoder_decoder) + (size.rows != FULL) + size.shares_prompts
     num_arrays = 3 + others + divided
     tokens = size.num_rows * size.length
-    return tokens * _TOKEN_BYTES * num_arrays + 2 * _TOKEN_BYTES * max(0, tokens - most_chosen(model))
+    targets = _TARGET_BYTES * size.num_targets * size.num_predictions if size.has_targets else 0
+    return tokens * _TOKEN_BYTES * num_arrays + 2 * _TOKEN_BYTES * max(0, tokens - most_chosen(model)) + targets

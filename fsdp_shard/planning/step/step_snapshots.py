@@ -25,7 +25,7 @@ from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
 from fsdp_shard.planning.step.snapshot import COMPLETIONS, EVA, GRADIENTS, Snapshot
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
-from fsdp_shard.training import cross_entropy_chunk_bytes, use_loss_head
+from fsdp_shard.training import DistillConfig, cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
 
 
@@ -58,7 +58,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     before = loading_snapshots(config, part, run, in_units, terms)
     of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.rows)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
-    extra = _extra_passes(run)
+    extra = _extra_passes(config, run)
     of_recording = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra)
     record, has_loss_head = facts.of("record", of_recording, lambda: _record(config, run, part, extra))
     try:
@@ -70,7 +70,9 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
         if run.objective.is_cross_entropy and not has_loss_head:
             recordings = _with_chunks_of_gpus(recordings, model, run)
-    terms["batch"] = 2 * batch_bytes(model, _batch_size(run)) * run.num_micro_batches  # those of the next step too
+    terms["batch"] = (
+        2 * batch_bytes(model, _batch_size(config, run)) * run.num_micro_batches
+    )  # those of the next step too
     terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + FIGURES_BYTES
     if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
         terms["attention scores"] = _score_bytes(config, run)
@@ -94,11 +96,15 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     return SimulatedStep(snapshots, simulator.most_offloaded, None, recordings.uncounted, directions)
 
 
-def _batch_size(run: PlannedRun) -> BatchSize:
+def _batch_size(config: PretrainedConfig, run: PlannedRun) -> BatchSize:
     shares_prompts = run.is_packed and run.objective.samples == "pairs"
     sizes = run.num_read_rows, run.padded_length, run.shard.context_parallel
     keeps_whole = run.shard.context_parallel > 1 and run.objective.compares_whole_sequences
-    return BatchSize(*sizes, run.rows, shares_prompts, keeps_whole)
+    size = BatchSize(*sizes, run.rows, shares_prompts, keeps_whole)
+    if isinstance(run.objective, DistillConfig):
+        num_targets = run.objective.top_k or int(config.get_text_config().vocab_size)
+        return replace(size, num_targets=num_targets, has_targets=run.objective.is_precomputed)
+    return size
 
 
 def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
@@ -170,7 +176,7 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
     )
 
 
-def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
+def _extra_passes(config: PretrainedConfig, run: PlannedRun) -> dict[str, ExtraPasses]:
     """The passes without gradients that are no evaluations, by phase."""
     found: dict[str, ExtraPasses] = {}
     if (completions := Completions.of(run)) is not None:
@@ -178,7 +184,7 @@ def _extra_passes(run: PlannedRun) -> dict[str, ExtraPasses]:
     if run.adapter.finds_directions and not run.resumes:
         from fsdp_shard.planning.step.eva_pass import EvaPass  # which few plans need
 
-        found[EVA] = EvaPass(replace(_batch_size(run), num_rows=run.num_rows), run.num_ranks)
+        found[EVA] = EvaPass(replace(_batch_size(config, run), num_rows=run.num_rows), run.num_ranks)
     return found
 
 
@@ -207,6 +213,7 @@ def _record(
     num_parts = run.shard.context_parallel
     if num_parts > 1:
         sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
-    make = partial(planned_batch, model, run.objective, run.reference_kind, _batch_size(run))
+    size = replace(_batch_size(config, run), upcasts_logits=run.objective.is_cross_entropy and not has_loss_head)
+    make = partial(planned_batch, model, run.objective, run.reference_kind, size)
     record = partial(record_passes, model, run.shard, part.units, make, uncast=part.experts, rows=run.rows, extra=extra)
     return record, has_loss_head

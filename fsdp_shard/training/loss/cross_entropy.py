@@ -37,7 +37,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | t
     total = torch.zeros((), dtype=torch.float32, device=flat.device)
     num_rows = max(1, cross_entropy_chunk_bytes(flat.device.type, 4 * flat.numel()) // (4 * flat.shape[-1]))
     for start in range(0, len(targets), num_rows):
-        rows = slice(start, start + num_rows)
+        rows = slice(start, min(start + num_rows, len(targets)))
         upcast = flat[rows].detach().float().requires_grad_(gradient is not None)
         loss = F.cross_entropy(upcast, targets[rows], ignore_index=MASKED, reduction="sum")
         if gradient is not None:

@@ -61,6 +61,11 @@ class DistillConfig(ObjectiveConfig):
         "teacher_logits=computed on GPUs, leave some for training.",
     )
 
+    @property
+    def is_precomputed(self) -> bool:
+        """Whether the teacher runs before training, and what it says comes with the samples."""
+        return self.teacher_logits == PRECOMPUTED
+
     @cached_property
     def source(self) -> Location:
         """What `teacher` leads to, located once; errors name the setting."""

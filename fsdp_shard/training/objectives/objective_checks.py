@@ -2,50 +2,67 @@
 
 from fsdp_shard.data import PAIRS
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import DISPATCHED, PRECOMPUTED, ObjectiveConfig, ReferenceConfig
-from fsdp_shard.training.objectives.reference_model import reference_kind
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_distill
+from fsdp_shard.training.peft.config import AdapterConfig
 
 
-def check_objective(config: FinetuneSettings) -> None:
+def check_objective(
+    objective: ObjectiveConfig,
+    model: ModelConfig,
+    shard: ShardConfig,
+    adapter: AdapterConfig,
+    *,
+    is_packed: bool,
+    is_streamed: bool,
+) -> None:
     """Raise ConfigError if the objective contradicts other settings.
 
     Args:
-        config: The settings of `finetune`.
+        objective: The objective.
+        model: The settings of the model.
+        shard: How it is sharded.
+        adapter: What is trained of it.
+        is_packed: Whether samples are packed.
+        is_streamed: Whether samples are not known before.
     """
-    objective = config.objective
-    check_task(objective, config.model.task)
-    check_parallelism(objective, config.shard)
-    if config.shard.context_parallel > 1 and config.data.packing and objective.samples == PAIRS:
+    check_task(objective, model.task)
+    if shard.context_parallel > 1 and objective.name == "reward":
         raise ConfigError(
-            f"data.packing=true does not go together with shard.context_parallel={config.shard.context_parallel} for "
+            f"objective=reward does not go together with shard.context_parallel={shard.context_parallel} yet: its "
+            f"scores are of the last token. Leave one of them out."
+        )
+    if shard.context_parallel > 1 and is_packed and objective.samples == PAIRS:
+        raise ConfigError(
+            f"data.packing=true does not go together with shard.context_parallel={shard.context_parallel} for "
             f"objective={objective.name} yet: packed pairs have masks of their own. Leave one of them out."
         )
     if isinstance(objective, DistillConfig):
-        check_distill(config, objective)
+        check_distill(objective, is_streamed=is_streamed)
     if not isinstance(objective, ReferenceConfig):
         return
-    given = objective.reference
-    if given == "adapter" and not config.adapter.trains_all and not config.adapter.begins_at_base:
+    given, begins_at_base = objective.reference, adapter.begins_at_base
+    if given == "adapter" and not adapter.trains_all and not begins_at_base:
         raise ConfigError(
             "objective.reference=adapter is the model without its adapter, and with adapter.path training begins from "
             "another one; use precomputed or sharded, or leave it out."
         )
-    if given == "adapter" and config.adapter.trains_all:
+    if given == "adapter" and adapter.trains_all:
         raise ConfigError(
             "objective.reference=adapter is the model without its adapter, but adapter=none; use precomputed or "
             "sharded, or set adapter=lora."
         )
-    if reference_kind(config) == PRECOMPUTED and config.data.streaming:
+    kind = objective.reference_kind(begins_at_base=begins_at_base, is_streamed=is_streamed)
+    if kind == PRECOMPUTED and is_streamed:
         raise ConfigError(
             f"objective.reference={given} needs all samples before training, which data.streaming=true does not have; "
             f"use objective.reference=sharded, or leave it out."
         )
     if given == DISPATCHED:
-        _check_dispatched(config)
+        _check_dispatched(model, shard, adapter)
     elif objective.reference_max_memory is not None:
         raise ConfigError(
             f"objective.reference_max_memory is for objective.reference={DISPATCHED}, and that is {given}; leave it "
@@ -53,14 +70,14 @@ def check_objective(config: FinetuneSettings) -> None:
         )
 
 
-def _check_dispatched(config: FinetuneSettings) -> None:
+def _check_dispatched(model: ModelConfig, shard: ShardConfig, adapter: AdapterConfig) -> None:
     """Raise ConfigError where a dispatched model would not be the reference of this run."""
-    if (kind := getattr(config.adapter, "quantize", "none")) != "none":
+    if (kind := getattr(adapter, "quantize", "none")) != "none":
         raise ConfigError(
             f"objective.reference={DISPATCHED} does not go together with adapter.quantize={kind}, as the reference is "
             f"the quantized model; use objective.reference=adapter or precomputed."
         )
-    held, computed = config.model.dtype, config.shard.param_dtype
+    held, computed = model.dtype, shard.param_dtype
     if held not in ("float32", computed):
         raise ConfigError(
             f"objective.reference={DISPATCHED} loads the weights in shard.param_dtype={computed}, and "
@@ -75,13 +92,4 @@ def check_task(objective: ObjectiveConfig, task: str) -> None:
         raise ConfigError(
             f"objective={objective.name} trains model.task={' or '.join(objective.tasks)}, not {task}; change one of "
             f"them{', and set model.labels=[reward] for a new head' if objective.name == 'reward' else ''}."
-        )
-
-
-def check_parallelism(objective: ObjectiveConfig, shard: ShardConfig) -> None:
-    """Raise ConfigError if the objective cannot be trained on sequences that are divided over ranks."""
-    if shard.context_parallel > 1 and objective.name == "reward":
-        raise ConfigError(
-            f"objective=reward does not go together with shard.context_parallel={shard.context_parallel} yet: its "
-            f"scores are of the last token. Leave one of them out."
         )

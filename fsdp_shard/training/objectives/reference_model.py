@@ -128,7 +128,7 @@ def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) 
         loaded: The model that is trained.
     """
     if isinstance(config.objective, DistillConfig):
-        if config.objective.teacher_logits == PRECOMPUTED:
+        if config.objective.is_precomputed:
             return PrecomputedTeacher()
         return open_teacher(config, config.objective, start.context)
     match reference_kind(config):

@@ -7,17 +7,11 @@ from fsdp_shard import checkpoint, models
 from fsdp_shard.errors import CheckpointError, ConfigError, InputError
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.objectives.distill import DistillConfig
-from fsdp_shard.training.objectives.objective import PRECOMPUTED
 
 
-def check_distill(config: FinetuneSettings, distill: DistillConfig) -> None:
-    """Raise ConfigError if the settings of distillation contradict others; opens no file.
-
-    Args:
-        config: The settings of `finetune`.
-        distill: Its objective.
-    """
-    if distill.teacher_logits == PRECOMPUTED and config.data.streaming:
+def check_distill(distill: DistillConfig, *, is_streamed: bool) -> None:
+    """Raise ConfigError if the settings of distillation contradict others; opens no file."""
+    if distill.is_precomputed and is_streamed:
         raise ConfigError(
             "objective.teacher_logits=precomputed needs all samples before training, which data.streaming=true does "
             "not have; set objective.teacher_logits=computed."

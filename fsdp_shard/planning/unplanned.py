@@ -1,0 +1,39 @@
+"""Settings that change the memory of a run, and that a plan does not have."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsdp_shard.utils import in_yaml
+
+# Name -> the value with which nothing is left out, and why others are not planned.
+_UNPLANNED: Mapping[str, tuple[Any, str]] = {
+    "loss": (None, "a custom loss"),
+    "model.kernels": ("none", "fused kernels keep less than what is planned"),
+    "shard.compile": (False, "a compiler decides what is kept"),
+    "data.target_length": (None, "targets have another length"),
+    "train.neftune_alpha": (None, "the noise"),
+    "train.profile": ([], "profiling takes memory of its own"),
+    "objective.teacher": (None, "the memory of the teacher"),
+}
+
+
+def unplanned_settings(value_of: Callable[[str], Any]) -> list[str]:
+    """The settings that are not planned, each as `name=value (reason)`.
+
+    Args:
+        value_of: Returns the value of a setting by its name; None if there is none.
+    """
+    found = []
+    for name, (default, reason) in _UNPLANNED.items():
+        value = value_of(name)
+        if value is not None and value != default:
+            found.append(f"{name}={in_yaml(value)} ({reason})")
+    return found
+
+
+def setting_at(config: object, name: str) -> Any:
+    """The value of a setting of a config by its dotted name; None if the config does not have it."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
