@@ -80,11 +80,13 @@ from .optim.muon import MuonConfig as MuonConfig
 from .optim.registry import OPTIMIZERS as OPTIMIZERS
 from .optim.torch_optim import AdamWConfig as AdamWConfig, SgdConfig as SgdConfig
 from .optim.weight_average import WeightAverage as WeightAverage
-from .peft.config import AdapterConfig as AdapterConfig, LoraConfig as LoraConfig
+from .peft.config import PRINCIPAL as PRINCIPAL, AdapterConfig as AdapterConfig, LoraConfig as LoraConfig
 from .peft.disable_adapters import adapters_disabled as adapters_disabled
 from .peft.earlier_adapter import check_planned as check_planned
 from .peft.eva import new_pca as new_pca, run_watching as run_watching
+from .peft.initial_values import MAGNITUDE_CHUNK_BYTES as MAGNITUDE_CHUNK_BYTES
 from .peft.lora import Adapter as Adapter, check_continues as check_continues, inject_lora as inject_lora
+from .peft.principal import principal_factors as principal_factors
 from .peft.qlora import quantize_base as quantize_base
 from .run_setup import (
     RunStart as RunStart,

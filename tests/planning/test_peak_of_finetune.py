@@ -275,3 +275,20 @@ def test_the_reference_of_streamed_pairs_is_planned(home: Path, tmp_path: Path) 
     plan = plan_of(config, 2)
     assert plan.per_rank[0].reference_bytes == plan.per_rank[0].parameters_bytes
     check("streamed pairs", plan, measure_finetune(config, 2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("adapter", sampled({"pissa": {"init": "pissa"}, "dora": {"dora": True}}, 1))
+def test_initial_values_that_come_from_weights_are_planned(adapter: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"pissa": {"init": "pissa"}, "dora": {"dora": True}}[adapter]
+    wide = LlamaConfig(**{**_LLAMA.to_dict(), "hidden_size": 256, "intermediate_size": 4096, "head_dim": 64})
+    AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    sections = {"adapter": LoraConfig(rank=4, **settings), "optim": OPTIMIZERS["adamw"]()}
+    config = config_of(tmp_path, tmp_path / "run", **sections)
+    plan, measured = plan_of(config, 2), measure_finetune(config, 2)
+    for rank, found in zip(plan.per_rank, measured, strict=True):
+        planned = max(snapshot.total_bytes for snapshot in rank.snapshots if snapshot.phase == "load")
+        _TABLE.append(f"{adapter:30} load        {planned:12}{found.by_phase['load']:14}")
+        assert 1.0 <= planned / found.by_phase["load"] <= 1.15

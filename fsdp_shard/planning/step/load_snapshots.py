@@ -1,5 +1,6 @@
 """The snapshots before the first step: a model is loaded, and where a run resumes, the optimizer's state made."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.snapshot import GRADIENTS, LOADING, Snapshot, highest
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
+from fsdp_shard.training import MAGNITUDE_CHUNK_BYTES, PRINCIPAL, LoraConfig, principal_factors
 from fsdp_shard.utils import FakeTensorMode
 
 FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
@@ -68,7 +70,45 @@ def _read_bytes(config: PretrainedConfig, model: nn.Module, run: PlannedRun) -> 
         largest = max(encoded.values(), key=lambda module: module.num_weights)
         number = min(-(-largest.num_weights // run.num_shards), ENCODED_AT_ONCE)
         most = max(most, _encoding_bytes(largest.code, number, stored))
+    return max(most, _initial_value_bytes(model, run))
+
+
+def _initial_value_bytes(model: nn.Module, run: PlannedRun) -> int:
+    """The most that computing the initial values of an adapter from the weights takes in addition."""
+    adapter, begins = run.adapter, not run.resumes
+    if not begins or not isinstance(adapter, LoraConfig) or adapter.path is not None:
+        return 0
+    factors = {which: dict[str, torch.Size]() for which in "AB"}  # by the layer
+    for name, param in model.named_parameters():
+        for which, shapes in factors.items():
+            layer, is_factor, _ = name.partition(f".lora_{which}.")
+            if is_factor:
+                shapes[layer] = param.shape
+    sizes = [(factors["B"][layer][0], shape[1]) for layer, shape in factors["A"].items() if layer in factors["B"]]
+    if not sizes:
+        return 0
+    most = 0
+    if adapter.dora:  # a chunk of a weight in float64 and its squares, beside those of the chunk before
+        at_once = MAGNITUDE_CHUNK_BYTES // 4
+        rows = [(-(-outputs // run.num_shards), inputs) for outputs, inputs in sizes]
+        most = max(24 * min(at_once, outputs * inputs) + 16 * outputs for outputs, inputs in rows)
+    if adapter.init in PRINCIPAL:
+        every = 4 * adapter.rank * sum(map(sum, sizes))
+        most = max(
+            most, _decomposing_bytes(adapter, *max(sizes, key=math.prod)) + 3 * every
+        )  # own ones, as bytes to send, and all
     return most
+
+
+def _decomposing_bytes(adapter: LoraConfig, outputs: int, inputs: int) -> int:
+    """The most bytes while a weight is decomposed, with the weight in float32."""
+    with FakeTensorMode(), Recorder() as recorder:
+        weight = torch.empty(outputs, inputs)
+        weight.isfinite().all()
+        principal_factors(adapter.init, weight, adapter.rank, 1.0, 0)
+        recorder.mark("", "")
+    rise: int = recorder.events[0].rise
+    return rise
 
 
 def _encoding_bytes(code: QuantizationCode, num_weights: int, stored: torch.dtype) -> int:

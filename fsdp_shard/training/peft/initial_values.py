@@ -13,7 +13,7 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.training.peft.config import EVA
 from fsdp_shard.training.seeding import derived_seed
 
-_CHUNK_BYTES = 16 << 20  # of the base, read at a time
+MAGNITUDE_CHUNK_BYTES = 16 << 20  # of the base, read at a time
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def fill_magnitudes(
         columns = slice(outputs.start, outputs.stop) if magnitude.is_transposed else slice(0, num_columns)
         rows = range(num_rows) if magnitude.is_transposed else outputs
         squares = torch.zeros(len(outputs), dtype=torch.float64)
-        per_chunk = max(1, _CHUNK_BYTES // (4 * num_columns))
+        per_chunk = max(1, MAGNITUDE_CHUNK_BYTES // (4 * num_columns))
         for chunk in (rows[first : first + per_chunk] for first in range(0, len(rows), per_chunk)):
             # In the dtype that the model holds, as the forward pass computes its norms of that.
             part = index.read(stored, [slice(chunk.start, chunk.stop), columns]).to(dtype).double().square()

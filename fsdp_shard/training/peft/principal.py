@@ -46,6 +46,23 @@ class PrincipalLayer:
     rank: int
 
 
+def principal_factors(kind: str, weight: torch.Tensor, rank: int, scale: float, seed: int) -> Factors:
+    """Decompose a weight, float32 [outputs, inputs], as `adapter.init=kind` does, in the CPU's memory."""
+    if kind == "olora":
+        q, r = torch.linalg.qr(weight)
+        return r[:rank].contiguous(), q[:, :rank].contiguous()
+    if kind == "pissa":
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        left, values, right = left[:, :rank], values[:rank], right[:rank]
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            left, values, transposed = torch.svd_lowrank(weight, rank, niter=_NUM_ITERATIONS)
+            right = transposed.T
+    root = (values / scale).sqrt()
+    return root[:, None] * right, left * root
+
+
 @dataclass(frozen=True)
 class Principal:
     """All such layers of a model, by FQN, and how the part is chosen: `pissa`, `pissa_fast` or `olora`."""
@@ -103,20 +120,7 @@ class Principal:
                 f"{index.path}: {names[layer.weight]} is not finite, so adapter.init={self.kind} cannot divide it."
             )
         weight = weight.T if layer.is_transposed else weight
-        rank = layer.rank
-        if self.kind == "olora":
-            q, r = torch.linalg.qr(weight)
-            return r[:rank].contiguous(), q[:, :rank].contiguous()
-        if self.kind == "pissa":
-            left, values, right = torch.linalg.svd(weight, full_matrices=False)
-            left, values, right = left[:, :rank], values[:rank], right[:rank]
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derived_seed("lora", seed, fqn))
-                left, values, transposed = torch.svd_lowrank(weight, rank, niter=_NUM_ITERATIONS)
-                right = transposed.T
-        root = (values / layer.scale).sqrt()
-        return root[:, None] * right, left * root
+        return principal_factors(self.kind, weight, layer.rank, layer.scale, derived_seed("lora", seed, fqn))
 
     def stored(
         self, trained: Mapping[str, str], shards: Mapping[str, LocalShard], ranks: Communicator
