@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 from fsdp_shard.checkpoint import HubTarget, locate
 from fsdp_shard.cli.push_command import default_settings
+from fsdp_shard.errors import InputError
 from fsdp_shard.evaluation import ReportFiles, make_card, read_subject, report_runs, shown_setting
 from tests.support.runs import run_recipe
 
@@ -114,6 +115,24 @@ def test_figures_of_other_weights_than_those_stored_say_so(trained: Path, tmp_pa
     published = {one.metric_value: one for one in card.data.eval_results or []}
     assert 77.25 not in published
     assert (published[78.25].metric_args or {})["dtype"] == "bfloat16"
+
+
+def test_evaluations_with_another_config_or_tokenizer_are_left_out(trained: Path, tmp_path: Path) -> None:
+    changes = {"own": {}, "config": {"weights": "config"}, "tokenizer": {"tokenizer": "digest"}}
+    for name, changed in changes.items():
+        _change(trained, tmp_path / "all" / name, {}, perplexity={"own": 77.25}.get(name, 66.5))
+        file = tmp_path / "all" / name / "result.json"
+        result = json.loads(file.read_text())
+        for part, digest in changed.items():
+            result["provenance"][part][digest] = "0" * 32
+        file.write_text(json.dumps(result))
+    card, problems = _card(trained, tmp_path / "all")
+    assert problems == ["2 runs, evaluated with another config or tokenizer: config (config), tokenizer (tokenizer)."]
+    assert [one.metric_value for one in card.data.eval_results or [] if one.metric_type == "perplexity"][:1] == [77.25]
+    assert "66.5" not in card.text
+    shutil.rmtree(tmp_path / "all" / "own")
+    with pytest.raises(InputError, match=r"with another config or tokenizer than theirs: config \(config\), tokenizer"):
+        _card(trained, tmp_path / "all")
 
 
 def test_figures_of_the_harness(trained: Path, tmp_path: Path) -> None:

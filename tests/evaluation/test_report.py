@@ -198,14 +198,21 @@ def test_what_runs_really_leave(tmp_path: Path) -> None:
     assert fsdp_shard("finetune", *trained, cwd=tmp_path).status == 0
     assert fsdp_shard("convert", "source=runs/one", "target=copy", "run_dir=other", cwd=tmp_path).status == 0
     assert fsdp_shard("evaluate", "checkpoint=copy", *common, "run_dir=runs/two", cwd=tmp_path).status == 0
+    other = json.loads((tmp_path / "model" / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (tmp_path / "eps").mkdir()
+    (tmp_path / "eps" / "config.json").write_text(json.dumps(other))
+    given = ["checkpoint=copy", "config=eps", "tokenizer=model", "run_dir=runs/with_others"]
+    assert fsdp_shard("evaluate", *given, *common, cwd=tmp_path).status == 0
 
     report = _report(tmp_path / "runs")
-    assert (report.problems, report.num_completed) == ([], 2)
+    assert (report.problems, report.num_completed) == ([], 3)
     assert [(one.prompt, len(one.rows)) for one in report.samples] == [("a run", 2)]
     assert len(next(chart for chart in report.charts if chart.key == "loss").curves[0].points) == 2
     (step,) = _table(report, "checkpoints").rows
     assert [cell.value for cell in step[1:4]] == [2, "sharded", 2]
-    assert _table(report, "evaluations").rows[0][1].value == "one, step 2", "by the digest of the weights"
+    two, with_others = _table(report, "evaluations").rows
+    assert two[1].value == "one, step 2", "by the digest of the weights"
+    assert with_others[1].value == "one, step 2, another config, tokenizer=model"
     assert _imports_torch(tmp_path, "runs") == "False"
 
 

@@ -24,9 +24,9 @@ from fsdp_shard.checkpoint import (
     read_base_model,
     weights_digest,
 )
-from fsdp_shard.errors import InputError
+from fsdp_shard.errors import InputError, ModelError
 from fsdp_shard.evaluation.report.run_files import Run, find_runs, is_run, read_run
-from fsdp_shard.evaluation.report.same_weights import Digests, digests_in
+from fsdp_shard.evaluation.report.same_weights import Digests, digests_in, has_other_config
 from fsdp_shard.utils import format_count, read_json
 
 
@@ -134,7 +134,7 @@ def read_subject(
     assert weights is not None, "there is a digest in each description"
     step = _step_of(location)
     run = None if step is None else read_run(step.parent.parent, step.parent.parent.resolve().name, step)
-    chosen, left_out = _of_weights(evaluations, weights)
+    chosen, left_out = _of_model(evaluations, weights, location)
     subject = CardSubject(
         target=target,
         location=location,
@@ -154,22 +154,54 @@ def read_subject(
     return subject, [*left_out, *problems]
 
 
-def _of_weights(paths: Sequence[str], wanted: Digests) -> tuple[list[Run], list[str]]:
-    """The completed evaluations of certain weights, and what else there is, a sentence each."""
+def _of_model(paths: Sequence[str], weights: Digests, location: Location) -> tuple[list[Run], list[str]]:
+    """The completed evaluations of the checkpoint at `location`, and what else there is, a sentence each."""
     runs = [read_run(path, path.name) for path in find_runs(paths)] if paths else []
-    same = [run for run in runs if run.command == "evaluate" and _weights_of(run.result) == wanted]
+    same = [run for run in runs if run.command == "evaluate" and digests_in(_weights_of(run)) == weights]
     if paths and not same:
         raise InputError(
             f"There is no evaluation of the weights that are pushed in {', '.join(paths)}: none of its "
             f"{format_count(len(runs), 'run')} has their digest in result.json. Evaluate what you push, and then give "
             "the run_dir of that."
         )
+    tokenizer, notes = _tokenizer_digest(location) if same else (None, [])
+    parts = [_other_parts(run, location, tokenizer) for run in same]
+    apart = ", ".join(f"{run.name} ({' and '.join(of)})" for run, of in zip(same, parts, strict=True) if of)
+    chosen = [run for run, of in zip(same, parts, strict=True) if not of]
+    if same and not chosen:
+        raise InputError(
+            f"All evaluations of the weights that are pushed in {', '.join(paths)} are with another config or "
+            f"tokenizer than theirs: {apart}. Evaluate what you push without config= and tokenizer=, and then give the "
+            "run_dir of that."
+        )
     others = [run.name for run in runs if run not in same]
-    of_others = f"{format_count(len(others), 'run')}, not evaluated with these weights: {', '.join(others)}."
-    parts = [run.name for run in same if _limit_of(run.result) is not None]
-    of_parts = f"{format_count(len(parts), 'run')} of a part of the questions (lm_eval.limit): {', '.join(parts)}."
-    notes = [*([of_others] if others else []), *([of_parts] if parts else [])]
-    return [run for run in same if _limit_of(run.result) is None], notes
+    limited = [run.name for run in chosen if _limit_of(run.result) is not None]
+    left_out = {
+        ", not evaluated with these weights": (len(others), ", ".join(others)),
+        ", evaluated with another config or tokenizer": (len(same) - len(chosen), apart),
+        " of a part of the questions (lm_eval.limit)": (len(limited), ", ".join(limited)),
+    }
+    notes += [f"{format_count(count, 'run')}{why}: {names}." for why, (count, names) in left_out.items() if count]
+    return [run for run in chosen if _limit_of(run.result) is None], notes
+
+
+def _other_parts(run: Run, location: Location, tokenizer: str | None) -> list[str]:
+    """What an evaluation of the weights at `location` took from elsewhere, as far as it says so."""
+    found = _map(_map(run.result.get("provenance")).get("tokenizer")).get("digest")
+    other_tokenizer = tokenizer is not None and isinstance(found, str) and found != tokenizer
+    parts = {"config": has_other_config(_weights_of(run), location), "tokenizer": other_tokenizer}
+    return [name for name, is_other in parts.items() if is_other]
+
+
+def _tokenizer_digest(location: Location) -> tuple[str | None, list[str]]:
+    """The digest of the tokenizer as evaluations record it, or None and the reason, a sentence."""
+    from fsdp_shard.evaluation.provenance import tokenizer_digest
+    from fsdp_shard.models import load_tokenizer
+
+    try:
+        return tokenizer_digest(load_tokenizer(location.tokenizer)), []
+    except ModelError as error:  # such as one with code of its own, which only an evaluation is allowed to run
+        return None, [f"whether evaluations had this tokenizer, as it cannot be loaded: {error}"]
 
 
 def _limit_of(result: Mapping[str, Any]) -> Any:
@@ -180,10 +212,13 @@ def _limit_of(result: Mapping[str, Any]) -> Any:
     return found
 
 
-def _weights_of(result: Mapping[str, Any]) -> Digests | None:
-    provenance = result.get("provenance")
-    weights = provenance.get("weights") if isinstance(provenance, dict) else None
-    return digests_in(weights) if isinstance(weights, dict) else None
+def _weights_of(run: Run) -> Mapping[str, Any]:
+    """What an evaluation says of the weights that it is of."""
+    return _map(_map(run.result.get("provenance")).get("weights"))
+
+
+def _map(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _has_base(location: Location) -> bool:

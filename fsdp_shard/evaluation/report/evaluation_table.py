@@ -62,17 +62,24 @@ def _scores(run: Run, trained: Sequence[Run], digests: WeightDigests) -> Iterato
     models += [("against", _map(against.get("weights")), against)] if against else []
     for name, weights, figures in models:
         found = digests_in(weights)
-        cell = _weights(weights, run.settings.get(name), trained, digests)
+        cell = _weights(run, name, weights, trained, digests)
         yield _Score(run, cell, figures, digest(None if found is None else found[0]), _map(provenance.get("data")))
 
 
-def _weights(weights: Mapping[str, Any], path: str | None, trained: Sequence[Run], digests: WeightDigests) -> Cell:
-    """The run and step that has the weights; otherwise the path that was evaluated, which need not have them now."""
+def _weights(
+    run: Run, name: str, weights: Mapping[str, Any], trained: Sequence[Run], digests: WeightDigests
+) -> Cell:
+    """The run and step that has the weights, and which other config or tokenizer it was evaluated with; otherwise the
+    path that was evaluated, which need not have them now.
+    """
+    tokenizer = run.settings.get("tokenizer", "null") if name == "checkpoint" else "null"
+    of_tokenizer = "" if tokenizer == "null" else f", tokenizer={tokenizer}"
     found = digests.find(weights, trained)
     if found is not None:
-        run, stored = found
-        return text(f"{run.name}, step {stored.step}")
-    return text(_text(weights.get("path")) or path)
+        trained_run, stored = found
+        config = ", another config" if digests.has_other_config(weights, stored) else ""
+        return text(f"{trained_run.name}, step {stored.step}{config}{of_tokenizer}")
+    return text(_text(weights.get("path")) or run.settings.get(name))
 
 
 def _perplexity(score: _Score) -> list[Cell]:

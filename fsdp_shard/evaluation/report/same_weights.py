@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import describe_weights, locate
+from fsdp_shard.checkpoint import Location, config_digest, describe_weights, locate
 from fsdp_shard.errors import FsdpShardError
 from fsdp_shard.evaluation.report.run_files import Run
 from fsdp_shard.evaluation.report.stored_steps import StoredStep
@@ -43,6 +43,13 @@ class WeightDigests:
                 return run, stored
         return None
 
+    def has_other_config(self, weights: Mapping[str, Any], stored: StoredStep) -> bool:
+        """Whether an evaluation of the weights of a step was with another config, as far as both can be read."""
+        try:
+            return has_other_config(weights, locate(str(stored.path), fetch_weights=False))
+        except (FsdpShardError, OSError):  # a step of one's own loop has no config
+            return False
+
     def _of(self, stored: StoredStep) -> Digests | None:
         key = (stored.path, stored.digest)
         if key not in self._known:
@@ -52,6 +59,20 @@ class WeightDigests:
                 self._known[key] = None
                 self.problems.append(f"{stored.path} is not compared with what was evaluated: {error}")
         return self._known[key]
+
+
+def has_other_config(weights: Mapping[str, Any], source: Location) -> bool:
+    """Whether an evaluation of the weights at `source` built the model from another config than theirs.
+
+    Args:
+        weights: What the evaluation says of them; `config` is the digest of its config, which older results lack.
+        source: The checkpoint.
+
+    Raises:
+        ModelError: `source` has no usable config.
+    """
+    found = weights.get("config")
+    return isinstance(found, str) and found != config_digest(source.directory)
 
 
 def digests_in(weights: Mapping[str, Any]) -> Digests | None:
