@@ -105,9 +105,15 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _absent(runs: Iterable[Run]) -> list[str]:
     """What runs lack that others have, so that a gap in a table is explained."""
     no_steps = [run.name for run in runs if not run.steps]
+    late = [f"{run.name} (begins at step {first:,.0f})" for run in runs if (first := _first_step(run)) > 1]
     no_held_out = [run.name for run in runs if run.steps and not run.held_out]
-    said = [(no_steps, "no finished steps"), (no_held_out, "no held-out evaluations (train.eval_every)")]
+    said = [(no_steps, "no finished steps"), (late, "no metrics of its first steps, which another directory had")]
+    said += [(no_held_out, "no held-out evaluations (train.eval_every)")]
     return [f"{format_count(len(names), 'run')} with {what}: {', '.join(names)}." for names, what in said if names]
+
+
+def _first_step(run: Run) -> float:
+    return (run.steps[0]["step"] or 1) if run.steps else 1
 
 
 def _runs_table(runs: Sequence[Run]) -> Table:
@@ -119,8 +125,8 @@ def _runs_table(runs: Sequence[Run]) -> Table:
         tokens = run.figure("tokens") or last_of(run.steps, "total_tokens")
         most = run.settings.get("train.steps", "")
         done = int(run.steps[-1]["step"] or 0) if run.steps else None
-        of = f"{done or 0:,} of {int(most):,}" if most.isdecimal() and run.status != COMPLETED else None
-        step = number(done) if of is None else Cell(done, of)
+        progress = f"{done or 0:,} of {int(most):,}" if most.isdecimal() and run.status != COMPLETED else None
+        step = number(done) if progress is None else Cell(done, progress)
         losses = [last_of(run.steps, "loss"), last_of(run.held_out, "loss"), loss_before(run), best]
         rest = [number(at), number(last_of(run.held_out, "perplexity")), number(tokens)]
         rows.append([text(run.name), text(run.status), step, *map(number, losses), *rest])
@@ -136,14 +142,14 @@ def _settings_tables(runs: Sequence[Run]) -> list[Table]:
     known = [run for run in runs if run.settings]
     of_runs = [courses(run.settings, run.changes) for run in known]
     names = [name for name in dict.fromkeys(name for course in of_runs for name in course) if name not in _APART]
-    values = {name: [course.get(name) for course in of_runs] for name in names}
+    values_of_setting = {name: [course.get(name) for course in of_runs] for name in names}
     rows = {
-        name: [text(name), *(Cell(text(one).value, text(one).text, one != of[0]) for one in of)]
-        for name, of in values.items()
+        name: [text(name), *(Cell(text(value).value, text(value).text, value != values[0]) for value in values)]
+        for name, values in values_of_setting.items()
     }
     # Settings that only one option of a group has, such as adapter.rank, follow from the group unless they differ.
     changed = {change.name for run in known for change in run.changes or ()}
-    differing = [rows[name] for name, of in values.items() if len({*of} - {None}) > 1 or name in changed]
+    differing = [rows[name] for name, values in values_of_setting.items() if _differ(values) or name in changed]
     columns = ["setting", *(run.name for run in known)]
     note = "Marked: what is not as in the first run. A dash: the run has no such setting." if len(known) > 1 else ""
     doubt = ""
@@ -153,6 +159,10 @@ def _settings_tables(runs: Sequence[Run]) -> list[Table]:
     differ = Table("settings", title, columns, differing, ((note if differing else _ALL_SAME) + doubt).strip())
     all_of_them = Table("all-settings", "All settings", columns, list(rows.values()), (note + doubt).strip())
     return [*([differ] if len(known) > 1 or changed else []), *([all_of_them] if known else [])]
+
+
+def _differ(values: Sequence[str | None]) -> bool:
+    return len({*values} - {None}) > 1
 
 
 def _speed_table(runs: Sequence[Run]) -> Table:
