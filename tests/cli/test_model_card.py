@@ -72,6 +72,74 @@ def test_held_out_metrics_of_preferences(trained: Path, tmp_path: Path) -> None:
     assert found == {"loss": "0.5000", "rewards/margins": "0.2500", "rewards/accuracies": "0.7500"}
 
 
+def _card_of(source: str, adapter_base: str | None = None) -> str:
+    return make_card(read_subject(HubTarget("org/name"), locate(source), adapter_base, default_settings, [])[0])
+
+
+def _section(card: str, title: str) -> str:
+    return card.partition(f"## {title}")[2].partition("## ")[0]
+
+
+def _keep_rows(file: Path, first: int) -> None:
+    rows = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(row for row in rows if json.loads(row)["step"] >= first))
+
+
+def test_the_card_of_a_step_knows_nothing_of_later_ones(trained: Path) -> None:
+    curve = _section(_card_of(f"{trained / 'run'}@step-2"), "Loss")
+    assert [line.split(" | ")[0] for line in curve.strip().splitlines()[-3:]] == ["| 0", "| 1", "| 2"]
+
+
+def test_a_run_that_went_on_in_another_directory_counts_all_of_its_steps(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained / "run", tmp_path / "run"))
+    whole = json.loads((run / "result.json").read_text())
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        _keep_rows(run / name, 3)
+    card = _card_of(str(run))
+    assert f"| tokens | {whole['tokens']:,} |" in card
+    assert "| seconds of training after step 2 |" in card
+    assert "The losses up to step 2 are not known: they are in no file of the run's directory." in card
+
+    page = tmp_path / "report.md"
+    best = {"best_loss": 1.25, "best_step": 2}
+    (run / "result.json").write_text(json.dumps(whole | best))
+    for is_completed in (True, False):
+        report_runs([str(run)], ReportFiles(md=str(page)))
+        _, row = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| run |")][:2]
+        assert row[5:8] == [f"{whole['loss_before']:#.4g}", "1.250", "2"], "at step 0, best, after step"
+        assert "1 run with no metrics of its first steps, which another directory had: run" in page.read_text()
+        if is_completed:
+            (run / "result.json").unlink()
+            trainer = run / "checkpoints" / "step-00000004" / "trainer.json"
+            trainer.write_text(json.dumps(json.loads(trainer.read_text()) | best))
+
+
+@pytest.mark.long
+def test_adapters_say_what_they_are_and_began_with(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    common = [f"model.path={tiny_model}", f"data.path={texts / 'train.txt'}", "data.sequence_length=32"]
+    common += ["train.steps=2", "adapter=lora"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run_recipe("finetune", first, *common, "adapter.dora=true").status == 0
+    earlier = ["adapter.dora=true", f"adapter.path={first}"]
+    assert run_recipe("finetune", second, *common, *earlier).status == 0
+    card = _card_of(str(second), "org/base")
+    named = "first/checkpoints/step-00000002"
+    assert "An adapter (DoRA), fine-tuned from [org/base]" in card
+    assert f"It is step 2 of the run second. Its training began with the adapter {named}, whose" in card
+    assert f"| earlier adapter | {named} |" in card
+    assert f"| adapter.path | {named} |" in card
+    assert str(tmp_path) not in card
+    assert "earlier adapter" not in _card_of(str(first), "org/base")
+
+    held_out = [f"data.eval_path={texts / 'held_out.txt'}", "adapter.quantize=int8"]
+    assert run_recipe("finetune", tmp_path / "quantized", *common, *held_out).status == 0
+    (tmp_path / "README.md").write_text(_card_of(str(tmp_path / "quantized")))
+    pushed = ModelCard.load(tmp_path / "README.md")
+    (row,) = [line for line in pushed.text.splitlines() if line.startswith("| held-out data") and "| loss |" in line]
+    assert "| quantize int8 |" in row
+    assert not pushed.data.eval_results, "the merged model is not the quantized one that was evaluated"
+
+
 @pytest.mark.long
 def test_an_average_of_the_weights_says_so(trained: Path, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     common = [f"model.path={tiny_model}", f"data.path={texts / 'train.txt'}", "data.sequence_length=32"]
@@ -169,6 +237,8 @@ def test_figures_of_the_harness(trained: Path, tmp_path: Path) -> None:
         ("some.setting", str([{"path": "private/x.txt", "text": "and/or"}]), "[{'path': 'x.txt', 'text': 'and/or'}]"),
         ("some.setting", "/home/my private files/x", "x"),
         ("some.setting", "see ~/my private/x, and s3://bucket/data", "see .../x, and s3://bucket/data"),
+        ("adapter.path", "/home/me/a1/checkpoints/step-00000002", "a1/checkpoints/step-00000002"),
+        ("model.path", "a1/checkpoints/step-00000002/ema/", "a1/checkpoints/step-00000002/ema"),
         ("data.path", "s3://bucket/data/x.jsonl", "s3://bucket/data/x.jsonl"),
         ("some.setting", "['/home/private/x', <hidden>]", "['x', <hidden>]"),
     ],

@@ -47,11 +47,14 @@ def figures_of(subject: CardSubject) -> list[Figure]:
     found = [figure for run in subject.evaluations for figure in _figures(run)]
     run = None if subject.is_average else subject.run
     held_out = [row for row in (run.held_out if run else ()) if row["step"] == subject.num_steps]
+    # What was trained and evaluated on a quantized base is another model than the one that is pushed.
+    quantize = subject.base.quantize if run and subject.base else "none"
+    settings = {} if quantize == "none" else {_QUANTIZE: quantize}
     for row in held_out:
         for name in ("loss", "perplexity", *(name for name in row if name.startswith(METRIC))):
             measure, value = name.removeprefix(METRIC), row.get(name)
             if value is not None and not measure.startswith(_OF_ANSWERS):
-                found.append(Figure("held-out data of the training run", "held-out", measure, value))
+                found.append(Figure("held-out data of the training run", "held-out", measure, value, settings=settings))
     return found
 
 

@@ -11,14 +11,11 @@ from typing import Any
 from fsdp_shard.checkpoint import (
     AVERAGE,
     CHECKPOINTS,
-    TRAINER,
     BaseModel,
     HubTarget,
     Location,
     describe_weights,
-    has_file,
     is_hub_id,
-    member,
     parse_step,
     read_adapter_config,
     read_base_model,
@@ -39,13 +36,12 @@ class CardSubject:
         location: The checkpoint that is pushed.
         architectures: Classes of the model, as config.json names them.
         adapter_base: The hub id of the base model if the adapter itself is pushed, not a model.
-        adapter_task: peft's name of the task that this adapter is for, such as `CAUSAL_LM`.
+        adapter_config: The content of adapter_config.json of this adapter.
         weights: Digest of the weights of the checkpoint, and of an adapter that of its base.
         pushed_digest: Digest of the weights that are pushed, which may be converted.
         step: The directory of the step of a run that the checkpoint is, or that it is the average (ema) of.
         run: This run.
         base: The model that this run began from.
-        data_digest: The fingerprint of its training data.
         defaults: The default of each setting of a run, by dotted name.
         evaluations: Runs of `evaluate` of the same weights.
     """
@@ -54,13 +50,12 @@ class CardSubject:
     location: Location
     architectures: tuple[str, ...]
     adapter_base: str | None
-    adapter_task: str | None
+    adapter_config: Mapping[str, Any]
     weights: Digests
     pushed_digest: str
     step: Path | None
     run: Run | None
     base: BaseModel | None
-    data_digest: str | None
     defaults: Mapping[str, str]
     evaluations: Sequence[Run]
 
@@ -79,6 +74,12 @@ class CardSubject:
         return self.step is not None and self.location.weights != self.step
 
     @property
+    def adapter_task(self) -> str | None:
+        """peft's name of the task that the adapter is for, such as `CAUSAL_LM`."""
+        found = self.adapter_config.get("task_type")
+        return found if isinstance(found, str) else None
+
+    @property
     def repo_id(self) -> str:
         """The name of the repository."""
         return self.target.repo_id
@@ -87,7 +88,12 @@ class CardSubject:
     def base_on_hub(self) -> str | None:
         """The hub id of the model that the run began from; None if it was a directory."""
         path = self.adapter_base or (self.base.path if self.base else "")
-        return path if is_hub_id(path) and not Path(path).exists() else None
+        return path if is_on_hub(path) else None
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether a path in the records of a run is a hub id: it has the form of one, and is nothing on this machine."""
+    return is_hub_id(path) and not Path(path).exists()
 
 
 def _step_of(location: Location) -> Path | None:
@@ -96,15 +102,6 @@ def _step_of(location: Location) -> Path | None:
     step = weights.parent if weights.name == AVERAGE else weights
     is_step = parse_step(step.name) is not None and step.parent.name == CHECKPOINTS
     return step if is_step and is_run(step.parent.parent) else None
-
-
-def _data_digest(step: Path) -> str | None:
-    """The fingerprint of the training data that a step records; None if it records none."""
-    if not has_file(step, TRAINER):
-        return None
-    state = read_json(member(step, TRAINER))
-    found = state.get("data") if isinstance(state, dict) else None
-    return found if isinstance(found, str) else None
 
 
 def read_subject(
@@ -140,13 +137,12 @@ def read_subject(
         location=location,
         architectures=_architectures(location) if has_base else (),
         adapter_base=adapter_base,
-        adapter_task=None if adapter_base is None else _adapter_task(location),
+        adapter_config={} if adapter_base is None else read_adapter_config(location.weights),
         weights=weights,
         pushed_digest=weights[0],
         step=step,
         run=run,
         base=read_base_model(step or location.weights) if location.weights.is_dir() else None,
-        data_digest=None if step is None else _data_digest(step),
         defaults=defaults(run.settings) if run else {},
         evaluations=chosen,
     )
@@ -227,11 +223,6 @@ def _has_base(location: Location) -> bool:
         return bool(location.base.index.tensors) and location.directory.is_dir()
     except InputError:
         return False
-
-
-def _adapter_task(location: Location) -> str | None:
-    found = read_adapter_config(location.weights).get("task_type")
-    return found if isinstance(found, str) else None
 
 
 def _architectures(location: Location) -> tuple[str, ...]:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from fsdp_shard.checkpoint import CARD_MARK, HubTarget
 from fsdp_shard.errors import one_line
 from fsdp_shard.evaluation.model_card.card_figures import Figure, eval_results, figures_of, figures_table
-from fsdp_shard.evaluation.model_card.card_subject import CardSubject
+from fsdp_shard.evaluation.model_card.card_subject import CardSubject, is_on_hub
 from fsdp_shard.evaluation.model_card.shown_paths import last_part, shown_setting, without_directories
 from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Cell, Table, number, text
 from fsdp_shard.evaluation.report.run_charts import thinned
-from fsdp_shard.evaluation.report.run_files import Run, values_of
+from fsdp_shard.evaluation.report.run_files import Row, Run, as_number, last_of, values_of
 from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
 from fsdp_shard.utils import format_number, redact, redact_setting
@@ -55,7 +55,7 @@ def make_card(subject: CardSubject) -> str:
     run = subject.run
     parts = [f"---\n{_metadata(subject, figures)}\n---\n\n{CARD_MARK}", f"# {_safe(subject.repo_id)}", _intro(subject)]
     parts += _section("Training", [_table(_training_table(subject, run))] if run else [])
-    curve = _curve(run) if run else None
+    curve = _curve(subject, run) if run else None
     of_weights = " Of the weights themselves, not of their average." if subject.is_average else ""
     parts += _section("Loss", [_safe(curve.note + of_weights), _table(curve)] if curve else [])
     parts += _section("Evaluation", [_EVALUATION_NOTE, _table(figures_table(figures))] if figures else [])
@@ -91,13 +91,23 @@ def _metadata(subject: CardSubject, figures: Sequence[Figure]) -> str:
 
 
 def _intro(subject: CardSubject) -> str:
-    what = "An adapter (LoRA)" if subject.adapter_base else "A model"
+    kind = "DoRA" if subject.adapter_config.get("use_dora") is True else "LoRA"
+    what = f"An adapter ({kind})" if subject.adapter_base else "A model"
     base = subject.base_on_hub
     known = base or (last_part(subject.base.path) if subject.base else None)
     of_base = "" if known is None else f", fine-tuned from {_linked(base) if base else _safe(known)}"
     run = subject.run
     of_run = f" It is {_which(subject)}step {subject.num_steps:,} of the run {_safe(run.name)}." if run else ""
-    return f"{what}{of_base}, pushed with fsdp-shard.{of_run}"
+    earlier = _earlier_adapter(subject)
+    not_counted = ", whose steps and tokens are not counted here"
+    of_earlier = "" if earlier is None else f" Its training began with the adapter {_safe(earlier)}{not_counted}."
+    return f"{what}{of_base}, pushed with fsdp-shard.{of_run}{of_earlier}"
+
+
+def _earlier_adapter(subject: CardSubject) -> str | None:
+    """The adapter whose values training began with: its hub id, or its path as the card shows it."""
+    path = subject.base.adapter_path if subject.base else None
+    return path if path is None or is_on_hub(path) else last_part(path)
 
 
 def _which(subject: CardSubject) -> str:
@@ -115,17 +125,23 @@ def _linked(repo_id: str) -> str:
 
 def _training_table(subject: CardSubject, run: Run) -> Table:
     step = subject.num_steps or 0
-    tokens = sum(values_of([row for row in run.steps if (row["step"] or 0) <= step], "tokens"))
-    seconds = sum(values_of([row for row in run.steps if (row["step"] or 0) <= step], "step_seconds"))
-    data, model = run.settings.get("data.path"), subject.base.path if subject.base else run.settings.get("model.path")
+    rows = _up_to(subject, run.steps)
+    tokens = as_number(run.state.get("num_tokens")) or last_of(rows, "total_tokens")
+    seconds, missing = sum(values_of(rows, "step_seconds")), _missing(rows)
+    base = subject.base
+    data, model = run.settings.get("data.path"), base.path if base else run.settings.get("model.path")
+    data_digest = run.state.get("data")
+    shown_seconds = format_number(round(seconds)) if seconds else None
     facts = {
         "base model": model if model is None or model == subject.base_on_hub else last_part(model),
-        "fingerprint of the base model": subject.base.fingerprint if subject.base else None,
+        "fingerprint of the base model": base.fingerprint if base else None,
+        "earlier adapter": _earlier_adapter(subject),
+        "fingerprint of the earlier adapter": base.adapter if base else None,
         "data": None if data in (None, "null") else shown_setting("data.path", data),
-        "fingerprint of the data": subject.data_digest,
+        "fingerprint of the data": data_digest if isinstance(data_digest, str) else None,
         "step": f"{step:,}",
         "tokens": f"{tokens:,.0f}" if tokens else None,
-        "seconds of training": format_number(round(seconds)) if seconds else None,
+        f"seconds of training{f' after step {missing:,}' if missing else ''}": shown_seconds,
         "status of the run": run.status,
     }
     return _facts(facts)
@@ -144,10 +160,21 @@ def _facts(facts: dict[str, str | None]) -> Table:
     return Table("facts", "", ("what", "value"), rows)
 
 
-def _curve(run: Run) -> Table | None:
+def _up_to(subject: CardSubject, rows: Sequence[Row]) -> list[Row]:
+    """The rows of the step and of those before it."""
+    return [row for row in rows if (row["step"] or 0) <= (subject.num_steps or 0)]
+
+
+def _missing(rows: Sequence[Row]) -> int:
+    """How many steps were before the first row: those of a run that went on in another directory."""
+    return int(rows[0]["step"] or 1) - 1 if rows else 0
+
+
+def _curve(subject: CardSubject, run: Run) -> Table | None:
     """The training loss, as means of the steps since the row before, and the last held-out loss in them."""
-    points = [(row["step"] or 0.0, value) for row in run.steps if (value := row.get("loss")) is not None]
-    held_out = [(row["step"] or 0.0, value) for row in run.held_out if (value := row.get("loss")) is not None]
+    steps, evaluated = _up_to(subject, run.steps), _up_to(subject, run.held_out)
+    points = [(row["step"] or 0.0, value) for row in steps if (value := row.get("loss")) is not None]
+    held_out = [(row["step"] or 0.0, value) for row in evaluated if (value := row.get("loss")) is not None]
     if not points:
         return None
     rows, before = [], -1.0
@@ -157,6 +184,8 @@ def _curve(run: Run) -> Table | None:
         rows.append([number(int(step)), number(loss), number(inside[-1] if inside else None)])
         before = step
     note = f"In {LOSS_UNIT}. The training loss is the mean of the steps since the row before."
+    if missing := _missing(steps):
+        note += f" The losses up to step {missing:,} are not known: they are in no file of the run's directory."
     return Table("curve", "", ("step", "training loss", "held-out loss"), rows, note)
 
 

@@ -9,6 +9,7 @@ import ast
 import re
 from typing import Any
 
+from fsdp_shard.checkpoint import AVERAGE, CHECKPOINTS
 from fsdp_shard.utils import in_yaml
 
 _LONGEST = 10_000  # characters of a setting, of which the card shows a few hundred at most
@@ -18,6 +19,7 @@ _NAMES = re.compile(r"(.*[._])?(path|paths|dir|file|files|chat_template|loss|res
 _BEGINS_AS_PATH = re.compile(r"\s*(file:|~|\.{0,2}/)")
 # What begins so within other text, up to the last slash before a quote or a separator.
 _IN_TEXT = re.compile(r"(?<![\w:/.~])(?:file:)?(?:~[\w.-]*|\.{1,2})?/(?:[^'\"`,;\[\]{}\n/]*/)*(?=[^\s'\"/])")
+_STEP = re.compile(rf"[^/]+/{CHECKPOINTS}/step-\d+(/{AVERAGE})?$")  # of a run, without whose name it says nothing
 _PIECE = re.compile(r"[^'\"`,;\[\]{}\n\s]+")
 
 
@@ -38,11 +40,13 @@ def shown_setting(name: str, value: str) -> str:
 
 
 def last_part(path: str) -> str:
-    """The last part of a path; an address as it is."""
+    """The last part of a path, of a step of a run from the run's name on; an address as it is."""
     bare = path.strip().strip("'\"")
     if _ADDRESS.match(bare) and "::" not in bare:
         return bare
-    return bare.rstrip("/").rpartition("/")[2].removeprefix("file:") or "/"
+    bare = bare.rstrip("/")
+    step = _STEP.search(bare)
+    return (step[0] if step else bare.rpartition("/")[2]).removeprefix("file:") or "/"
 
 
 def without_directories(value: str) -> str:

@@ -66,9 +66,7 @@ def _scores(run: Run, trained: Sequence[Run], digests: WeightDigests) -> Iterato
         yield _Score(run, cell, figures, digest(None if found is None else found[0]), _map(provenance.get("data")))
 
 
-def _weights(
-    run: Run, name: str, weights: Mapping[str, Any], trained: Sequence[Run], digests: WeightDigests
-) -> Cell:
+def _weights(run: Run, name: str, weights: Mapping[str, Any], trained: Sequence[Run], digests: WeightDigests) -> Cell:
     """The run and step that has the weights, and which other config or tokenizer it was evaluated with; otherwise the
     path that was evaluated, which need not have them now.
     """

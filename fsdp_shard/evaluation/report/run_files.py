@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, RUN_CONFIG, has_file
-from fsdp_shard.errors import CheckpointError, InputError, one_line
-from fsdp_shard.evaluation.report.setting_changes import SettingChange, read_changes
+from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, RUN_CONFIG, TRAINER, has_file, member
+from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_line
+from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
 from fsdp_shard.evaluation.report.stored_steps import StoredStep, read_steps
 from fsdp_shard.training import EVALUATIONS, LOCK, MAX_LINE, METRICS, SAMPLES, holder
 from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
@@ -47,6 +47,7 @@ class Run:
         status: `completed`, `running` (another process has locked it) or `stopped`.
         settings: Its settings by dotted name, as YAML writes them, that made its newest step or the one asked for.
         changes: Which of them were others in earlier steps; None if that is not known.
+        state: The progress that this step records in its trainer.json.
         result: The figures of result.json.
         steps: The rows of metrics.jsonl, ascending; a value that is not finite is None.
         held_out: The rows of evaluations.jsonl; figures of a held-out set with a name are those of SET/NAME.
@@ -61,6 +62,7 @@ class Run:
     status: str
     settings: Mapping[str, str] = field(default_factory=dict)
     changes: Sequence[SettingChange] | None = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] = field(default_factory=dict)
     steps: Sequence[Row] = ()
     held_out: Sequence[Row] = ()
@@ -151,13 +153,15 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
     settings = _read_settings(file, problems)
     checkpoints = read_steps(path / CHECKPOINTS, settings, problems)
     recording = step or (checkpoints[-1].path if checkpoints else None)
+    state = {} if recording is None else _read_state(recording)
     return Run(
         path=path,
         name=one_line(name),
         command=_command_of(path) or ("finetune" if steps else ""),
         status=status,
         settings=settings,
-        changes=None if recording is None else read_changes(recording),
+        changes=changes_in(state),
+        state=state,
         result=result,
         steps=steps,
         held_out=held_out,
@@ -188,15 +192,30 @@ def last_of(rows: Sequence[Row], name: str) -> float | None:
 
 
 def best_held_out(run: Run) -> tuple[float | None, int | None]:
-    """The lowest held-out loss after training began, and its step."""
-    rows = [row for row in run.held_out if row.get("loss") is not None and row["step"]]
-    best = min(rows, key=lambda row: row["loss"] or 0.0, default=None)
-    return (None, None) if best is None else (best["loss"], int(best["step"] or 0))
+    """The lowest held-out loss after training began, and its step.
+
+    result.json has it, and so has the newest step, of which evaluations.jsonl only has what is later: a run that went
+    on in another directory has no earlier rows.
+    """
+    of_rows = [(row["loss"], int(row["step"])) for row in run.held_out if row["step"] and row["loss"] is not None]
+    of_result, of_state = _best_in(run.result), _best_in(run.state)
+    if of_result:
+        return of_result
+    newest = as_number(run.state.get("step")) or 0
+    later = [(loss, step) for loss, step in of_rows if step > newest] if of_state else of_rows
+    return min([*later, *([of_state] if of_state else [])], default=(None, None))
+
+
+def _best_in(figures: Mapping[str, Any]) -> tuple[float, int] | None:
+    loss, step = as_number(figures.get("best_loss")), as_number(figures.get("best_step"))
+    return None if loss is None or step is None else (loss, int(step))
 
 
 def loss_before(run: Run) -> float | None:
     """The held-out loss before the first step, which the best one need not be lower than."""
-    return next((row["loss"] for row in run.held_out[:1] if not row["step"]), None)
+    rows = [row["loss"] for row in run.held_out[:1] if not row["step"]]
+    known = [as_number(known.get("loss_before")) for known in (run.result, run.state)]
+    return next((loss for loss in (*rows, *known) if loss is not None), None)
 
 
 def _command_of(path: Path) -> str:
@@ -237,6 +256,15 @@ def _read_result(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{file} is no map of figures, so none are shown.")
         return {}
     return result
+
+
+def _read_state(step_directory: Path) -> dict[str, Any]:
+    """The content of trainer.json of a step; empty if there is none that can be read."""
+    try:
+        state = read_json(member(step_directory, TRAINER)) if has_file(step_directory, TRAINER) else {}
+    except (FsdpShardError, OSError):  # such as a step that a run under way has deleted just now
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 def _read_settings(file: Path, problems: list[str]) -> dict[str, str]:

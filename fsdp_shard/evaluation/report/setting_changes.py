@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
-
-from fsdp_shard.checkpoint import TRAINER, has_file, member
-from fsdp_shard.errors import FsdpShardError
-from fsdp_shard.utils import read_json
+from typing import Any, NamedTuple
 
 _ABSENT = "not set"
 
@@ -22,15 +17,9 @@ class SettingChange(NamedTuple):
     after: str
 
 
-def read_changes(step_directory: Path) -> list[SettingChange] | None:
-    """The changes of settings up to a step, ascending; None if it does not record them, as older ones do not."""
-    try:
-        if not has_file(step_directory, TRAINER):
-            return None
-        state = read_json(member(step_directory, TRAINER))
-    except (FsdpShardError, OSError):  # such as a step that a run under way has deleted just now
-        return None
-    rows = state.get("changed_settings") if isinstance(state, dict) else None
+def changes_in(state: Mapping[str, Any]) -> list[SettingChange] | None:
+    """The changes of settings up to a step, ascending; None if its state does not record them, as older ones do not."""
+    rows = state.get("changed_settings")
     if not isinstance(rows, list) or not all(_is_change(row) for row in rows):
         return None
     return [SettingChange(*row) for row in rows]
