@@ -127,16 +127,19 @@ def test_adapters_say_what_they_are_and_began_with(tiny_model: Path, texts: Path
     assert "An adapter (DoRA), fine-tuned from [org/base]" in card
     assert f"It is step 2 of the run second. Its training began with the adapter {named}, whose" in card
     assert f"| earlier adapter | {named} |" in card
+    assert "| base model | org/base |" in card
     assert f"| adapter.path | {named} |" in card
     assert str(tmp_path) not in card
     assert "earlier adapter" not in _card_of(str(first), "org/base")
 
     held_out = [f"data.eval_path={texts / 'held_out.txt'}", "adapter.quantize=int8"]
+    held_out += ["train.sample_prompts=[a]", "train.sample_tokens=6"]
     assert run_recipe("finetune", tmp_path / "quantized", *common, *held_out).status == 0
     (tmp_path / "README.md").write_text(_card_of(str(tmp_path / "quantized")))
     pushed = ModelCard.load(tmp_path / "README.md")
     (row,) = [line for line in pushed.text.splitlines() if line.startswith("| held-out data") and "| loss |" in line]
     assert "| quantize int8 |" in row
+    assert "| train.sample\\_tokens | 6 |" in pushed.text, "which is no secret"
     assert not pushed.data.eval_results, "the merged model is not the quantized one that was evaluated"
 
 

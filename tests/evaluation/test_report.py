@@ -113,6 +113,12 @@ def test_metrics_have_curves_and_a_table(tmp_path: Path) -> None:
     assert not [table for table in report.tables if table.key == "held-out-sets"], "a metric is no set"
 
 
+def test_a_sample_of_white_space_is_no_gap(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    (path / "samples.jsonl").write_text(json.dumps({"step": 5, "prompt": "Once", "completion": " \n "}) + "\n")
+    assert to_text(_report(path)).endswith("  Once\n    a, step 5: (white space)")
+
+
 def test_a_sweep_has_its_table_and_picture(tmp_path: Path) -> None:
     for at, lr in enumerate(("0.1", "0.001", "0.01")):
         _run(tmp_path / "sweep" / str(at), lr)
@@ -210,6 +216,7 @@ def test_what_runs_really_leave(tmp_path: Path) -> None:
     assert len(next(chart for chart in report.charts if chart.key == "loss").curves[0].points) == 2
     (step,) = _table(report, "checkpoints").rows
     assert [cell.value for cell in step[1:4]] == [2, "sharded", 2]
+    assert _table(report, "evaluations").columns[-2:] == ("digest of data", "digest of weights")
     two, with_others = _table(report, "evaluations").rows
     assert two[1].value == "one, step 2", "by the digest of the weights"
     assert with_others[1].value == "one, step 2, another config, tokenizer=model"

@@ -133,7 +133,7 @@ def _training_table(subject: CardSubject, run: Run) -> Table:
     data_digest = run.state.get("data")
     shown_seconds = format_number(round(seconds)) if seconds else None
     facts = {
-        "base model": model if model is None or model == subject.base_on_hub else last_part(model),
+        "base model": subject.base_on_hub or (model and last_part(model)),
         "fingerprint of the base model": base.fingerprint if base else None,
         "earlier adapter": _earlier_adapter(subject),
         "fingerprint of the earlier adapter": base.adapter if base else None,
@@ -190,7 +190,7 @@ def _curve(subject: CardSubject, run: Run) -> Table | None:
 
 
 def _settings_table(subject: CardSubject, run: Run) -> Table | None:
-    shown = courses(run.settings, run.changes, lambda name, value: shown_setting(name, redact_setting(name, value)))
+    shown = courses(run.settings, run.changes, _without_secrets)
     changed = {change.name for change in run.changes or ()}
     differing = {name for name, value in run.settings.items() if value != subject.defaults.get(name)} - {*_ELSEWHERE}
     rows = [[text(name), _value(value)] for name, value in shown.items() if name in differing | changed]
@@ -198,6 +198,11 @@ def _settings_table(subject: CardSubject, run: Run) -> Table | None:
     if run.changes is None:
         note += " They are those of this step: whether earlier ones had others is not recorded."
     return Table("settings", "", ("setting", "value"), rows, note) if rows else None
+
+
+def _without_secrets(name: str, value: str) -> str:
+    """A setting as the card shows it. A number is no secret whatever it is called, such as train.sample_tokens."""
+    return value if value.isdecimal() else shown_setting(name, redact_setting(name, value))
 
 
 def _value(value: str) -> Cell:

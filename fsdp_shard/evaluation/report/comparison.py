@@ -132,7 +132,7 @@ def _runs_table(runs: Sequence[Run]) -> Table:
         rows.append([text(run.name), text(run.status), step, *map(number, losses), *rest])
     note = (
         f"Losses in {LOSS_UNIT}: of the last step, and of held-out evaluations: the last, that before training and the "
-        "best after a step, which may be higher."
+        "best after a step, which may be higher. The perplexity is that of the last."
     )
     return Table("runs", "Runs", columns, rows, note)
 

@@ -90,4 +90,4 @@ def _sample_lines(report: Report) -> Iterator[str]:
         last = {run: (step, completion) for run, step, completion in one.rows}
         for run, (step, completion) in last.items():
             start = f"    {_cut(report.runs[run], _NAME)}, step {step:,}: "
-            yield start + _cut(printable(" ".join(completion.split())), max(WIDTH - len(start), 20))
+            yield start + _cut(printable(" ".join(completion.split())) or "(white space)", max(WIDTH - len(start), 20))
