@@ -220,8 +220,12 @@ def test_figures_of_the_harness(trained: Path, tmp_path: Path) -> None:
         results["capitals"]["acc,none"] = value
         asked = {"limit": limit, "num_fewshot": 2, "chat_template": True}
         _change(trained, tmp_path / "runs" / name, {"lm_eval": asked}, results=results, num_fewshot={"capitals": 2})
+    _change(trained, tmp_path / "runs" / "timed", {"task": "speed"})
     card, problems = _card(trained, tmp_path / "runs")
-    assert problems == ["1 run of a part of the questions (lm_eval.limit): part."]
+    assert problems == [
+        "1 run of a part of the questions (lm_eval.limit): part.",
+        "1 run of the speed, which depends on the machine: timed.",
+    ]
     (published,) = [one for one in card.data.eval_results or [] if one.dataset_name == "capitals"]
     assert (published.metric_type, published.metric_value) == ("acc", 0.25)
     assert published.metric_args == {"num_fewshot": 2, "chat_template": True, "standard_error": 0.125}

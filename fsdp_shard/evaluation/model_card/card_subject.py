@@ -22,6 +22,7 @@ from fsdp_shard.checkpoint import (
     weights_digest,
 )
 from fsdp_shard.errors import InputError, ModelError
+from fsdp_shard.evaluation.config import SPEED
 from fsdp_shard.evaluation.report.run_files import Run, find_runs, is_run, read_run
 from fsdp_shard.evaluation.report.same_weights import Digests, digests_in, has_other_config
 from fsdp_shard.utils import format_count, read_json
@@ -170,15 +171,21 @@ def _of_model(paths: Sequence[str], weights: Digests, location: Location) -> tup
             f"tokenizer than theirs: {apart}. Evaluate what you push without config= and tokenizer=, and then give the "
             "run_dir of that."
         )
-    others = [run.name for run in runs if run not in same]
-    limited = [run.name for run in chosen if _limit_of(run.result) is not None]
+    others = [run for run in runs if run not in same]
+    limited = [run for run in chosen if _setting_of(run, "lm_eval", "limit") is not None]
+    of_speed = [run for run in chosen if _setting_of(run, "task") == SPEED]
     left_out = {
-        ", not evaluated with these weights": (len(others), ", ".join(others)),
+        ", not evaluated with these weights": (len(others), _names(others)),
         ", evaluated with another config or tokenizer": (len(same) - len(chosen), apart),
-        " of a part of the questions (lm_eval.limit)": (len(limited), ", ".join(limited)),
+        " of a part of the questions (lm_eval.limit)": (len(limited), _names(limited)),
+        " of the speed, which depends on the machine": (len(of_speed), _names(of_speed)),
     }
     notes += [f"{format_count(count, 'run')}{why}: {names}." for why, (count, names) in left_out.items() if count]
-    return [run for run in chosen if _limit_of(run.result) is None], notes
+    return [run for run in chosen if run not in (*limited, *of_speed)], notes
+
+
+def _names(runs: Sequence[Run]) -> str:
+    return ", ".join(run.name for run in runs)
 
 
 def _other_parts(run: Run, location: Location, tokenizer: str | None) -> list[str]:
@@ -200,10 +207,10 @@ def _tokenizer_digest(location: Location) -> tuple[str | None, list[str]]:
         return None, [f"whether evaluations had this tokenizer, as it cannot be loaded: {error}"]
 
 
-def _limit_of(result: Mapping[str, Any]) -> Any:
-    """How many questions of each task of the harness were asked; None for all."""
-    found: Any = result
-    for key in ("provenance", "settings", "lm_eval", "limit"):
+def _setting_of(run: Run, *names: str) -> Any:
+    """A setting that an evaluation records, such as `lm_eval.limit`: how many questions were asked, None for all."""
+    found: Any = run.result
+    for key in ("provenance", "settings", *names):
         found = found.get(key) if isinstance(found, dict) else None
     return found
 
