@@ -50,8 +50,8 @@ def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests:
     sizes = [row for score in scores for row in _sizes(score)]
     texts = [_perplexity(score) for score in scores if not _OTHERS & set(score.figures)]
     columns = ("evaluation", "weights", "loss", "perplexity", "95% interval", "bits per byte", "tokens")
-    digests = ("digest of data", "digest of weights")
-    found = [Table("evaluations", "Evaluations", (*columns, *digests), texts, _NOTE)] if texts else []
+    of_what = ("digest of data", "digest of weights")
+    found = [Table("evaluations", "Evaluations", (*columns, *of_what), texts, _NOTE)] if texts else []
     of_tasks = ("evaluation", "weights", "task", "measure", "value", "error or 95% interval", "digest of weights")
     found += [Table("tasks", "Tasks", of_tasks, tasks, _NOTE)] if tasks else []
     return [*found, *([Table("generation-speed", "Speed of generation", _OF_SIZES, sizes, _SIZES)] if sizes else [])]
