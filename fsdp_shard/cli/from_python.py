@@ -103,7 +103,8 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
     Returns:
         The config.
     """
-    if isinstance(settings, str) or not all(isinstance(setting, str) for setting in settings):
+    is_list = isinstance(settings, Sequence) and not isinstance(settings, str)
+    if not is_list or not all(isinstance(setting, str) for setting in settings):
         raise ConfigError(f"{command} takes a list of settings, such as ['train.steps=4'], not {settings!r}.")
     if flags := [setting for setting in settings if setting.startswith("-")]:
         raise ConfigError(f"{flags[0]} is a flag of the command line, not a setting; {command} takes settings only.")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_shard.errors import ModelError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.sharding.config import ShardedModel
 
 
@@ -31,6 +31,7 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
         The norm before, a scalar [], the same on all ranks.
 
     Raises:
+        ConfigError: `max_norm` is negative or NaN.
         ModelError: Parts of the model are in FullyShardedDataParallel, but the whole is not.
 
     Example:
@@ -40,6 +41,8 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
         >>> fs.clip_grad_norm_(model, max_norm=1.0)
         tensor(3.)
     """
+    if not max_norm >= 0.0:
+        raise ConfigError(f"max_norm={max_norm} is not a norm: give a number of at least 0.")
     if not isinstance(model, nn.Module):
         return model.clip_grad_norm_(max_norm)
     if FullyShardedDataParallel.fsdp_modules(model):

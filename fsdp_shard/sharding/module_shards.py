@@ -55,6 +55,8 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
     Raises:
         ModelError: A parameter is on meta, or is kept in a way that does not say which part a rank has.
     """
+    if not isinstance(module, nn.Module) and not isinstance(getattr(module, "module", None), nn.Module):
+        raise ModelError(f"{module!r} is no torch.nn.Module, nor what `shard` returns.")
     inside = bare_module(module)
     while isinstance(inside, DistributedDataParallel):
         inside = inside.module

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import RunState, Store, TensorIndex, locate
 from fsdp_shard.distributed import current_ranks, run_on_all, run_on_main
-from fsdp_shard.errors import SaveError, StorageError
+from fsdp_shard.errors import ConfigError, SaveError, StorageError
 from fsdp_shard.sharding import ModuleShards, ShardedModel, bare_module, shards_of, transformers_model
 from fsdp_shard.training.checkpoints.side_files import side_files
 from fsdp_shard.training.checkpoints.stored_names import check_tensors
@@ -55,6 +55,8 @@ def load_weights(
         >>> fs.load_weights(model, linear_file)
         ''
     """
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(f"load_weights takes the path or hub id of a checkpoint as source, not {source!r}.")
     ranks = current_ranks(timeout_seconds)
     shards = run_on_all(ranks, lambda: shards_of(model, ranks))
     location = run_on_all(ranks, lambda: locate(source, base=base))

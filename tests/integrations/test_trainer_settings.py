@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from datasets import Dataset
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from transformers import Trainer, TrainingArguments
 
+from fsdp_shard.checkpoint import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.integrations import CheckpointerCallback
@@ -43,6 +46,7 @@ def run(
     *,
     makes_schedule: bool = False,
     callback: dict[str, Any] | None = None,
+    metrics: Callable[[Any], dict[str, float]] | None = None,
     **given: Any,
 ) -> End:
     """Start or resume a run with these TrainingArguments."""
@@ -73,6 +77,7 @@ def run(
         eval_dataset=data,
         callbacks=[saving],
         optimizers=(optimizer, schedule),
+        compute_metrics=metrics,
     )
     try:
         trainer.train(resume_from_checkpoint=saving.resume_from(trainer))
@@ -160,6 +165,21 @@ def test_what_would_be_ignored_is_an_error(tmp_path: Path) -> None:
     assert "eval_loss, eval_runtime" in wrong
     assert logged == "", "what is logged need not be with each evaluation"
     assert "has no best step: none that was saved has eval_loss" in unsaved
+
+
+def scored(context: DistributedContext, place: Path) -> str:
+    """What is said of a run whose first evaluation gives NaN."""
+    as_by_torchrun()
+    scores = iter([math.nan, 0.2, 0.7, 0.1])
+    callback = {"monitor": "eval_score", "mode": "max", "every": 1, "keep_last": 1}
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+    return run(place / "run", callback=callback, metrics=lambda _: {"score": next(scores)}, **evaluating).said
+
+
+def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    assert "eval_score is nan, which is not finite" in on_ranks(1, scored, tmp_path)[0]
+    store = Store(tmp_path / "run/checkpoints")
+    assert (store.steps(), store.best()) == ([3, 4], 3)
 
 
 def test_settings_are_checked_when_they_are_given(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import warnings
 from collections import Counter
@@ -252,6 +253,31 @@ def test_retention_and_the_best_step(tmp_path: Path) -> None:
         assert checkpointer.best == 2, "it knows what the best one had"
 
 
+def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    values = [math.nan, 0.2, 0.7, math.inf, math.nan, 0.3]
+    with fs.Checkpointer(tmp_path, keep_last=1, monitor="score", mode="max") as checkpointer:
+        for step, value in enumerate(values, start=1):
+            checkpointer.save(step, model, optimizer, metrics={"score": value})
+        checkpointer.wait()
+        assert (checkpointer.steps, checkpointer.best) == ([3, 6], 3)
+    warnings = [record.message for record in caplog.records if "is not the best" in record.message]
+    assert warnings == ["score is nan, which is not finite: a step with such a value is not the best."]
+
+
+def test_a_best_step_that_is_not_finite_is_replaced(tmp_path: Path) -> None:
+    """One that an earlier version has chosen."""
+    model = Net()
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, metrics={"score": math.nan})
+    (tmp_path / "checkpoints/best").write_text((tmp_path / "checkpoints/latest").read_text())
+    with fs.Checkpointer(tmp_path, monitor="score") as checkpointer:
+        assert checkpointer.best == 1
+        checkpointer.save(2, model, metrics={"score": 0.5})
+        assert checkpointer.best == 2
+
+
 def test_the_metrics_of_rank_0_count(tmp_path: Path) -> None:
     def save(context: DistributedContext) -> tuple[list[int], int | None]:
         model = DistributedDataParallel(Net())
@@ -358,6 +384,9 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
         ),
         ("is no torch.optim.Optimizer", {"optimizer": lambda context: _Odd({})}),
         ("is on the meta device", {"model": lambda context: Net().to("meta"), "optimizer": None}),
+        ("None is no torch.nn.Module", {"model": None}),
+        (r"scheduler=3 has no state_dict\(\) and load_state_dict\(\)", {"scheduler": 3}),
+        ("metrics has loss='x', which is not a number", {"metrics": {"loss": "x"}}),
     ],
 )
 def test_what_cannot_be_saved(words: str, arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -385,6 +414,15 @@ def test_what_a_step_is_not(words: str, change: Callable[[], dict[str, Any]], tm
         given = {"optimizer": kind(given["model"].parameters()), **given}
         with pytest.raises(CheckpointError, match=words):
             checkpointer.restore(**given)
+
+
+@pytest.mark.parametrize("step", ["1", True, 1.0, None])
+def test_what_is_no_step(step: Any, tmp_path: Path) -> None:
+    model = Net()
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model)
+        with pytest.raises(ConfigError, match=f"step={step!r} is neither the number of a step nor 'latest' or 'best'"):
+            checkpointer.restore(model, step=step)
 
 
 def _with_extra() -> nn.Module:

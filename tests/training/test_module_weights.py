@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 import warnings
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
 from tests.support.ranks import on_ranks
 from tests.support.sharded import train_plain
 from tests.support.tiny import byte_tokenizer, llama, save_model, token_batch
@@ -101,6 +102,23 @@ def test_a_directory_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="model exists already"):
         fs.save_pretrained(nn.Linear(2, 1), tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_gradients_are_not_clipped_to_what_is_no_norm(max_norm: float) -> None:
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ConfigError, match=f"max_norm={max_norm} is not a norm: give a number of at least 0"):
+        fs.clip_grad_norm_(model, max_norm)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_what_is_neither_a_model_nor_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="path or hub id of a checkpoint as source, not None"):
+        fs.load_weights(nn.Linear(2, 1), None)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"'model' is no torch.nn.Module"):
+        fs.save_pretrained("model", tmp_path / "x")  # type: ignore[arg-type]
 
 
 def test_a_process_group_that_exists_is_joined_and_left_alone() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,14 @@ from fsdp_shard.checkpoint import (
 )
 from fsdp_shard.distributed import Communicator, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
-from fsdp_shard.training.checkpoints.given_state import GivenState, Models, collect, shards_of_all
+from fsdp_shard.training.checkpoints.given_state import (
+    GivenState,
+    Models,
+    collect,
+    given_figures,
+    given_states,
+    shards_of_all,
+)
 from fsdp_shard.training.checkpoints.loop_state import (
     DOCUMENT,
     first_difference,
@@ -85,7 +93,7 @@ class Checkpointer:
 
     Args:
         path: The run directory. Another run cannot use it at the same time.
-        monitor: The metric by which a step is the best, which is always kept.
+        monitor: The metric by which a step is the best, which is always kept. A value that is not finite never is.
         mode: `min` or `max`: whether the lowest or highest is the best.
         processor: A tokenizer or processor of transformers, saved with each step so that text can be generated from it.
         settings: Those of `checkpoint.*` in docs/config.md but for `every`, `save_best` and `optimizer`: `keep_last=3`,
@@ -130,11 +138,12 @@ class Checkpointer:
             run_on_main(self._ranks, self._clean)
             committer = StepCommitter(self._ranks, self._store, self._config, is_adapter=False)
             committer.upload_missing()
-            self._saver = StepSaver(self._ranks, self._config, committer, _Log(self._ranks), prefix="")
+            self._log = _Log(self._ranks)
+            self._saver = StepSaver(self._ranks, self._config, committer, self._log, prefix="")
             self._best = run_on_main(self._ranks, self._best_value)
             self._opened = opening.pop_all()
         self._signal: StopSignal | None = None
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
 
     # ---- what there is
 
@@ -192,8 +201,9 @@ class Checkpointer:
         if type(step) is not int or step < 0:
             raise SaveError(f"The number of a step is a whole number of at least 0, not {step!r}.")
         ranks = self._ranks
-        value = run_on_main(ranks, lambda: self._monitored(metrics))  # each rank may have measured its own
-        given = GivenState(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, metrics or {})
+        figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured its own
+        value = self._monitored(figures)
+        given = GivenState(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
         run_on_main(ranks, lambda: self._store.require_new(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
@@ -293,6 +303,8 @@ class Checkpointer:
             CheckpointError: The step is damaged, does not exist, or is of another model, optimizer or objects.
         """
         self._require_open()
+        if type(step) is not int and step not in ("latest", "best"):
+            raise ConfigError(f"step={step!r} is neither the number of a step nor 'latest' or 'best'.")
         self._saver.wait()
         found = run_on_main(self._ranks, lambda: self._find(step))
         if found is None:
@@ -323,7 +335,7 @@ class Checkpointer:
     ) -> Restored:
         """Fill everything from a step, after everything has been compared with it."""
         ranks, optimizers = self._ranks, bare_optimizers(optimizer)
-        given = {name: one for name, one in states.items() if one is not None}
+        given = run_on_all(ranks, lambda: given_states(states))
         shards = run_on_all(ranks, lambda: shards_of_all(model, ranks))
         found = run_on_all(ranks, lambda: stored.read(shards, optimizers, given, ranks))
         run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
@@ -347,20 +359,28 @@ class Checkpointer:
             has_random_state=own is not None,
         )
 
-    def _monitored(self, metrics: Mapping[str, float] | None) -> float | None:
-        if self._monitor is None or not metrics:
+    def _monitored(self, figures: Mapping[str, float]) -> float | None:
+        """The metric by which a step may be the best; None if it is not finite: nothing would be better than NaN."""
+        if self._monitor is None or not figures:
             return None
-        if self._monitor not in metrics:
+        if self._monitor not in figures:
             raise ConfigError(
-                f"monitor={self._monitor!r}{nearest(self._monitor, [*metrics])} is not one of the metrics that save() "
-                f"was given: {listed(metrics)}."
+                f"monitor={self._monitor!r}{nearest(self._monitor, [*figures])} is not one of the metrics that save() "
+                f"was given: {listed(figures)}."
             )
-        return float(metrics[self._monitor])
+        value = figures[self._monitor]
+        if math.isfinite(value):
+            return value
+        if not self._has_warned:
+            self._has_warned = True
+            self._log.warn(f"{self._monitor} is {value}, which is not finite: a step with such a value is not the best.")
+        return None
 
     def _best_value(self) -> float | None:
         if self._monitor is None or (best := self._store.best()) is None:
             return None
-        return read_loop_state(self._store.path(best)).metrics.get(self._monitor)
+        value = read_loop_state(self._store.path(best)).metrics.get(self._monitor)
+        return value if value is not None and math.isfinite(value) else None
 
     def _clean(self) -> None:
         self._store.clean_leftovers()

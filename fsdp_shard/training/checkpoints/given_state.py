@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fsdp_shard.checkpoint import RunState
 from fsdp_shard.distributed import Communicator, LocalShard
+from fsdp_shard.errors import ConfigError, SaveError
 from fsdp_shard.sharding import ModuleShards, ShardedModel, shards_of
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, StateTensors, random_state, text_digest
 from fsdp_shard.training.checkpoints.optimizer_groups import by_name, optimizer_parts
@@ -60,13 +61,13 @@ def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts
     tensors.digests["the number of the step"] = given.step
     tensors.add_shared([list(shards), found.aliases], "the names of the parameters")
     slots, options, values = optimizer_parts(given.optimizers, shards)
-    document = LoopState(given.step, {name: float(value) for name, value in given.metrics.items()})
+    document = LoopState(given.step, dict(given.metrics))
     # With parts of parameters, a rank may lack the states of those that it has nothing of.
     is_flat = any(map(_is_part, shards.values()))
     tensors.digests["what states the optimizer has"] = 0 if is_flat else text_digest(sorted(slots))
     document.groups = tensors.add_shared(options, "the options of the optimizer")
-    stateful = {name: one for name, one in sorted(given.states.items()) if one is not None}
-    document.states = {name: tensors.add_shared(one.state_dict(), name) for name, one in stateful.items()}
+    stateful = given_states(given.states)
+    document.states = {name: tensors.add_shared(one.state_dict(), name) for name, one in sorted(stateful.items())}
     document.extra = tensors.add_own(given.extra, "extra") if ranks.is_main else None
     groups = [group for one in given.optimizers.values() for group in one.param_groups]
     trained = {id(param) for group in groups for param in group["params"]}
@@ -93,6 +94,29 @@ def shards_of_all(models: Models, ranks: Communicator) -> ModuleShards:
         shards |= {prefix + key: shard for key, shard in found.shards.items()}
         aliases |= {prefix + key: prefix + kept for key, kept in found.aliases.items()}
     return ModuleShards(shards, aliases)
+
+
+def given_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a step as numbers, which tensors of one element may be."""
+    figures = {}
+    for name, value in metrics.items():
+        try:
+            figures[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SaveError(f"metrics has {name}={value!r}, which is not a number.") from error
+    return figures
+
+
+def given_states(states: Mapping[str, Stateful | None]) -> dict[str, Stateful]:
+    """The objects that are saved or restored by name, without those that are None."""
+    given = {name: one for name, one in states.items() if one is not None}
+    for name, one in given.items():
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise ConfigError(
+                f"{name}={one!r} has no state_dict() and load_state_dict(), by which an object is saved and restored; "
+                f"give data as extra."
+            )
+    return given
 
 
 def _is_part(shard: LocalShard) -> bool:

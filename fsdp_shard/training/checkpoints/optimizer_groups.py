@@ -19,15 +19,13 @@ Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
 def by_name(given: Any) -> dict[str, Any]:
     """Objects by name; a single one has the empty name."""
-    if given is None:
-        return {}
     return dict(sorted(given.items())) if isinstance(given, Mapping) else {"": given}
 
 
 def bare_optimizers(given: Optimizers) -> dict[str, Optimizer]:
     """Optimizers by name, without what other libraries wrap around them."""
     found = {}
-    for name, one in by_name(given).items():
+    for name, one in ({} if given is None else by_name(given)).items():
         while isinstance(inner := getattr(one, "optimizer", None), Optimizer):  # of accelerate
             one = inner
         if not isinstance(one, Optimizer):
