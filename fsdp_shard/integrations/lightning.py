@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.integrations.resumable_loader import ResumableLoader
-from fsdp_shard.integrations.resumption import check_every, report, stopped
-from fsdp_shard.training import Checkpointer, Restored
+from fsdp_shard.integrations.resumption import check_every, report, report_no_best, stopped
+from fsdp_shard.training import Checkpointer, Restored, check_settings
 
 
 class LightningCheckpoint(Checkpoint):
@@ -34,8 +34,10 @@ class LightningCheckpoint(Checkpoint):
             training data must be a loader that has `state_dict`, such as `ResumableLoader`.
         module: The attribute of the LightningModule that is saved, if it holds all parameters: a model of transformers
             is then saved under its own names, for `generate` and `evaluate`.
-        monitor: The logged metric by which a step is the best.
-        settings: Those of `Checkpointer`, such as `keep_last=3`, `mode="max"` or `processor=tokenizer`.
+        monitor: The logged metric by which a step is the best. A step that is saved later than the metric was logged,
+            such as between two validations, is not.
+        mode: `min` or `max`: whether its lowest or highest value is the best.
+        settings: Those of `Checkpointer`, such as `keep_last=3` or `processor=tokenizer`.
 
     Example:
         >>> from fsdp_shard.integrations import LightningCheckpoint
@@ -49,16 +51,21 @@ class LightningCheckpoint(Checkpoint):
         every: int | None = None,
         module: str | None = None,
         monitor: str | None = None,
+        mode: str = "min",
         **settings: Any,
     ) -> None:
         check_every(every)
+        own = ("every", "module", "monitor", "mode", "processor")
+        checked = {name: value for name, value in settings.items() if name != "processor"}
+        check_settings(checked, mode, kind="LightningCheckpoint", own=own)
         self._path, self._every, self._module, self._monitor = path, every, module, monitor
-        self._settings = settings
+        self._settings = {"mode": mode, **settings}
         self._checkpointer: Checkpointer | None = None
         self._random = ExitStack()
         self._restored: Restored | None = None
         self._saved = self._seen = 0  # optimizer steps: that are on the disk, and after the last batch
         self._listens = False
+        self._logged: dict[str, tuple[torch.Tensor, int]] = {}  # each metric, and the step that it was logged at
 
     # ---- Lightning calls these, in this order
 
@@ -90,6 +97,7 @@ class LightningCheckpoint(Checkpoint):
             )
         self._checkpointer = Checkpointer(self._path, monitor=self._monitor, **self._settings)
         self._saved = self._seen = 0
+        self._logged.clear()
         self._restored = self._checkpointer.restore(*self._parts(trainer, pl_module), **_states(trainer))
         if self._restored is not None:
             self._resume(trainer, pl_module, self._restored)
@@ -146,6 +154,14 @@ class LightningCheckpoint(Checkpoint):
             if ends or not _validates_after(trainer, batch_idx):
                 self._save(trainer, pl_module, is_due=ends or self._has_passed(), within_epoch=True)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the metrics of these weights."""
+        self._note_metrics(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the metrics of the epoch."""
+        self._note_metrics(trainer)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the end of the epoch before."""
         if self._checkpointer is not None and trainer.global_step > self._saved:
@@ -157,6 +173,8 @@ class LightningCheckpoint(Checkpoint):
             if trainer.global_step > self._saved:
                 self._save(trainer, pl_module, is_due=True, within_epoch=False)
             self._checkpointer.wait()
+            if self._monitor is not None and trainer.is_global_zero and self._checkpointer.best is None:
+                report_no_best(self._path, self._monitor)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Release the run directory without waiting for ranks that may be gone."""
@@ -217,10 +235,17 @@ class LightningCheckpoint(Checkpoint):
         if self._listens and checkpointer.save_on_signal(step, model, optimizers, **arguments):
             raise stopped(step, self._path, "fit")
 
+    def _note_metrics(self, trainer: Trainer) -> None:
+        """Note at which step each metric was logged: Lightning keeps its value until it is logged again."""
+        for name, value in trainer.callback_metrics.items():
+            if name not in self._logged or self._logged[name][0] is not value:
+                self._logged[name] = value, trainer.global_step
+
     def _metrics(self, trainer: Trainer) -> Mapping[str, float] | None:
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._note_metrics(trainer)
+        values = {name: float(value) for name, (value, step) in self._logged.items() if step == trainer.global_step}
         if self._monitor is not None and self._monitor not in values:
-            values = {}  # before the first validation
+            values = {}  # it was not logged at this step
         agreed: Mapping[str, float] = trainer.strategy.broadcast(values)  # each rank may have logged its own
         return agreed
 

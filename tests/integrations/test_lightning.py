@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -271,6 +272,34 @@ def test_callbacks_keep_their_state(tmp_path: Path) -> None:
     again = EarlyStopping("held_out", patience=2)
     fit(tmp_path / "run", loader(), again, max_epochs=9)
     assert again.stopped_epoch == whole.stopped_epoch == 2
+
+
+def test_a_step_has_the_metrics_of_its_own_weights(tmp_path: Path) -> None:
+    """Epochs of four steps, after which is a validation; every third step is saved."""
+    fit(tmp_path, loader(), every=3, monitor="held_out")
+    store = Store(tmp_path / "checkpoints")
+    metrics = {
+        step: json.loads((store.path(step) / "checkpointer.json").read_text())["metrics"] for step in steps(tmp_path)
+    }
+    assert [step for step, found in metrics.items() if "held_out" in found] == [12]
+    assert sorted(metrics) == [3, 6, 9, 12]
+    assert store.best() == 12
+
+
+def test_settings_are_checked_when_they_are_given(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"keep_lastt is not a setting of LightningCheckpoint \(did you mean keep_last"
+    ):
+        LightningCheckpoint(tmp_path, keep_lastt=1)
+    with pytest.raises(ConfigError, match="mode='maximum' is neither"):
+        LightningCheckpoint(tmp_path, mode="maximum")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_without_a_best_step_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, loader(), monitor="held_ou", max_epochs=1)
+    assert "has no best step: none that was saved has held_ou; evaluate at steps that are saved" in caplog.text
+    assert Store(tmp_path / "checkpoints").best() is None
 
 
 def test_wrong_use_is_one_error(tmp_path: Path) -> None:
