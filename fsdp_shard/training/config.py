@@ -159,10 +159,10 @@ class TrainConfig:
             raise ConfigError(
                 f"{prefix}profile={list(self.profile)} names step {outside[0]}, but steps go from 1 to {steps}."
             )
-        if self.warmup_steps > last:
+        if self.warmup_steps >= max(last, 1):  # the first step has a rate of 0, the one after warm-up the highest
             raise ConfigError(
-                f"{prefix}warmup_steps={self.warmup_steps} is more than {steps}, so the learning rate would never "
-                f"reach optim.lr. Set it to at most {last}."
+                f"{prefix}warmup_steps={self.warmup_steps} is not less than {steps}, so the learning rate would never "
+                f"reach optim.lr. Set it to at most {max(last - 1, 0)}."
             )
         if num_decay_steps(self) > last - self.warmup_steps:
             left = format_count(last - self.warmup_steps, "step")

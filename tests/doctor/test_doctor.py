@@ -96,7 +96,7 @@ def test_the_steps_of_epochs(settings: list[str], tmp_path: Path) -> None:
     assert f"up to {math.ceil(num_steps / 10)} checkpoints" in lines["space"][0][1]
     short = run_recipe("doctor", tmp_path / "run", *given, "train.epochs=0.5", "train.warmup_steps=400")
     assert (short.status, _lines(short)["data"][-1][0]) == (1, "FAIL")
-    assert "train.warmup_steps=400 is more than train.epochs=0.5, which is " in _lines(short)["data"][-1][1]
+    assert "train.warmup_steps=400 is not less than train.epochs=0.5, which is " in _lines(short)["data"][-1][1]
 
 
 def test_what_is_not_there_is_told_once(tmp_path: Path) -> None:

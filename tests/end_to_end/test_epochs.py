@@ -115,7 +115,7 @@ def test_whether_an_older_run_is_finished_the_data_tells(tmp_path: Path) -> None
 def test_what_does_not_fit_is_told_by_every_rank(settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path, *settings, "train.epochs=2", "train.warmup_steps=6", "launch.ranks=2")
     assert ended.status == 2, ended.err
-    assert "error: train.warmup_steps=6 is more than train.epochs=2, which is 5 steps, so" in ended.err
+    assert "error: train.warmup_steps=6 is not less than train.epochs=2, which is 5 steps, so" in ended.err
 
 
 def test_streams_have_no_epoch(settings: list[str], tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_a_run_that_is_interrupted_goes_on_where_it_was(
 
 
 def test_a_finished_run_that_goes_on_is_not_finished(settings: list[str], tmp_path: Path) -> None:
-    ended = run_recipe("finetune", tmp_path, *settings, "train.steps=3", "train.schedule=constant")
+    ended = run_recipe("finetune", tmp_path, *settings, "train.steps=4", "train.schedule=constant")
     assert ended.result["status"] == "completed"
     longer = Started("finetune", tmp_path, *settings, "train.steps=2000", "train.schedule=constant")
     metrics = tmp_path / "metrics.jsonl"
@@ -235,7 +235,7 @@ def test_a_finished_run_that_goes_on_is_not_finished(settings: list[str], tmp_pa
     while len(metrics.read_text().splitlines()) < 5 and time.monotonic() < deadline:
         time.sleep(0.005)
     config = (tmp_path / "config.yaml").read_text()
-    other = run_recipe("finetune", tmp_path, *settings, "train.steps=4")
+    other = run_recipe("finetune", tmp_path, *settings, "train.steps=5")
     assert (other.status, f"run_dir={tmp_path} is in use by another run" in other.err) == (2, True), other.err
     assert (tmp_path / "config.yaml").read_text() == config, "it is that of the run that is there"
     os.kill(longer.pid, signal.SIGKILL)
