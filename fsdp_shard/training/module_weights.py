@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_shard import checkpoint
@@ -62,7 +63,10 @@ def load_weights(
     location = run_on_all(ranks, lambda: locate(source, base=base))
     with run_on_all(ranks, lambda: location.model_index) as index:
         names, note = run_on_all(ranks, lambda: _matched(bare_module(model), shards, index))
-        run_on_all(ranks, lambda: checkpoint.load_shards(index, {name: shards.shards[name] for name in names}, names))
+        loaded = {name: shards.shards[name] for name in names}
+        for shard in loaded.values():  # a save in the background may be reading them
+            increment_version(shard.tensor)
+        run_on_all(ranks, lambda: checkpoint.load_shards(index, loaded, names))
     return note
 
 

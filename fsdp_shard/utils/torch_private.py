@@ -82,7 +82,10 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often the memory of `tensor` was changed in place. Without `_version`, offload would copy views once each."""
+    """How often the memory of `tensor` was changed in place.
+
+    Without `_version`, offload would copy views once each, and a save in the background weights that have changed.
+    """
     return int(tensor._version)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from transformers import AutoTokenizer
 
 import fsdp_shard as fs
+from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
 from tests.support.ranks import on_ranks
@@ -224,6 +227,64 @@ def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> N
             assert all(torch.equal(index.read(name), value) for name, value in values.items())
 
 
+def _zero(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+
+
+def _load_state(model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 has deprecated it
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [_zero, _load_state, None])
+@pytest.mark.parametrize("wrapper", ["by_fully_shard", "by_fsdp", "by_ddp", "by_tensor_parallel"])
+def test_weights_that_change_while_they_are_saved_fail_the_save(
+    wrapper: str, change: Callable[[nn.Module], None] | None, tmp_path: Path
+) -> None:
+    """In the first step only the optimizer changes them, in the second `change`, or `load_weights`."""
+    others = tmp_path / "others.safetensors"
+    save_file({name: value.clone() for name, value in Net().state_dict().items()}, others)
+
+    def train(context: DistributedContext) -> list[int]:
+        held = threading.Event()
+
+        def hold(point: str) -> None:
+            if point == "staged":
+                held.wait(60)
+
+        FAULTS.hook = hold
+        warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, of names that it uses itself
+        model = WRAPPERS[wrapper](Net(), context)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with fs.Checkpointer(tmp_path / "run") as checkpointer:
+            for step in (1, 2):
+                model(token_batch(step, 2, 3, 13)).sum().backward()
+                optimizer.step()
+                checkpointer.save(step, model, optimizer)
+                with torch.no_grad():
+                    model(token_batch(9, 2, 3, 13))
+                model(token_batch(step, 2, 3, 13)).sum().backward()  # neither pass changes them
+                fs.clip_grad_norm_(model, 0.1)
+                if step == 1:
+                    optimizer.step()
+                elif change is None:
+                    fs.load_weights(model, others)
+                else:
+                    change(model)
+                held.set()
+                if step == 1:
+                    checkpointer.wait()
+                    held.clear()
+            with pytest.raises(SaveError, match=r"weight was changed in place while .* Call wait\(\) before"):
+                checkpointer.wait()
+            return checkpointer.steps
+
+    assert on_ranks(2, train) == [[1]] * 2
+
+
 def whole(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param.detach()
 
@@ -263,7 +324,7 @@ def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path: Path, caplog: p
         checkpointer.wait()
         assert (checkpointer.steps, checkpointer.best) == ([3, 6], 3)
     warnings = [record.message for record in caplog.records if "is not the best" in record.message]
-    assert warnings == ["score is nan, which is not finite: a step with such a value is not the best."]
+    assert warnings == ["score is nan, which is not finite: such a step is not the best."]
 
 
 def test_a_best_step_that_is_not_finite_is_replaced(tmp_path: Path) -> None:

@@ -5,10 +5,16 @@ directly during the next forward and backward pass, and only what is not written
 settled before the weights change. The memory of the copies is allocated once and reused by every save: new pages cost
 several times as much as the copy. Buffers, which a forward pass may change, are copied immediately. Tensors on a GPU
 are copied to page-locked memory on a stream of their own.
+
+What changes parameters otherwise, such as swapping in their averages, is not known in advance. In host memory it is
+noticed by torch's count of changes in place, and the save fails. The count is that of the parameter as the optimizer
+knows it: a gather does not change it under any wrapper, and the memory of a shard may have another. Neither changes
+through `.data` nor torch's operators on lists of DTensors are counted. On a GPU the transfer may be over when a change
+is seen, so nothing can be said there.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,7 +24,8 @@ from torch import nn
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState
 from fsdp_shard.distributed import LocalShard
-from fsdp_shard.utils import empty_pages, lock_pages
+from fsdp_shard.errors import SaveError
+from fsdp_shard.utils import empty_pages, lock_pages, version
 
 _ALIGNMENT = 64  # a multiple of every element's size, and a cache line
 
@@ -28,8 +35,13 @@ Job = tuple[torch.Tensor, torch.Tensor]  # (host memory, source), flat and alike
 class StagedCopy:
     """What a save reads. `settle` is called before the weights change, in another thread than those that read."""
 
-    def __init__(self, jobs: list[Job]) -> None:
-        self._parts = {id(source): _Part(host, source) for host, source in jobs if source.device.type == "cpu"}
+    def __init__(self, jobs: list[Job], weights: Mapping[str, LocalShard]) -> None:
+        params = {id(shard.data): (name, shard.tensor) for name, shard in weights.items()}
+        self._parts = {
+            id(source): _Part(host, source, *params.get(id(source), ("", None)))
+            for host, source in jobs
+            if source.device.type == "cpu"
+        }
         self._transfers = _start_transfers([job for job in jobs if job[1].device.type != "cpu"])
         self._is_over = False
 
@@ -41,7 +53,10 @@ class StagedCopy:
 
     @contextmanager
     def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
-        """A range of the bytes of a staged shard, which cannot change in the block; a save reads each byte once."""
+        """A range of the bytes of a staged shard, which a step cannot change in the block; a save reads each byte once.
+
+        Leaving the block raises SaveError if they have been changed otherwise.
+        """
         staged = self._parts.get(id(shard.data))
         if staged is None:
             yield tensor_bytes(shard.data)[part]
@@ -50,13 +65,14 @@ class StagedCopy:
         with staged.lock:
             yield tensor_bytes(staged.host if staged.is_copied else staged.source)[part]
             staged.num_unread -= part.stop - part.start
+            staged.require_unchanged()
 
     def settle(self) -> None:
         """Copy what is not read yet, so that it may change; on a GPU the stream waits for it, not this thread."""
         for part in self._parts.values():
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):
-                    _copy(part)
+                    part.copy()
         for device, end in self._transfers.items():
             torch.cuda.current_stream(device).wait_event(end)
 
@@ -66,13 +82,35 @@ class StagedCopy:
 
 
 class _Part:
-    """A shard in host memory: `source`, the memory `host` to copy it to, and the number of bytes not read yet."""
+    """A shard in host memory: `source`, the memory `host` to copy it to, and the number of bytes not read yet.
 
-    def __init__(self, host: torch.Tensor, source: torch.Tensor) -> None:
+    `tensor` is the parameter `name` that it is of, or None.
+    """
+
+    def __init__(self, host: torch.Tensor, source: torch.Tensor, name: str, tensor: torch.Tensor | None) -> None:
         self.host, self.source = host, source
         self.lock = threading.Lock()
         self.num_unread = source.nbytes
-        self.is_copied = False
+        self.is_copied = self._is_spoiled = False
+        self._name, self._tensor = name, None if tensor is None or tensor.is_inference() else tensor
+        self._version = self._count()
+
+    def copy(self) -> None:
+        """Copy the shard to `host`; from then on it may change."""
+        self._is_spoiled = self._count() != self._version
+        self.host.copy_(self.source)
+        self.is_copied = True
+
+    def require_unchanged(self) -> None:
+        """Raise SaveError if the parameter was changed in place before it was copied, or if it is not copied."""
+        if self._is_spoiled or (not self.is_copied and self._count() != self._version):
+            raise SaveError(
+                f"{self._name} was changed in place while it was being saved, and not by the optimizer. Call wait() "
+                f"before weights are loaded or swapped, or save with asynchronous=False."
+            )
+
+    def _count(self) -> int:
+        return 0 if self._tensor is None else version(self._tensor)
 
 
 class Staging:
@@ -115,7 +153,7 @@ class Staging:
             for part in (state.weights, state.average)
         )
         optimizer = {name: staged(shard, is_buffer=False) for name, shard in state.optimizer.items()}
-        copy = StagedCopy(jobs)
+        copy = StagedCopy(jobs, state.weights)
         return replace(state, weights=weights, optimizer=optimizer, average=average, reading=copy.reading), copy
 
     def _get_memory(self, num_bytes: int, gpu: torch.device | None) -> torch.Tensor:
@@ -129,11 +167,6 @@ class Staging:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _copy(part: _Part) -> None:
-    part.host.copy_(part.source)
-    part.is_copied = True
 
 
 def _start_transfers(jobs: list[Job]) -> dict[torch.device, torch.cuda.Event]:

@@ -178,7 +178,9 @@ class Checkpointer:
         """Save a step, in the background unless `asynchronous=False`: then the next call raises what went wrong.
 
         What the next `optimizer.step()` changes is copied before it does, at most this rank's shards; what no optimizer
-        of this save changes is copied at once.
+        of this save changes is copied at once. Call `wait()` before weights are changed otherwise, as by `load_weights`
+        or by swapping in an average: in CPU memory a change in place that torch counts (not through `.data`) fails the
+        save, on a GPU it is not noticed.
 
         Args:
             step: The number of the step, which must not be saved yet.
@@ -373,7 +375,7 @@ class Checkpointer:
             return value
         if not self._has_warned:
             self._has_warned = True
-            self._log.warn(f"{self._monitor} is {value}, which is not finite: a step with such a value is not the best.")
+            self._log.warn(f"{self._monitor} is {value}, which is not finite: such a step is not the best.")
         return None
 
     def _best_value(self) -> float | None:
