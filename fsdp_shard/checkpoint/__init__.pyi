@@ -10,6 +10,7 @@ from .base_model import (
     fingerprint as fingerprint,
     is_base_model as is_base_model,
     read_base_model as read_base_model,
+    vocabulary as vocabulary,
 )
 from .config import (
     DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BASE_MODEL, ADAPTER_BASE = "base_model.json", "adapter_base.json"  # of a whole model, of an adapter
 TEACHER = "teacher.json"  # the same of the teacher of `objective=distill`
+_TOKENIZER = "tokenizer.json"
 _ELEMENTS = 1024
 # Entries of config.json that change no output of the model: of files, classes, generation and programs. Versions of
 # transformers write and rename them as they like.
@@ -65,6 +66,7 @@ class BaseModel:
 
     `head` is of an adapter with a new head. `adapter` is the fingerprint of an earlier adapter that it began with, and
     `adapter_path` where that was. `config` is `computation` of its config; None in steps of earlier versions.
+    `vocabulary` is that of its tokenizer; None in those, too, and of whole models, whose steps have the tokenizer.
     """
 
     path: str
@@ -74,6 +76,7 @@ class BaseModel:
     adapter: str | None = None
     adapter_path: str | None = None
     config: Mapping[str, Any] | None = None
+    vocabulary: str | None = None
 
     def to_json(self) -> bytes:
         """The content of the file."""
@@ -114,6 +117,24 @@ def computation(directory: Path) -> dict[str, Any] | None:
 def _computed(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in values.items() if key not in _NOT_COMPUTED and not key.startswith("_")}
     return {key: _computed(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def vocabulary(directory: Path) -> str | None:
+    """Return a digest of the tokens in the tokenizer.json of a directory and their numbers, as any version writes them.
+
+    None without such a file, or if it has no vocabulary.
+    """
+    if not has_file(directory, _TOKENIZER):
+        return None
+    try:
+        values = read_json(member(directory, _TOKENIZER), "tokenizer_bytes")
+        tokens = values["model"]["vocab"]
+        if isinstance(tokens, list):  # of a unigram model, with scores
+            tokens = {token: number for number, (token, _) in enumerate(tokens)}
+        tokens = {**tokens, **{added["content"]: added["id"] for added in values.get("added_tokens") or ()}}
+    except (CheckpointError, KeyError, TypeError, ValueError):  # those who load it say what is wrong
+        return None
+    return xxhash.xxh3_128_hexdigest(json.dumps(tokens, sort_keys=True).encode())
 
 
 def config_changes(recorded: BaseModel, directory: Path) -> list[str]:
@@ -203,14 +224,16 @@ def read_base_model(directory: Path, files: Sequence[str] = (ADAPTER_BASE, BASE_
     values = document if isinstance(document, dict) else {}
     texts: list[Any] = [values.get("path"), values.get("fingerprint"), values.get("quantize", "none")]
     adapter, where = values.get("adapter"), values.get("adapter_path")
-    if not all(isinstance(text, str) for text in [*texts, adapter or "", where or ""]):
+    tokens = values.get("vocabulary")
+    if not all(isinstance(text, str) for text in [*texts, adapter or "", where or "", tokens or ""]):
         raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
     config = values.get("config")
     if not isinstance(config, dict | None):
         raise CheckpointError(f"{path} is damaged: config must have entries of a config.json.")
     head = values.get("head")
     changes = None if head is None else _head_of(path, head)
-    return replace(BaseModel(*texts), head=changes, adapter=adapter, adapter_path=where, config=config)
+    found = replace(BaseModel(*texts), head=changes, adapter=adapter, adapter_path=where, config=config)
+    return replace(found, vocabulary=tokens)
 
 
 def _head_of(path: Path, value: Any) -> HeadChanges:

@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint.keys.quantized_weights import (
     quantization,
     refuse_quantized,
 )
-from fsdp_shard.checkpoint.lora_merge import merge_adapter, refuse_other_config
+from fsdp_shard.checkpoint.lora_merge import merge_adapter, refuse_other_config, refuse_other_tokenizer
 from fsdp_shard.checkpoint.model_files import (
     CONFIG,
     classifier_directory,
@@ -177,7 +177,11 @@ class Location:
                 raise ModelError(f"tokenizer={self.tokenizer_path}: there are no files of a tokenizer in {directory}.")
             return directory
         has_own = (self.is_adapter or self.config_path is not None) and has_tokenizer(self._config_directory)
-        return self._config_directory if has_own else self.model_directory
+        if has_own:
+            return self._config_directory
+        if self.is_adapter:
+            refuse_other_tokenizer(self.weights, self.model_directory)
+        return self.model_directory
 
     def completed(self, config: str | None, tokenizer: str | None) -> Location:
         """The same weights, with this config if they have none, and this tokenizer if one is given."""

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.base_model import BaseModel, config_changes, is_base_model, read_base_model
+from fsdp_shard.checkpoint.base_model import (
+    BaseModel,
+    config_changes,
+    is_base_model,
+    read_base_model,
+    vocabulary,
+)
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch, torch_name
@@ -239,6 +245,26 @@ def refuse_other_config(root: Path, side: Path) -> None:
             f"{root} is an adapter that was trained on {recorded.path}, and config.json in {side} has other values "
             f"than that had: {', '.join(changes)}. Set them back, or give another base; convert, generate and evaluate "
             f"use another config where config=PATH names it."
+        )
+
+
+def refuse_other_tokenizer(root: Path, directory: Path) -> None:
+    """Refuse the tokenizer of a base if its tokens have other numbers than when an adapter was trained on it.
+
+    Args:
+        root: The directory of the adapter.
+        directory: The directory with the tokenizer.
+
+    Raises:
+        CheckpointError: A text would be other tokens.
+    """
+    recorded = read_base_model(root)
+    before = None if recorded is None else recorded.vocabulary
+    if recorded is not None and before is not None and vocabulary(directory) not in (before, None):
+        raise CheckpointError(
+            f"{root} is an adapter that was trained on {recorded.path}, and the tokenizer in {directory} has other "
+            f"tokens, or others of their numbers, than that had. Set it back, or name the tokenizer that it was "
+            f"trained with: tokenizer=PATH in convert, generate and evaluate."
         )
 
 

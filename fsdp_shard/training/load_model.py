@@ -286,7 +286,13 @@ def _base_model(
             raise other_config(resumed, recorded, config.path, changes)
         model, values = lora.base_path(config, source), checkpoint.computation(source.model_directory)
         return checkpoint.BaseModel(
-            model, checkpoint.fingerprint(index), adapter.quantize, adapter=began, adapter_path=where, config=values
+            model,
+            checkpoint.fingerprint(index),
+            adapter.quantize,
+            adapter=began,
+            adapter_path=where,
+            config=values,
+            vocabulary=checkpoint.vocabulary(source.tokenizer_directory),
         )
     if resumed is not None:
         return checkpoint.read_base_model(resumed)

@@ -110,7 +110,7 @@ def test_in_a_thread_signals_stay_with_the_program(tiny_model: Path, texts: Path
 def test_mistakes(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="finetune takes a list of settings"):
         fs.finetune("train.steps=4")
-    with pytest.raises(ConfigError, match="evaluate takes a list of settings, such as .*, not 3"):
+    with pytest.raises(ConfigError, match=r"evaluate takes a list of settings, such as .*, not 3"):
         fs.evaluate(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="generate takes a list of settings"):
         fs.generate("prompt=Once")

@@ -23,6 +23,7 @@ from fsdp_shard.checkpoint import (
     config_changes,
     read_manifest,
     verify,
+    vocabulary,
 )
 from tests.support.commands import ROOT, run
 from tests.support.runs import Ended, run_recipe
@@ -408,6 +409,38 @@ def test_an_adapter_whose_base_has_another_config_is_refused(
     (model / "config.json").write_text(json.dumps(config | {"new_entry": 1, "_name_or_path": "elsewhere"}))
     again = run_recipe("finetune", tmp_path / "run", *longer)
     assert again.status == 0, again.err
+
+
+@pytest.mark.long
+def test_an_adapter_whose_base_has_other_tokens_is_refused(
+    settings: list[str], tiny_model: Path, texts: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    given = [*settings, "adapter=lora", "adapter.target_modules=[q_proj]", f"model.path={model}"]
+    step = run_recipe("finetune", tmp_path / "run", *given).checkpoint
+    content = json.loads((model / "tokenizer.json").read_text())
+    kept = vocabulary(model)
+    assert json.loads((step / ADAPTER_BASE).read_text())["vocabulary"] == kept is not None
+
+    (model / "tokenizer.json").write_text(json.dumps(content, indent=1, sort_keys=True))  # as another version might
+    generate = ["generate", f"checkpoint={step}", "prompt=a", "generation.max_new_tokens=2"]
+    evaluate = ["evaluate", f"checkpoint={step}", f"data.path={texts}/train.txt"]
+    convert = ["convert", f"source={step}", f"target={tmp_path}/merged"]
+    same = run_recipe(generate[0], tmp_path / "same", *generate[1:])
+    assert same.status == 0, same.err
+
+    tokens = content["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    for command, *arguments in (generate, evaluate, convert):
+        ended = run_recipe(command, tmp_path / command, *arguments)
+        assert (ended.status, f"the tokenizer in {model} has other tokens" in ended.err) == (2, True), ended.err
+    named = run_recipe(generate[0], tmp_path / "named", *generate[1:], f"tokenizer={tiny_model}")
+    assert named.status == 0, named.err
+    recorded = json.loads((step / ADAPTER_BASE).read_text())
+    (step / ADAPTER_BASE).write_text(json.dumps(recorded | {"vocabulary": None}))
+    older = run_recipe(generate[0], tmp_path / "older", *generate[1:])
+    assert older.status == 0, older.err
 
 
 @pytest.mark.long
