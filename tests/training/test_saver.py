@@ -89,7 +89,7 @@ class Training:
 def behind(context: DistributedContext, run_dir: Path, wrapper: str, layout: str, held_at: str) -> None:
     """Two saves, each slow to copy and held up while training goes on: before anything is written, or halfway."""
     run = Training(context, run_dir, wrapper, layout=layout, keep_last=1)
-    copy = "fsdp_shard.checkpoint.sharded_state.staging._copy"
+    copy = "fsdp_shard.checkpoint.sharded_state.staging._Part.copy"
     real, writing, held = resolve_name(copy), threading.Event(), threading.Event()
 
     def slow(part: Any) -> None:
