@@ -15,7 +15,7 @@ from fsdp_shard.evaluation.scored_rows.generated_answers import check_answering
 from fsdp_shard.evaluation.scored_rows.reward_model import check_rewards
 from fsdp_shard.evaluation.speed_task.speed import check_sizes
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
-from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
+from fsdp_shard.models import check_causal, check_left_to_right, check_packing, load_config, load_tokenizer
 from fsdp_shard.utils import say
 
 
@@ -77,6 +77,8 @@ def run_evaluation(
         config = load_config(source.directory, trust)
         if settings.task not in SCORED_ROWS:  # which have other models
             check_causal(config)
+        if settings.task in ("perplexity", "lm_eval"):
+            check_left_to_right(config)
         if settings.data.packing:
             check_packing(config)
     tokenizer = load_tokenizer(settings.source.tokenizer, trust)

@@ -27,7 +27,11 @@ from .loading import (
     rebuild_buffers as rebuild_buffers,
 )
 from .model_directory import check_model_config as check_model_config, download_model as download_model
-from .packing_check import check_packing as check_packing, try_tiny_model as try_tiny_model
+from .packing_check import (
+    check_left_to_right as check_left_to_right,
+    check_packing as check_packing,
+    try_tiny_model as try_tiny_model,
+)
 from .quantized_linear import (
     QUANTIZATION_BLOCK as QUANTIZATION_BLOCK,
     QUANTIZATION_CODES as QUANTIZATION_CODES,

@@ -7,6 +7,7 @@ Other properties of an architecture that no config states are tried in the same 
 """
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,18 +16,30 @@ from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.errors import ModelError
+from fsdp_shard.models.file_errors import config_file
 from fsdp_shard.models.loading import build_on_meta, named_class, rebuild_buffers
 from fsdp_shard.utils import one_thread, persistent_buffers
 
 # The settings of transformers' configs that decide the size of a model, and their values in a tiny one.
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "index_n_heads")
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "dff", "ffn_hidden_size", "intermediate_dim", "lora_rank")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k", "moe_topk", "moe_k", "n_group")
 _TINY_INNER, _TINY_VOCABULARY = 64, 97
 _MOST_PARAMETERS = 150_000_000  # half a second to initialize; larger ones are rejected
+
+# The settings of transformers' configs by which a language model attends to earlier tokens only. Models without them
+# are not tried, which takes up to three seconds: no class attends both ways without such a setting.
+_LEFT_TO_RIGHT = {
+    "is_decoder": True,
+    "causal": True,
+    "is_causal": True,
+    "attn_type": "uni",
+    "use_bidirectional_attention": False,
+}
+_IMAGES = "vision"  # a value of the last one: for the tokens of images only
 
 _FIRST, _SECOND = 7, 9  # tokens of the two documents
 _ROUNDING = 1e-3  # relative to the largest logit: experts multiply tokens of several documents at once
@@ -65,6 +78,32 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
     raise ModelError(f"{name} cannot keep packed documents apart: {reason}. Set {instead}.")
 
 
+def check_left_to_right(config: PretrainedConfig) -> None:
+    """Check that no token of a causal language model depends on later ones, by a tiny model of the same architecture.
+
+    Models that fill in masked words have classes that predict the next token, too, whose attention is still that of the
+    masked model unless config.json says otherwise: they would copy what they should predict.
+
+    Args:
+        config: The model's config; `architectures` names its class, which `check_causal` accepts.
+
+    Raises:
+        ModelError: A token depends on later ones. A model of which no tiny one can be run passes.
+    """
+    name, cls = named_class(config)
+    text = config.get_text_config().to_dict()
+    settings = {key: value for key, value in _LEFT_TO_RIGHT.items() if text.get(key) not in (None, value, _IMAGES)}
+    failure = "it attends to later tokens"
+    if cls is None or not settings or try_tiny_model(config, None, _is_left_to_right, failure) != failure:
+        return
+    key, value = next(iter(settings.items()))
+    raise ModelError(
+        f"{config_file(config)} is of a {name} that attends to later tokens, too, so it does not predict them. Set "
+        f'"{key}": {json.dumps(value)} there if the model was trained to predict the next token; else give a causal '
+        f"language model, or train this one with another model.task."
+    )
+
+
 def layers_without_attention(config: PretrainedConfig) -> list[str]:
     """Return the types of layers that mix tokens by other means than attention, as far as a config names them."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
@@ -99,6 +138,16 @@ def try_tiny_model(
             text = " ".join(f"{type(error).__name__}: {error}".split())
             reason = reason or f"a tiny model of this architecture, which would test it, does not run ({text})"
     return reason
+
+
+def _is_left_to_right(model: PreTrainedModel) -> bool:
+    """Return whether another last token leaves the logits of the tokens before it as they are."""
+    window = torch.randint(5, _TINY_VOCABULARY - 5, (1, _FIRST), generator=torch.Generator().manual_seed(1))
+    another = window.clone()
+    another[:, -1] = _TINY_VOCABULARY - 5
+    with torch.no_grad():
+        one, other = (model(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (window, another))
+    return _distance(one, other) <= _ROUNDING * float(one.abs().max())
 
 
 def _keeps_apart(model: PreTrainedModel) -> bool:
@@ -166,7 +215,7 @@ def _shrunk(values: Mapping[str, Any], num_heads: int | None, heads: int = 0) ->
             return _TINY_INNER
         if not isinstance(value, int) or isinstance(value, bool):
             return value
-        if name.startswith("vocab_size"):
+        if name.startswith("vocab_size") or name == "n_words":
             return min(value, _TINY_VOCABULARY)
         if name.endswith(("token_id", "token_index")):
             return min(value, _TINY_VOCABULARY - 1)

@@ -118,6 +118,8 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     task, shard, adapter = config.model.task, config.shard, config.adapter
     model_config = origin_config(config.model, source)
     models.check_model_task(model_config, task)
+    if task == data.CAUSAL:
+        models.check_left_to_right(model_config)
     checkpoint.check_loadable(source.model_index)
     if task == data.CLASSIFICATION:
         check_classifier(model_config, is_reward_model=config.objective.name == "reward")

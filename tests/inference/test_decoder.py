@@ -218,6 +218,7 @@ def test_beams_are_asked_for_and_shown_when_whole(tiny_model: Path, model: PreTr
         {"pad_token_id": -1},
         {"stop_strings": ["zz"]},
         {"penalty_alpha": 0.6},
+        {"assistant_early_exit": 1},
     ],
     ids=str,
 )
@@ -230,6 +231,33 @@ def test_a_models_own_ways_do_not_end_the_run(model: PreTrainedModel, given: dic
         assert Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4)).run(batch) == expected
     finally:
         model.generation_config.update(**before)
+
+
+def test_rows_end_where_a_stop_string_is_complete(model: PreTrainedModel) -> None:
+    batch = [TOKENIZER(prompt.text)["input_ids"] for prompt in PROMPTS]
+    settings = GenerationSettings(max_new_tokens=8, output_scores=True)
+    whole = Decoder(model, TOKENIZER, settings).run(batch)
+    stop = TOKENIZER.decode(whole[0].tokens[2:3])
+    model.generation_config.update(stop_strings=[stop], pad_token_id=65)
+    try:
+        decoder = Decoder(model, TOKENIZER, settings)
+        together, alone = decoder.run(batch), [decoder.run([ids])[0] for ids in batch]
+    finally:
+        model.generation_config.update(stop_strings=None, pad_token_id=None)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert len(together[0].tokens) == whole[0].tokens.index(whole[0].tokens[2]) + 1
+    assert len({len(answer.tokens) for answer in together}) > 1
+    assert all(len(answer.tokens) == len(answer.log_probabilities or ()) for answer in together)
+
+
+def test_log_probabilities_of_guided_tokens_are_refused(model: PreTrainedModel) -> None:
+    model.generation_config.update(guidance_scale=1.5)
+    try:
+        Decoder(model, TOKENIZER, GenerationSettings())
+        with pytest.raises(ConfigError, match=r"output_scores=true does not go together with guidance_scale 1\.5"):
+            Decoder(model, TOKENIZER, GenerationSettings(output_scores=True))
+    finally:
+        model.generation_config.update(guidance_scale=None)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "none"])

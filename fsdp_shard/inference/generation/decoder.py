@@ -18,8 +18,12 @@ from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.models import running
 from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 
-# Decoding methods in a model's own config that need another model or return several answers.
-_UNSUPPORTED = ("prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "force_words_ids", "token_healing")
+# Decoding methods in a model's own config that need another model, return several answers, or guess several tokens at
+# once, which only batches of one text allow.
+_UNSUPPORTED = (
+    *("prompt_lookup_num_tokens", "assistant_early_exit"),
+    *("penalty_alpha", "dola_layers", "force_words_ids", "token_healing"),
+)
 
 OnText = Callable[[str], object]
 
@@ -132,10 +136,28 @@ class Decoder:
             )
         if prefix_cache is not None:
             prefix_cache.put(output.sequences[0].tolist(), output.get("past_key_values"))
+        start = 1 if is_encoder_decoder else length
         ends = set(_end_tokens(self.config))
-        tokens = [_until_end(row, ends) for row in output.sequences[:, 1 if is_encoder_decoder else length :].tolist()]
+        stops = self._stops(output.sequences, start)
+        tokens = [
+            _until_end(row, ends)[:stop] for row, stop in zip(output.sequences[:, start:].tolist(), stops, strict=True)
+        ]
         scores = watch.scores()
         return [Answer(row, None if scores is None else scores[n][: len(row)]) for n, row in enumerate(tokens)]
+
+    def _stops(self, sequences: torch.Tensor, start: int) -> list[int | None]:
+        """For each row, how many tokens after `start` there are when the first of `stop_strings` is complete, or None.
+
+        Rows of a batch that are complete before others are filled up with padding.
+        """
+        stops: list[int | None] = [None] * len(sequences)
+        if not (strings := self.config.stop_strings):
+            return stops
+        is_complete = transformers.StopStringCriteria(tokenizer=self.tokenizer, stop_strings=strings)
+        for end in range(start + 1, sequences.shape[1] + 1):
+            for row in torch.nonzero(is_complete(sequences[:, :end], None)).flatten().tolist():
+                stops[row] = stops[row] or end - start
+        return stops
 
 
 def generation_config(
@@ -145,6 +167,12 @@ def generation_config(
     config = copy.deepcopy(model.generation_config)
     assert config is not None, "tokenize_prompts refuses models that cannot generate"
     _check_tokens(model, config)
+    if settings.output_scores and config.guidance_scale not in (None, 1):
+        raise ConfigError(
+            f"generation.output_scores=true does not go together with guidance_scale {config.guidance_scale} in the "
+            f"generation config of {model.config.name_or_path}, by which another pass of the model decides about each "
+            f"token; remove one of them."
+        )
     config.max_new_tokens, config.max_length, config.do_sample = settings.max_new_tokens, None, settings.do_sample
     config.num_beams, config.num_return_sequences = settings.num_beams, 1
     for name in _UNSUPPORTED:

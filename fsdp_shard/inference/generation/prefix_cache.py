@@ -23,7 +23,8 @@ class PrefixCache:
         common = _num_common(self._tokens, ids[:-1])
         if cache is None or not common:
             return None
-        cache.crop(common - len(self._tokens))
+        if excess := len(self._tokens) - common:
+            cache.crop(-excess)
         return cache
 
     def put(self, tokens: Sequence[int], cache: Any) -> None:

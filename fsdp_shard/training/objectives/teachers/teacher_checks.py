@@ -36,6 +36,7 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
     try:
         own = models.load_config(teacher.directory, trust)
         models.check_causal(own)
+        models.check_left_to_right(own)
         checkpoint.check_loadable(teacher.model_index)
         if config.data.packing:
             models.check_packing(own)
