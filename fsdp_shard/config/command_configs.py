@@ -1,14 +1,14 @@
 """The whole config of each command: the settings that all have, its own, and those of the rooms that it uses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
 from fsdp_shard.config.config_yaml import as_yaml
 from fsdp_shard.data import DataConfig
-from fsdp_shard.distributed import LaunchConfig, gpu_number, is_joined_rank
+from fsdp_shard.distributed import LaunchConfig, is_joined_rank
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation import EvaluateSettings
 from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings
@@ -156,12 +156,13 @@ class FinetuneConfig(RunConfig):
 
         Args:
             source: The model.
-            max_memory: Budgets as in `dispatch.max_memory`, of each rank; of several GPUs, a rank uses its own.
+            max_memory: Budgets as in `dispatch.max_memory`; of several GPUs, each rank uses its own.
             context: The ranks.
             log: Gets a line about where the model is.
             dtype: The dtype to load it in; `keep` for that of its weights.
 
         Raises:
+            ConfigError: The budgets name GPUs, but not that of each rank on this machine.
             PlanError, CheckpointError, ModelError: It does not fit, or cannot be read.
         """
         from fsdp_shard.inference import dispatch_model
@@ -169,10 +170,6 @@ class FinetuneConfig(RunConfig):
 
         trust = self.model.trust_remote_code
         settings = DispatchConfig(max_memory=max_memory, dtype=dtype, trust_remote_code=trust)
-        if settings.budgets and context.local_world_size > 1:
-            own = gpu_number(context.local_rank)
-            kept = {device: size for device, size in settings.budgets.items() if device in ("cpu", own)}
-            settings = replace(settings, max_memory={device: str(size) for device, size in kept.items()})
         config = load_config(source.directory, trust)
         return dispatch_model(source, config, settings, log=log, context=context.undivided())
 
@@ -291,9 +288,12 @@ class GenerateConfig(RunConfig, GenerateSettings):
     run_dir: str = default_run_dir("generate")
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a device without effect, in addition to the checks of the settings."""
+        """Raise ConfigError for a seed or device without effect, in addition to the checks of the settings."""
         super().check(prefix)
         _refuse_device_of_one_process(self.launch, prefix)
+        if not self.generation.do_sample:
+            why = f"has no effect while {prefix}generation.do_sample=false; add {prefix}generation.do_sample=true, or"
+            refuse_changed(self, ["seed"], prefix, f"{why} remove it.")
 
     @property
     def _only_prints(self) -> bool:

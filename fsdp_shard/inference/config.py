@@ -136,8 +136,9 @@ class DispatchConfig:
     # Any, not dict | None: OmegaConf cannot replace an optional dict that is None by a mapping.
     max_memory: Any = setting(
         None,
-        "Budgets such as {0: 20GB, cpu: 64GB}. Only the devices in it are used, and disk. Default: the memory that is "
-        "free now.",
+        "Budgets such as {0: 20GB, cpu: 64GB}. Only the devices in it are used, and disk. Of several ranks on a "
+        "machine, each uses the GPU of its number, so name all; the size for the CPU is that of each rank. Default: the "
+        "memory that is free now.",
     )
     dtype: str = setting("keep", "The dtype to load weights in; keep: as they are stored.", choices=DTYPES)
     prefetch_blocks: int = setting(

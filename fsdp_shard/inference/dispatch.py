@@ -19,10 +19,10 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import Location, TensorIndex, locate
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import DistributedContext, gpu_number
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, PlanError, one_line
 from fsdp_shard.inference import available_memory, quantization, schedule, tensor_parallel_dispatch
-from fsdp_shard.inference.config import DispatchConfig, parse_adapters
+from fsdp_shard.inference.config import Device, DispatchConfig, parse_adapters
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
 from fsdp_shard.inference.device_map.strategies import plan_device_map
 from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes
@@ -216,9 +216,10 @@ def plan_dispatch(
         The blocks, with their bytes once quantized, and the plan.
 
     Raises:
+        ConfigError: The budgets name GPUs, but not that of each rank on this machine.
         PlanError: The blocks do not fit, or are quantized and would have to be streamed.
     """
-    budgets = settings.budgets
+    budgets = _budgets_of_rank(settings, context)
     if budgets is None:
         ranks = (context.local_rank, context.local_world_size) if context else (0, 1)
         use_gpus = context is None or context.device.type != "cpu"
@@ -239,6 +240,25 @@ def plan_dispatch(
             f"GPU computes; give more memory, or leave quantize out."
         )
     return blocks, plan
+
+
+def _budgets_of_rank(settings: DispatchConfig, context: DistributedContext | None) -> dict[Device, int] | None:
+    """The budgets that `settings` name; of several ranks on a machine, those of this rank's GPU and of the CPU.
+
+    A mapping from modules to devices says itself which of them every rank uses.
+    """
+    budgets = settings.budgets
+    if budgets is None or context is None or context.local_world_size == 1 or isinstance(settings.assignment, dict):
+        return budgets
+    own = {rank: gpu_number(rank) for rank in range(context.local_world_size)}
+    named = [device for device in budgets if device != "cpu"]
+    if named and (missing := [gpu for gpu in own.values() if gpu not in named]):
+        sizes = ", ".join(f"{gpu}: SIZE" for gpu in dict.fromkeys(own.values()))
+        raise ConfigError(
+            f"max_memory names GPU {min(named, key=str)}, but not GPU {missing[0]}, and each of the {len(own)} ranks "
+            f"on this machine uses the GPU of its number; give {{{sizes}}} besides the CPU's size, or leave it out."
+        )
+    return {device: size for device, size in budgets.items() if device in ("cpu", own[context.local_rank])}
 
 
 def plan_from_config(config: PretrainedConfig, settings: DispatchConfig, kv_cache: KVCacheBudget | None) -> DevicePlan:

@@ -397,8 +397,8 @@ def test_text_is_taken_as_it_is(text: str, tmp_path: Path) -> None:
     write_config(job.config)
     (again,) = compose_jobs(GenerateConfig, ["--config-dir", str(tmp_path), "--config-name", "config"], "generate")
     assert again.config == job.config
-    swept = compose_jobs(GenerateConfig, ["-m", *given, "seed=1,2"], "generate")
-    assert [(job.config.prompt, job.config.seed) for job in swept] == [(text, 1), (text, 2)]
+    swept = compose_jobs(GenerateConfig, ["-m", *given, "generation.batch_size=1,2"], "generate")
+    assert [(job.config.prompt, job.config.generation.batch_size) for job in swept] == [(text, 1), (text, 2)]
 
 
 def test_text_is_swept_where_each_value_is_quoted() -> None:

@@ -8,15 +8,20 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.batching import complete, windows
-from fsdp_shard.inference.generation.decoder import Answer
+from fsdp_shard.inference.generation.decoder import Answer, Decoder
+from fsdp_shard.inference.generation.padding_trial import reads_padding
 from fsdp_shard.inference.generation.prompts import Prompt
 from tests.support.ranks import on_ranks
+from tests.support.tiny import byte_tokenizer
 
 
 @given(st.lists(st.integers(1, 50), max_size=200), st.integers(1, 5))
@@ -37,6 +42,49 @@ def test_batches_of_one_length(lengths: list[int], batch_size: int) -> None:
     found = [batch for window in windows(lengths, batch_size, equal=True) for batch in window]
     assert sorted(place for batch in found for place in batch) == list(range(len(lengths)))
     assert all(len({lengths[place] for place in batch}) == 1 and len(batch) <= batch_size for batch in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "reads"),
+    [("llama", False), ("gpt2", False), ("bart", True), ("xlnet", True), ("minimax", True)],
+)
+def test_answers_do_not_depend_on_the_other_prompts_of_a_batch(family: str, reads: bool) -> None:
+    sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    of_family: dict[str, dict[str, Any]] = {
+        "gpt2": {**sizes, "bos_token_id": 256, "eos_token_id": 256},
+        "bart": {
+            **sizes,
+            "decoder_layers": 2,
+            "is_decoder": True,
+            "is_encoder_decoder": False,
+            "forced_eos_token_id": None,
+        },
+        "xlnet": {"vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48},
+        "minimax": {
+            **sizes,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 2,
+            "num_local_experts": 2,
+        },
+    }
+    config = AutoConfig.for_model(family, **of_family.get(family, sizes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for param in model.parameters():
+        param += 0.1 * torch.randn_like(param)
+    tokenizer = byte_tokenizer()
+    decoder = Decoder(model, tokenizer, GenerationSettings(max_new_tokens=5, output_scores=True))
+    decoder.config.eos_token_id = None
+    decoder.config.pad_token_id = 256
+    texts = ["abc", "a much longer prompt, with many more bytes in it than the others", "x", "no"]
+    encoded = [list(tokenizer(text)["input_ids"]) for text in texts]
+    found = list(complete(decoder, [Prompt(text, "line") for text in texts], encoded))
+    for ids, completion in zip(encoded, found, strict=True):
+        alone = decoder.run([ids])[0]
+        assert completion.completion == decoder.text(alone)
+        assert completion.log_probabilities == pytest.approx(alone.log_probabilities, abs=1e-3)
+    assert reads_padding(model, 256, [[3, 4]]) is reads
+    assert reads_padding(model, 256, [[3, 3], [4]]) is (family == "minimax"), "nothing to try without padding"
 
 
 def _completions(context: DistributedContext) -> list[str]:

@@ -19,13 +19,14 @@ from fsdp_shard.checkpoint import RunState, Store, convert, locate, save_step
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
-from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.inference.config import DispatchConfig
+from fsdp_shard.inference.dispatch import load_dispatched, model_from_config, plan_dispatch
 from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.training import collect_model_files
 from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
 from tests.support.ranks import on_ranks
 from tests.support.sharded import WRAPPERS, sharded
-from tests.support.tiny import llama, save_model, token_batch
+from tests.support.tiny import llama, llama_config, save_model, token_batch
 
 IDS = token_batch(0, rows=2, length=9)
 # Blocks of the tiny Llama in float32: embedding 37 kB (tied to the head), layers 51 kB each.
@@ -317,3 +318,22 @@ def test_rwkv_leaves_its_weights_as_they_are(tmp_path: Path) -> None:
     before = {name: param.clone() for name, param in kept.named_parameters()}
     logits(kept)
     assert all(torch.equal(param, before[name]) for name, param in kept.named_parameters())
+
+
+def _budgets_of_ranks(context: DistributedContext, max_memory: dict[Any, str]) -> tuple[str, set[Any]]:
+    settings = DispatchConfig(max_memory=max_memory)
+    try:
+        _, plan = plan_dispatch(model_from_config(llama_config(layers=4), settings), settings, context=context)
+    except ConfigError as error:
+        return str(error), set()
+    return "", {*plan.devices.values(), plan.main}
+
+
+def test_each_rank_uses_its_own_gpu_of_those_with_a_budget() -> None:
+    together = on_ranks(2, _budgets_of_ranks, {0: "1GB", 1: "1GB", "cpu": "1GB"})
+    assert together == [("", {0}), ("", {1})]
+    assert on_ranks(2, _budgets_of_ranks, {"cpu": "1GB"}) == [("", {"cpu"})] * 2
+    for error, used in on_ranks(2, _budgets_of_ranks, {0: "1GB", "cpu": "1GB"}):
+        assert not used
+        assert "max_memory names GPU 0, but not GPU 1, and each of the 2 ranks" in error
+        assert "give {0: SIZE, 1: SIZE}" in error

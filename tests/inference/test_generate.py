@@ -88,6 +88,7 @@ def test_what_cannot_be_is_one_error_each_and_leaves_nothing(tiny_model: Path, t
         ((model, f"prompts={empty}"), "line 2, is an empty prompt"),
         ((model, "prompt= "), "prompt is empty"),
         ((model, "seed=1"), "neither is given"),
+        ((model, "prompt=a", "seed=7"), "seed=7 has no effect while generation.do_sample=false"),
         ((model, "prompt=a", "dispatch.device_map={model: 7, lm_head: 7}"), "names GPU 7"),
         ((model, "prompt=a", "dispatch.max_memory={cpu: lots}"), "max_memory.cpu=lots is not a size"),
         ((model, "prompt=a", "dispatch.max_memory={cpu: 20kB}"), "too little. Give cpu: "),

@@ -11,9 +11,9 @@ import torch
 
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
 from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText
+from fsdp_shard.inference.generation.padding_trial import reads_padding
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.named_adapters import use_adapter
-from fsdp_shard.models import is_stateful
 
 _WINDOW_BATCHES = 16  # rows are written in input order: at most this many batches wait for an earlier prompt
 
@@ -74,9 +74,8 @@ def complete(
     if context is not None:  # one may have a batch whose answers are long, and another none
         context = context.with_new_group(LONG_WAIT_SECONDS)
         num_done = context.broadcast_object(num_done)
-    lengths, reads_padding = [len(ids) for ids in encoded], is_stateful(decoder.model)
-    adapters = [prompt.adapter for prompt in prompts]
-    for window in windows(lengths, decoder.settings.batch_size, equal=reads_padding, kinds=adapters):
+    lengths, adapters = [len(ids) for ids in encoded], [prompt.adapter for prompt in prompts]
+    for window in _windows(decoder, lengths, adapters):
         wanted = [batch for batch in window if max(batch) >= num_done]
         answers: dict[int, Answer] = {}
         for batch in wanted[rank::num_ranks]:
@@ -92,6 +91,15 @@ def complete(
             for position in sorted(position for position in gathered if position >= num_done):
                 yield _completion(decoder, prompts[position], gathered[position])
             num_done = max(map(max, wanted)) + 1
+
+
+def _windows(decoder: Decoder, lengths: Sequence[int], adapters: Sequence[str | None]) -> Iterator[list[list[int]]]:
+    """The windows of prompts, with batches of one length where the model reads padding."""
+    size = decoder.settings.batch_size
+    mixed = [batch for window in windows(lengths, size, kinds=adapters) for batch in window]
+    of_each = [[lengths[position] for position in batch] for batch in mixed]
+    equal = reads_padding(decoder.model, decoder.pad_token, of_each)
+    return windows(lengths, size, equal=equal, kinds=adapters)
 
 
 def _completion(decoder: Decoder, prompt: Prompt, answer: Answer) -> Completion:

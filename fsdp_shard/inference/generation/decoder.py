@@ -99,6 +99,11 @@ class Decoder:
         self.figures.num_new_tokens += sum(len(answer.tokens) for answer in answers)
         return answers
 
+    @property
+    def pad_token(self) -> int:
+        """The token that fills up the shorter prompts of a batch."""
+        return int(self.config.pad_token_id or 0)
+
     def text(self, answer: Answer) -> str:
         """The text of an answer, without special tokens."""
         return str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
@@ -110,7 +115,7 @@ class Decoder:
         on_text: OnText | None,
         prefix_cache: PrefixCache | None,
     ) -> list[Answer]:
-        length, pad = max(map(len, batch)), int(self.config.pad_token_id or 0)
+        length, pad = max(map(len, batch)), self.pad_token
         is_encoder_decoder = self.model.config.is_encoder_decoder
         ids = torch.full((len(batch), length), pad)
         mask = torch.zeros_like(ids)

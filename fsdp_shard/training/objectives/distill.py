@@ -57,7 +57,8 @@ class DistillConfig(ObjectiveConfig):
     teacher_max_memory: Any = setting(
         None,
         "Memory for the teacher on each rank, such as {0: 20GB, cpu: 64GB}; what does not fit is read from the disk "
-        "as it runs. Of several ranks, each uses its own GPU. Default: the memory that is free when it is loaded; with "
+        "as it runs. Of several ranks on a machine, each uses its own GPU, so name all: {0: 20GB, 1: 20GB, cpu: 64GB}. "
+        "Default: the memory that is free when it is loaded; with "
         "teacher_logits=computed on GPUs, leave some for training.",
     )
 

@@ -170,7 +170,8 @@ class ReferenceConfig(PreferenceConfig):
     reference_max_memory: Any = setting(
         None,
         "With reference=dispatched, memory for the pass on each rank, such as {0: 20GB, cpu: 64GB}; what does not fit "
-        "is read from the disk as it runs. Of several ranks, each uses its own GPU. Default: the memory that is free.",
+        "is read from the disk as it runs. Of several ranks on a machine, each uses its own GPU, so name all: "
+        "{0: 20GB, 1: 20GB, cpu: 64GB}. Default: the memory that is free.",
     )
 
     def reference_kind(self, *, begins_at_base: bool, is_streamed: bool) -> str | None:

@@ -1,0 +1,54 @@
+"""Whether padding before a prompt changes its answer, tried with a tiny model of the same architecture.
+
+Models are given a mask with padded prompts. Some do not look at it where they number positions, or have layers that mix
+tokens by other means than attention; no config says so.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from fsdp_shard.models import is_stateful, try_tiny_model
+
+_LENGTH, _PADDING, _NEW = 5, 7, 4  # tokens of a prompt, before it, and after it
+_LARGEST_TOKEN = 92
+_ROUNDING = 1e-3  # relative to the largest logit: experts multiply tokens of several texts at once
+
+
+def reads_padding(model: PreTrainedModel, pad: int, batches: Sequence[Sequence[int]]) -> bool:
+    """Return whether answers depend on the padding of their batch, so that each batch must have one length.
+
+    Args:
+        model: The model; it is not run.
+        pad: The token that fills up shorter prompts.
+        batches: The lengths of the prompts of each batch. A model is tried only if those of one batch differ: that
+            takes up to a second, of models of many layers three.
+
+    Returns:
+        Whether it does; False for encoder-decoder models, which are padded at the end, and where no tiny model runs.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if is_stateful(model) or any("linear" in kind for kind in kinds):  # a state, which one mask cannot keep clean
+        return True
+    if model.config.is_encoder_decoder or all(len(set(lengths)) == 1 for lengths in batches):
+        return False
+    differs = "padding changes the answers"
+    return try_tiny_model(model.config, None, partial(_ignores_padding, pad=pad), differs) == differs
+
+
+def _ignores_padding(model: PreTrainedModel, pad: int) -> bool:
+    """Return whether a prompt with padding before it has the same logits as alone, also those of what follows."""
+    pad = min(pad, int(model.config.get_text_config().vocab_size) - 1)
+    ids = torch.randint(5, _LARGEST_TOKEN, (1, _LENGTH), generator=torch.Generator().manual_seed(1))
+    ids[ids == pad] = _LARGEST_TOKEN
+    padded = torch.nn.functional.pad(ids, (_PADDING, 0), value=pad)
+    mask = torch.ones_like(padded)
+    mask[:, :_PADDING] = 0
+    model.generation_config = GenerationConfig(pad_token_id=pad, max_new_tokens=_NEW)
+    generate: Any = partial(model.generate, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    alone = torch.stack(generate(input_ids=ids, attention_mask=mask[:, _PADDING:]).logits)
+    filled = torch.stack(generate(input_ids=padded, attention_mask=mask).logits)
+    return float((alone - filled).abs().max()) <= _ROUNDING * float(alone.abs().max())
