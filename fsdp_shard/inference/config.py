@@ -137,8 +137,8 @@ class DispatchConfig:
     max_memory: Any = setting(
         None,
         "Budgets such as {0: 20GB, cpu: 64GB}. Only the devices in it are used, and disk. Of several ranks on a "
-        "machine, each uses the GPU of its number, so name all; the size for the CPU is that of each rank. Default: the "
-        "memory that is free now.",
+        "machine, each uses the GPU of its number, so name all; the size for the CPU is that of each rank. Default: "
+        "the memory that is free now.",
     )
     dtype: str = setting("keep", "The dtype to load weights in; keep: as they are stored.", choices=DTYPES)
     prefetch_blocks: int = setting(

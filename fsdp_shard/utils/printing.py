@@ -20,15 +20,16 @@ def make_logs_printable() -> None:
 
 
 @contextmanager
-def only_errors_of(library: str) -> Iterator[None]:
+def only_errors_of(library: str, level: int = logging.ERROR) -> Iterator[None]:
     """Drop what the loggers of a library say, except errors.
 
     Args:
         library: Name of its logger, such as `transformers`.
+        level: What else is not dropped: `logging.WARNING` lets warnings through, too.
     """
     logger = logging.getLogger(library)
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(level)
     try:
         yield
     finally:

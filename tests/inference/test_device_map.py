@@ -102,6 +102,14 @@ def test_parameters_beside_the_layers_are_never_streamed() -> None:
     assert plan_device_map(blocks, {"": "disk"}, {}).devices[""] == "cpu"
 
 
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_parameters_beside_the_layers_are_where_the_inputs_are(strategy: str) -> None:
+    last = block("norms", 40, direct=True)
+    plan = plan_device_map([*layers(100, 100, 100), last], strategy, {0: 250, 1: 250})
+    assert (plan.main, plan.devices["norms"]) == (0, 0)
+    assert set(plan.devices.values()) == {0, 1}, "nothing is streamed"
+
+
 def test_a_mapping_takes_the_longest_name_and_tied_blocks_follow() -> None:
     mapping: dict[str, Device] = {"embed": "cpu", "layers": "disk", "layers.1": "cpu", "norm": "cpu"}
     plan = plan_device_map(MODEL, mapping, {}, ties=TIES)

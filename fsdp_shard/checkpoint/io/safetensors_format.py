@@ -161,12 +161,14 @@ def _header_length(data: bytes, size: int, path: Path) -> int:
     if (found := other_content(data)) is not None:
         raise CheckpointError(f"{path} is not a safetensors file but {found}.")
     if len(data) < 8:
-        raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file: it is empty or truncated.")
+        raise CheckpointError(
+            f"{path} has {size} bytes, too few for a safetensors file: it is empty or truncated. Copy it again."
+        )
     length: int = struct.unpack("<Q", data[:8])[0]
     if length > size - 8:
         raise CheckpointError(
             f"{path} says that its header takes {length} bytes, but the file has only {size}: "
-            "it is truncated or not a safetensors file."
+            "it is truncated or not a safetensors file. Copy it again."
         )
     if length > _MAX_HEADER:
         raise CheckpointError(f"{path} has a header of {length} bytes; safetensors allows {_MAX_HEADER}.")
@@ -217,9 +219,10 @@ def _check_layout(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], 
             raise CheckpointError(f"the header of {path}: no tensor owns the {begin - position} bytes before {name!r}.")
         position, before = end, name
     if position != data_bytes:
-        problem = "it is truncated" if position > data_bytes else "something was appended"
+        problem = "it is truncated" if position > data_bytes else "something was appended to it"
         raise CheckpointError(
-            f"{path} has {data_bytes} bytes of tensor data, but its header describes {position}: {problem}."
+            f"{path} has {data_bytes} bytes of tensor data, but its header describes {position}: {problem}. Copy it "
+            "again."
         )
 
 

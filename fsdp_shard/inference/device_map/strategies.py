@@ -150,7 +150,8 @@ def _assign(
         return None
     # Until a group is found to compute elsewhere, its KV cache is on the main device.
     free[main] -= num_buffers * block_bytes + sum(group.cache_bytes for group in groups)
-    forced = [group for group in groups if num_buffers and (group.is_pinned or group.largest_bytes > block_bytes)]
+    # Inputs are where pinned blocks are, and nothing moves them.
+    forced = [group for group in groups if group.is_pinned or (num_buffers and group.largest_bytes > block_bytes)]
     free[main] -= sum(group.num_bytes for group in forced)
     if free[main] < 0:
         return None

@@ -110,7 +110,7 @@ class DispatchedReference:
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
         function = LabelLogProbs(batch.labels.flatten()[batch.counted])
         values = run_on_all(self.context, lambda: dispatched_rows(self.model, batch, function))
-        return batch.answer_sums(values.view(batch.labels.shape))
+        return batch.answer_sums(values.to(batch.labels.device).view(batch.labels.shape))
 
 
 def reference_kind(config: FinetuneSettings) -> str | None:
