@@ -6,6 +6,7 @@ doi:10.5281/zenodo.12608602), with its own seeds, so that results compare with t
 
 import importlib.metadata
 import json
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -65,9 +66,11 @@ class LmEval:
         asked, model = self.settings.lm_eval, load(self.settings.source)
         known = run_on_main(self.ranks, self._provenance)
         start = time.perf_counter()
-        with only_errors_of("lm_eval"):
+        with only_errors_of("lm_eval"):  # it warns of any model that is already loaded
+            wrapped = wrap_for_harness(model, self.tokenizer, self.settings.batch_size, self.ranks)
+        with only_errors_of("lm_eval", logging.WARNING):  # such as prompts that it truncates
             results: Any = simple_evaluate(
-                wrap_for_harness(model, self.tokenizer, self.settings.batch_size, self.ranks),
+                wrapped,
                 use_cache=self._cache(known) if asked.cache else None,
                 tasks=_top_level(self.loaded),
                 num_fewshot=asked.num_fewshot,

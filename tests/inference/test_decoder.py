@@ -7,18 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+import transformers
+from packaging.version import Version
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.generation.batching import complete
 from fsdp_shard.inference.generation.decoder import Decoder, generation_config
-from fsdp_shard.inference.generation.kv_cache_size import kv_cache_budget
+from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes, kv_cache_budget
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
-from fsdp_shard.models import Context, check_causal, context_of
+from fsdp_shard.models import Context, check_causal, context_of, no_split_blocks
 from fsdp_shard.utils import check
 from tests.support.tiny import byte_tokenizer, llama_config
 
@@ -248,6 +258,41 @@ def test_rows_end_where_a_stop_string_is_complete(model: PreTrainedModel) -> Non
     assert len(together[0].tokens) == whole[0].tokens.index(whole[0].tokens[2]) + 1
     assert len({len(answer.tokens) for answer in together}) > 1
     assert all(len(answer.tokens) == len(answer.log_probabilities or ()) for answer in together)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3", "deepseek_v32"])
+def test_the_reserved_cache_is_what_a_model_caches(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    of_latents = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "moe_intermediate_size": 32,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 4,
+    }
+    if family != "deepseek_v32":
+        of_latents = {name: value for name, value in of_latents.items() if not name.startswith("index")}
+    config = AutoConfig.for_model(family, **sizes, **({} if family == "llama" else of_latents), intermediate_size=48)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        cache = model(input_ids=torch.zeros(3, 10, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(value.nbytes for layer in cache.layers for value in vars(layer).values() if torch.is_tensor(value))
+    blocks = no_split_blocks(model)
+    reserved = sum(cache_bytes(config, blocks, 4, KVCacheBudget(3, 10)).values())
+    # Until 5.23 the most that a version caches of DeepSeek's tokens is reserved.
+    assert reserved == held if Version(transformers.__version__) >= Version("5.23") else reserved >= held
 
 
 def test_log_probabilities_of_guided_tokens_are_refused(model: PreTrainedModel) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import transformers
+from packaging.version import Version
 from transformers import PretrainedConfig
 
 from fsdp_shard.inference.config import GenerationSettings
@@ -53,6 +55,18 @@ def cache_bytes(
     if not num_kv_heads or not hidden or not num_heads:
         return {}
     head_dim = getattr(text, "head_dim", None) or hidden // num_heads
-    each = 2 * num_kv_heads * head_dim * element_bytes * budget.batch_size * budget.num_tokens
+    each = _latent_values(text) or 2 * num_kv_heads * head_dim
+    each *= element_bytes * budget.batch_size * budget.num_tokens
     has_encoder = config.is_encoder_decoder
     return {b.fqn: each for b in blocks if b.repeated and (not has_encoder or "decoder" in b.fqn.split("."))}
+
+
+def _latent_values(text: PretrainedConfig) -> int:
+    """Values that a layer of multi-head latent attention (DeepSeek's) caches of each token; 0 for other models."""
+    latent, rotary = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    if not latent or not rotary:
+        return 0
+    if Version(transformers.__version__) >= Version("5.23"):
+        return int(latent + rotary + (getattr(text, "index_head_dim", None) or 0))
+    # Until then the cache held the keys and values that are made of them.
+    return int(text.num_attention_heads * (text.qk_nope_head_dim + rotary + text.v_head_dim))
