@@ -189,7 +189,7 @@ def dispatch_model(
         quantizer = None
         if kind := QUANTIZATIONS.get(settings.quantize):
             layers = quantization.quantized_layers(model, blocks, kind)
-            quantizer = kind.quantizer(model, layers, "cpu" if plan.main == "cpu" else "cuda")
+            quantizer = kind.quantizer(model, layers, plan.main)
         stream = dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
         schedule.keep_stream(model, stream)
         device_map = dict(plan.devices)
@@ -228,7 +228,7 @@ def plan_dispatch(
             budgets = available_memory.machine_budgets(*ranks, use_gpus=use_gpus)
     blocks = no_split_blocks(model)
     if kind := QUANTIZATIONS.get(settings.quantize):
-        blocks = quantization.quantized_blocks(model, blocks, kind)
+        blocks = quantization.quantized_blocks(model, blocks, kind, on_gpu=_uses_gpus(settings.assignment, budgets))
     caches = {} if kv_cache is None else cache_bytes(model.config, blocks, model.dtype.itemsize, kv_cache)
     ties, prefetch = tied_blocks(model, blocks), settings.prefetch_blocks
     plan = plan_device_map(blocks, settings.assignment, budgets, ties=ties, prefetch=prefetch, cache_bytes=caches)
@@ -240,6 +240,12 @@ def plan_dispatch(
             f"GPU computes; give more memory, or leave quantize out."
         )
     return blocks, plan
+
+
+def _uses_gpus(assignment: str | dict[str, Device], budgets: Mapping[Device, int]) -> bool:
+    """Whether a GPU computes, by a mapping from modules to devices, or by a strategy and the budgets."""
+    devices = assignment.values() if isinstance(assignment, dict) else () if assignment == "cpu" else budgets
+    return any(isinstance(device, int) for device in devices)
 
 
 def _budgets_of_rank(settings: DispatchConfig, context: DistributedContext | None) -> dict[Device, int] | None:

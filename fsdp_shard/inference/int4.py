@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.distributed import count_gpus
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.quantization import Layers, Quantization, Quantizer, torchao_encoder
 
@@ -28,33 +27,33 @@ class Int4(Quantization):
     def takes(self, layer: nn.Linear) -> bool:
         return layer.in_features % self.group_size == 0
 
-    def num_bytes(self, layer: nn.Linear) -> int:
+    def num_bytes(self, layer: nn.Linear, *, on_gpu: bool) -> int:
         rows, width = layer.weight.shape
-        if count_gpus():
+        if on_gpu:
             rows, width = (-(-size // multiple) * multiple for size, multiple in zip((rows, width), _TILE, strict=True))
         return rows * (width // 2 + width // self.group_size * 4)
 
-    def quantizer(self, model: nn.Module, layers: Layers, device_type: str) -> Quantizer:
+    def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
         from torchao.quantization import Int4WeightOnlyConfig
 
         size, common = self.group_size, {"set_inductor_config": False}
-        if device_type == "cuda":
-            check_gpu(next((layer.weight.dtype for its in layers.values() for layer in its), None))
+        if isinstance(main, int):
+            check_gpu(next((layer.weight.dtype for its in layers.values() for layer in its), None), main)
             config: Any = Int4WeightOnlyConfig(group_size=size, int4_packing_format="tile_packed_to_4d", **common)
         else:
             config = PrototypeInt4WeightOnlyConfig(group_size=size, **common)
         return Quantizer(layers, torchao_encoder(config))
 
 
-def check_gpu(dtype: torch.dtype | None) -> None:
-    """Raise ConfigError where torch's kernel for int4 weights does not run: the GPU, or weights of this dtype."""
+def check_gpu(dtype: torch.dtype | None, gpu: int) -> None:
+    """Raise ConfigError where torch's kernel for int4 weights does not run: on this GPU, or weights of this dtype."""
     import torch
 
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(gpu)
     if capability[0] < 8:
         raise ConfigError(
-            f"dispatch.quantize=int4 needs a GPU of compute capability 8.0 (A100) or later; this one has "
+            f"dispatch.quantize=int4 needs a GPU of compute capability 8.0 (A100) or later; GPU {gpu} has "
             f"{capability[0]}.{capability[1]}. Set dispatch.quantize=int8."
         )
     if dtype not in (None, torch.bfloat16):

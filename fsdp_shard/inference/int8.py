@@ -17,17 +17,17 @@ class Int8(Quantization):
 
     takes_head = True
 
-    def num_bytes(self, layer: nn.Linear) -> int:
+    def num_bytes(self, layer: nn.Linear, *, on_gpu: bool) -> int:
         rows, width = layer.weight.shape
         return rows * (width + layer.weight.element_size())
 
-    def quantizer(self, model: nn.Module, layers: Layers, device_type: str) -> Quantizer:
+    def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
         from torchao.quantization import Int8WeightOnlyConfig
 
         from fsdp_shard.inference import int8_linear
 
         encode = torchao_encoder(Int8WeightOnlyConfig(set_inductor_config=False))
-        if device_type == "cuda":
+        if main != "cpu":
             return Quantizer(layers, encode)
         replaced = int8_linear.use_int8_products(model, layers)
         return Quantizer(replaced, lambda layer: int8_linear.encode_in_rows(layer, encode))

@@ -46,12 +46,12 @@ class Quantization(ABC):
         return True
 
     @abstractmethod
-    def num_bytes(self, layer: nn.Linear) -> int:
-        """Bytes of the layer's quantized weight, scales included."""
+    def num_bytes(self, layer: nn.Linear, *, on_gpu: bool) -> int:
+        """Bytes of the layer's quantized weight, scales included, on a GPU or else on the CPU."""
 
     @abstractmethod
-    def quantizer(self, model: nn.Module, layers: Layers, device_type: str) -> Quantizer:
-        """Prepare to quantize `layers` of `model`, which compute on `device_type` (cpu or cuda)."""
+    def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
+        """Prepare to quantize `layers` of `model`, which compute on `main`: the number of a GPU, or cpu."""
 
 
 def quantized_layers(
@@ -74,10 +74,15 @@ def quantized_layers(
     return found
 
 
-def quantized_blocks(model: PreTrainedModel, blocks: Sequence[Block], quantization: Quantization) -> list[Block]:
-    """`blocks` with the number of bytes that they have once quantized."""
+def quantized_blocks(
+    model: PreTrainedModel, blocks: Sequence[Block], quantization: Quantization, *, on_gpu: bool
+) -> list[Block]:
+    """`blocks` with the number of bytes that they have once quantized, on a GPU or else on the CPU."""
     layers = quantized_layers(model, blocks, quantization)
-    saved = {fqn: sum(one.weight.nbytes - quantization.num_bytes(one) for one in its) for fqn, its in layers.items()}
+    saved = {
+        fqn: sum(one.weight.nbytes - quantization.num_bytes(one, on_gpu=on_gpu) for one in its)
+        for fqn, its in layers.items()
+    }
     return [replace(block, num_bytes=block.num_bytes - saved[block.fqn]) for block in blocks]
 
 

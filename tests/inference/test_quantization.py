@@ -27,21 +27,18 @@ def test_a_missing_torchao_is_named(tiny_model: Path) -> None:
 
 
 def test_what_int4_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (7 + gpu, 5))
     with pytest.raises(ConfigError, match=r"int4 needs a GPU of compute capability 8.0 .* has 7.5. Set .*=int8"):
-        check_gpu(torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        check_gpu(torch.bfloat16, 0)
     with pytest.raises(ConfigError, match=r"needs weights in bfloat16 .* are in torch.float32. Set dispatch.dtype="):
-        check_gpu(torch.float32)
-    check_gpu(torch.bfloat16)
+        check_gpu(torch.float32, 1)
+    check_gpu(torch.bfloat16, 1)
 
 
-def test_int4_weights_are_filled_up_to_tiles_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_weights_are_filled_up_to_tiles_on_a_gpu() -> None:
     layer = nn.Linear(1056, 12, device="meta")
-    assert Int4().num_bytes(layer) == 12 * (1056 // 2 + 1056 // 32 * 4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert Int4().num_bytes(layer) == 16 * (2048 // 2 + 2048 // 32 * 4)
+    assert Int4().num_bytes(layer, on_gpu=False) == 12 * (1056 // 2 + 1056 // 32 * 4)
+    assert Int4().num_bytes(layer, on_gpu=True) == 16 * (2048 // 2 + 2048 // 32 * 4)
 
 
 @pytest.fixture(scope="module")

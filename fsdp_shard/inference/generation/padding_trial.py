@@ -48,7 +48,8 @@ def _ignores_padding(model: PreTrainedModel, pad: int) -> bool:
     mask = torch.ones_like(padded)
     mask[:, :_PADDING] = 0
     model.generation_config = GenerationConfig(pad_token_id=pad, max_new_tokens=_NEW)
-    generate: Any = partial(model.generate, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    method: Any = model.generate
+    generate = partial(method, do_sample=False, return_dict_in_generate=True, output_logits=True)
     alone = torch.stack(generate(input_ids=ids, attention_mask=mask[:, _PADDING:]).logits)
     filled = torch.stack(generate(input_ids=padded, attention_mask=mask).logits)
     return float((alone - filled).abs().max()) <= _ROUNDING * float(alone.abs().max())
