@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +9,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-import fsdp_shard as fs
-from fsdp_shard.checkpoint import locate
-from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import check_left_to_right
-from fsdp_shard.training.finetune_checks import check_model
-from fsdp_shard.training.objectives.distill import DistillConfig
-from fsdp_shard.training.objectives.teachers.teacher_checks import check_teacher
-from tests.support.tiny import byte_tokenizer, save_model
 
 
 def config_of(cls: str, **values: Any) -> Any:
@@ -55,28 +47,3 @@ def test_causal_models_pass_with_their_defaults(family: str) -> None:
     check_left_to_right(config)
     assert config.to_dict() == before
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_they_are_refused_wherever_they_would_predict(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = config_of("RobertaForCausalLM", **sizes, vocab_size=257, pad_token_id=1, max_position_embeddings=130)
-    transformers.RobertaForCausalLM(config).save_pretrained(tmp_path / "both")
-    byte_tokenizer().save_pretrained(tmp_path / "both")
-    (tmp_path / "data.txt").write_text("some text\n" * 100)
-    data = {"path": str(tmp_path / "data.txt"), "sequence_length": 16}
-    words = r"both/config\.json is of a RobertaForCausalLM that attends to later tokens"
-
-    run = fs.FinetuneConfig(data=DataConfig(**data))
-    run.model.path = str(tmp_path / "both")
-    with pytest.raises(ModelError, match=words):
-        check_model(run, locate(run.model.path))
-
-    run.model.path = str(save_model(tmp_path / "student"))
-    run.objective = DistillConfig(teacher=str(tmp_path / "both"))
-    with pytest.raises(ModelError, match=rf"objective\.teacher=.*{words}"):
-        check_teacher(run, locate(run.model.path))
-
-    evaluation = fs.EvaluateConfig(checkpoint=str(tmp_path / "both"), data=DataConfig(**data))
-    fs.check_evaluation(evaluation)
-    with pytest.raises(ModelError, match=words):
-        fs.run_evaluation(evaluation, str(tmp_path / "run"))
