@@ -61,7 +61,7 @@ class DataConfig(KindSettings):
     eval_fraction: float = setting(
         0.0,
         "Fraction of data.path (of each source of data.mixture) to hold out if data.eval_path is not given: the last "
-        "windows, which are then not trained.",
+        "windows, which are then not trained; with data.packing=true the last rows, in windows of their own.",
         minimum=0.0,
         maximum=0.5,
     )

@@ -187,8 +187,13 @@ def _open_files(
     held_out: dict[str, SourceDataset] = {}
     notes, samples_per_round = [], _samples_per_round(config)
     for name, source in sources_of(config).items():
-        train[name], note = SampleFactory(source, task, tokenized.special, seed).open(tokenized.train[name])
-        notes.append(f"{_title(name, samples_per_round)}: {note}")
+        factory, title = SampleFactory(source, task, tokenized.special, seed), _title(name, samples_per_round)
+        if config.eval_fraction > 0 and source.packing:
+            train[name], held_out[name], (note, other) = factory.open_divided(tokenized.train[name])
+            notes += [f"{title}: {note}", f"held out: {other}"]
+            continue
+        train[name], note = factory.open(tokenized.train[name])
+        notes.append(f"{title}: {note}")
         if config.eval_fraction > 0:
             train[name], held_out[name] = _divide(source, train[name])
             notes.append(

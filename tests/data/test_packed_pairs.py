@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_shard.data.kinds.kind import CLASSIFICATION
+from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, PAIRS
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
-from fsdp_shard.data.samples.packed_pairs import PackedPairs, fitting_pairs
+from fsdp_shard.data.samples.packed_pairs import PackedCompared, PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.preferences import RewardRows, with_extras
 from fsdp_shard.data.samples.rows import Cut
 from fsdp_shard.data.tokenized.token_file import Examples
@@ -137,3 +137,28 @@ def test_streamed_pairs_are_packed_with_those_of_their_block(tmp_path: Path) -> 
     figures = stream.figures(num_windows)["stream"]
     assert (num_pairs, figures["used"], figures["dropped"]) == (whole.num_pairs, whole.num_pairs, 60 - num_pairs)
     assert figures["epochs"] == 0
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(PAIRS, 40), (LABELED, 50)])
+def test_no_prompt_is_both_trained_and_held_out(tmp_path: Path, samples: str, expected: int) -> None:
+    """The answers of a ranked list have one prompt, and are several pairs."""
+    rows = [{"prompt": f"{n:02}?", "completions": [f"{n}{c}" for c in "abcde"]} for n in range(10)]
+    found = opened(tmp_path, rows, samples, packing=True, eval_fraction=0.2)
+    assert found.held_out is not None
+    (train,), (held_out,) = found.train.sources, found.held_out.sources
+    assert isinstance(train, PackedCompared)
+    assert isinstance(held_out, PackedCompared)
+    trained, held = (
+        {bytes(data.examples.tokens_of(int(example))[0][:2].tolist()) for example in data.kept[:, 0]}
+        for data in (train, held_out)
+    )
+    assert (len(trained), held) == (8, {b"08", b"09"})
+    assert not trained & held
+    assert len(train.kept) + len(held_out.kept) == expected
+    assert found.notes[1].startswith("held out: the last 2 rows, ")
+
+
+def test_one_row_cannot_be_divided(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completions": list("abcde")}]
+    with pytest.raises(DataError, match=r"a single row to train on, which data\.packing=true does not divide"):
+        opened(tmp_path, rows, packing=True, eval_fraction=0.2)

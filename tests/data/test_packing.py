@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,37 @@ def test_any_windows_are_like_the_others(tmp_path: Path) -> None:
     again = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train.dataset  # type: ignore[attr-defined]
     assert isinstance(again, PackedRows)
     assert packed.kept.tolist() == again.kept.tolist()
+
+
+def test_no_document_is_both_trained_and_held_out(tmp_path: Path) -> None:
+    """A document of several windows would be, if windows were divided after packing, which shuffles them."""
+    letters = "abcdefghijklmnopqrst"
+    rows = "".join(json.dumps({"text": letter * (20 + 9 * place)}) + "\n" for place, letter in enumerate(letters))
+    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), packing=True, sequence_length=32, eval_fraction=0.2)
+    samples = prepare_data(config, byte_tokenizer(), tmp_path / "cache")
+    assert samples.held_out is not None
+    trained, held_out = (
+        {chr(label) for label in np.unique(data.batch(range(len(data))).labels) if 0 <= label < END}
+        for data in (samples.train.dataset, samples.held_out)  # type: ignore[attr-defined]
+    )
+    assert trained | held_out == set(letters)
+    assert held_out == set("rst"), "the last ones, of about a fifth of the tokens"
+    assert not trained & held_out
+    assert samples.notes[1].startswith(f"held out: the last 3 documents, packed into {len(samples.held_out)} windows")
+    whole = prepare_data(replace(config, eval_fraction=0.0), byte_tokenizer(), tmp_path / "cache").train
+    divided = [samples.train.identity, *(source.identity for source in samples.held_out.sources)]
+    assert len({whole.identity, *divided}) == 3
+    assert whole.identity.startswith(f"packed-1:{whole.num_samples}:CausalRows:"), "as that of steps saved before"
+
+
+def test_a_single_document_is_divided_itself(tmp_path: Path) -> None:
+    config = DataConfig(
+        path=write(tmp_path / "a.txt", "abc " * 100), packing=True, sequence_length=32, eval_fraction=0.25
+    )
+    samples = prepare_data(config, byte_tokenizer(), tmp_path / "cache")
+    assert samples.held_out is not None
+    assert (samples.train.num_samples, len(samples.held_out)) == (10, 3)
+    assert samples.notes[1].startswith("held out: the end of the document, packed into 3 windows of 32")
 
 
 SMALL = {

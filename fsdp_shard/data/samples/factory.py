@@ -1,7 +1,7 @@
 """How tokens and examples become samples, by the settings of a source and the task, with notes to print."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from fsdp_shard.data.samples.packed_pairs import PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.packing import PackedRows
 from fsdp_shard.data.samples.preferences import cut_answers, preference_samples
 from fsdp_shard.data.samples.protocol import SourceDataset
-from fsdp_shard.data.samples.rows import CausalRows, Cut, LabeledRows, Seq2SeqRows
+from fsdp_shard.data.samples.rows import CausalRows, Cut, LabeledRows, RowDataset, Seq2SeqRows
 from fsdp_shard.data.samples.windows import MaskedWindows, WindowDataset
 from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.token_file import Array, Examples, TokenFile
@@ -38,9 +38,48 @@ class SampleFactory:
 
     def open(self, file: TokenFile) -> tuple[SourceDataset, str]:
         """Return the samples of one file, and notes to print on what became of its rows."""
-        opened = self._open_tokens if is_running_text(self.config, self.task.name) else self._open_examples
-        dataset, notes = opened(file)
+        if is_running_text(self.config, self.task.name):
+            dataset, notes = self._open_tokens(file)
+        else:
+            cut, notes = self._cut_rows(file)
+            dataset = self.samples(file.examples(), cut, file.classes)
         return dataset, ", ".join([*notes, dataset.summary])
+
+    def open_divided(self, file: TokenFile) -> tuple[SourceDataset, SourceDataset, tuple[str, str]]:
+        """Return packed samples to train, others of the last rows to hold out, and notes to print on both.
+
+        Rows are divided, and then packed: windows are shuffled, so that parts of one row are in many of them. A text
+        that is the only one is divided itself.
+
+        Raises:
+            DataError: There is no second row with something to train on.
+        """
+        (cut, notes), examples = self._cut_rows(file), file.examples()
+        rows = np.repeat(np.arange(file.num_rows), file.examples_per_row())[cut.kept.reshape(len(cut.kept), -1)[:, 0]]
+        begins = np.flatnonzero(np.diff(rows)) + 1
+        is_one_text = not len(begins) and self.config.kind == "text"
+        if is_one_text:
+            begins = np.arange(1, len(rows))
+        if not len(begins):
+            raise DataError(
+                f"data.eval_fraction={self.config.eval_fraction} cannot hold out a part of {self.config.where}.path="
+                f"{self.config.path}: it has a single {self._noun} to train on, which data.packing=true does not "
+                f"divide. Give more {self._noun}s, or data.eval_path."
+            )
+        first = int(begins[np.abs(begins - round(len(rows) * (1 - self.config.eval_fraction))).argmin()])
+        parts = []
+        for span in (slice(0, first), slice(first, len(rows))):
+            shared = None if cut.shared is None else cut.shared[span]
+            part = self.samples(examples, replace(cut, kept=cut.kept[span], shared=shared), file.classes)
+            assert isinstance(part, RowDataset)
+            parts.append(replace(part, part=f"+rows{span.start}"))
+        train, held_out = parts
+        last = "end of the document" if is_one_text else f"last {format_count(len(set(rows[first:])), self._noun)}"
+        return train, held_out, (", ".join([*notes, train.summary]), f"the {last}, {held_out.summary}")
+
+    @property
+    def _noun(self) -> str:
+        return "document" if self.config.kind == "text" else "row"
 
     def _open_tokens(self, file: TokenFile) -> tuple[SourceDataset, list[str]]:
         assert self.window_tokens
@@ -49,9 +88,10 @@ class SampleFactory:
         notes = [f"{documents}{empty}", format_count(file.num_tokens, "token")]
         return self.windows(file.tokens(), file.digest, self.seed), notes
 
-    def _open_examples(self, file: TokenFile) -> tuple[SourceDataset, list[str]]:
-        config, examples, longest = self.config, file.examples(), self.config.window_length
-        cut, what = self.cut(examples, file.classes), "document" if config.kind == "text" else "row"
+    def _cut_rows(self, file: TokenFile) -> tuple[Cut, list[str]]:
+        """Return what truncation leaves of the examples of a file, and notes; raise DataError if that is nothing."""
+        config, longest, what = self.config, self.config.window_length, self._noun
+        cut = self.cut(file.examples(), file.classes)
         notes = [format_count(file.num_rows, what), format_count(file.num_tokens, "token")]
         if file.num_dropped:
             notes.append(f"{format_count(file.num_dropped, what)} dropped with nothing to learn")
@@ -66,7 +106,7 @@ class SampleFactory:
                 f"{config.where}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "
                 f"data.sequence_length{' or give other rows' if cut.left_out else ''}."
             )
-        return self.samples(examples, cut, file.classes), notes
+        return cut, notes
 
     def cut(self, examples: Examples, classes: Sequence[str | int]) -> Cut:
         """Truncate examples to windows of `data.sequence_length`; keep those with something left to predict.

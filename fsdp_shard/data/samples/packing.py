@@ -58,7 +58,7 @@ def best_fit(lengths: Ints, capacity: int) -> list[list[int]]:
 def packed_windows(lengths: Ints, capacity: int) -> tuple[list[int], Ints]:
     """Pack items by best fit, and shuffle the windows with a fixed seed.
 
-    So a part of them, such as the held-out windows, is like the rest: best fit starts with the longest items.
+    So a part of them, such as the first held-out windows, is like the rest: best fit starts with the longest items.
 
     Args:
         lengths: As in `best_fit`.
