@@ -226,6 +226,61 @@ def test_a_template_that_marks_turns_decides() -> None:
     assert turns == ['So:<call>{"name": "weather", "arguments": {"a": 1}}</call><|im_end|>']
 
 
+@pytest.mark.parametrize("template", ["chatml", "marked"])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}]
+)
+def test_a_turn_that_is_not_to_be_trained(mark: dict[str, Any], template: str) -> None:
+    family = FAMILIES["chatml"]._replace(**({"template": MARKED} if template == "marked" else {}))
+    others = {name: 1 - value for name, value in mark.items()}  # change nothing
+    chat = [user("a?"), assistant("bad", **mark), user("b?") | mark, assistant("good", **others), user("c?")]
+    plain = [{"role": message["role"], "content": message["content"]} for message in chat]
+    text, turns = learnt(tokenizer_of(family), {"messages": [*chat, assistant("also good")]})
+    whole, all_turns = learnt(tokenizer_of(family), {"messages": [*plain, assistant("also good")]})
+    assert (text, turns) == (whole, all_turns[1:])
+    assert turns == ["good<|im_end|>", "also good<|im_end|>"]
+    kind = kind_of(DataConfig(kind="chat"))
+    assert not kind.check_row(Row("row 0", {"messages": chat[:3]}))
+    (question,) = kind.questions([kind.read(Row("row 0", {"messages": [*chat, assistant("worse", **mark)]}))], None)  # type: ignore[arg-type]  # it is not rendered
+    assert question is None, "the answer of the data is none to compare with"
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"train": "yes"}, {"loss": [0]}, {"training": 2}])
+def test_a_mark_that_says_neither(mark: dict[str, Any]) -> None:
+    chat = [user("a?") | mark, assistant("b")]
+    tokenizer = tokenizer_of(FAMILIES["chatml"])
+    assert learnt(tokenizer, {"messages": chat})[1] == ["b<|im_end|>"], "a user's message is never trained"
+    with pytest.raises(DataError, match=rf"^row 0: '{next(iter(mark))}' of the assistant's message is .*; expected"):
+        learnt(tokenizer, {"messages": [chat[0], assistant("b", **mark)]})
+
+
+def test_a_template_may_leave_out_turns_by_itself_but_not_divide_them() -> None:
+    marks = MARKED.replace("{% generation %}", "{% if m.train %}{% generation %}")
+    marks = marks.replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}")
+    chat = [user("a?"), assistant("bad", train=False), user("b?"), assistant("good", train=True)]
+    tokenizer = tokenizer_of(FAMILIES["chatml"]._replace(template=marks))
+    assert learnt(tokenizer, {"messages": chat})[1] == ["good<|im_end|>"]
+    parts = MARKED.replace("<|im_end|>{% endgen", "{% endgeneration %}{% generation %}<|im_end|>{% endgen")
+    tokenizer = tokenizer_of(FAMILIES["chatml"]._replace(template=parts))
+    assert learnt(tokenizer, {"messages": chat[2:]})[1] == ["good<|im_end|>"]
+    with pytest.raises(DataError, match=r"^row 0 has messages .* marks 4 parts of 2 messages of the assistant"):
+        learnt(tokenizer, {"messages": chat})
+
+
+@pytest.mark.parametrize("template", [FAMILIES["chatml"].template, MARKED])
+def test_answers_without_text_are_not_trained(template: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(FAMILIES["chatml"]._replace(template=template))
+    chat = [user("a?"), assistant(""), user("b?"), assistant(" \n"), user("c?"), assistant("c")]
+    assert learnt(tokenizer, {"messages": chat})[1] == ["c<|im_end|>"]
+    rows = [{"messages": chat}, {"messages": chat[:4]}, {"messages": [user("d?"), assistant("d", weight=0)]}]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=path, kind="chat", sequence_length=256, cache_dir=str(tmp_path / "cache"))
+    samples = prepare_data(config, tokenizer)
+    assert samples.train.num_samples == 1
+    assert "3 rows, " in samples.notes[0]
+    assert "2 rows dropped with nothing to learn" in samples.notes[0]
+
+
 ASKED = [user("weather?"), calls(call(city="Köln")), result("rain"), assistant("Rain.")]
 
 

@@ -180,6 +180,14 @@ def test_ranked_lists(more: dict[str, Any], expected: list[str]) -> None:
     assert found == expected
 
 
+def test_marks_of_what_is_trained_may_be_in_a_prompt() -> None:
+    """They change nothing: a prompt is never trained, and every answer is."""
+    tokenizer, turns = chat_tokenizer(CHATML), [{"role": "assistant", "content": "b"}, *ASKED]
+    row = {"prompt": [*ASKED, *turns], "chosen": GOOD, "rejected": BAD}
+    marked = row | {"prompt": [*ASKED, turns[0] | {"weight": 0}, *ASKED], "chosen": [GOOD[0] | {"weight": 1}]}
+    assert encoded(marked, tokenizer) == encoded(row, tokenizer)
+
+
 def test_ranked_conversations() -> None:
     row = {"prompt": ASKED, "completions": [BAD, GOOD], "scores": [1, 2]}
     assert [one[::2] for one in split(row, chat_tokenizer(CHATML))] == [("chosen", chat("4")), ("rejected", chat("5"))]
@@ -296,6 +304,12 @@ for _ in range(3000):
         ({"prompt": "p", "completions": ["x", "y"], "scores": [1, float("nan")]}, "'nan', expected a number"),
         ({"prompt": "p", "completions": ["x", "y"], "ranks": [True, False]}, "'True', expected a number"),
         ({"system": "s", "prompt": "p", "chosen": "x", "rejected": "y"}, "which only conversations have"),
+        (
+            {"prompt": ASKED, "chosen": [GOOD[0] | {"weight": 0}], "rejected": BAD},
+            r"row 0: a message of an answer is marked as not to be trained .* compared as a whole",
+        ),
+        ({"prompt": ASKED, "completion": [GOOD[0] | {"train": False}], "label": 1}, "marked as not to be trained"),
+        ({"prompt": ASKED, "completions": [GOOD, [BAD[0] | {"loss": 3}]]}, "'loss' of the assistant's message is '3'"),
         ({"prompt": NESTED, "chosen": "x", "rejected": "y"}, "'prompt' holds list"),
         ({"prompt": "[" * 100_000, "chosen": [{"role": "user"}], "rejected": "y"}, "one is text and the other"),
         (

@@ -16,7 +16,7 @@ from fsdp_shard.utils import setting
 class ChatKind(Kind):
     """`column` has the messages; None: it is found by its name. `roles` maps role names of the data to roles."""
 
-    chosen_by, version = "data.kind=chat", "chat-2"
+    chosen_by, version = "data.kind=chat", "chat-3"
 
     column: str | None
     roles: Mapping[str, str]
@@ -29,7 +29,7 @@ class ChatKind(Kind):
         self.require(row)
         read = read_conversation(row, self.column, self.roles)
         # Unknown roles are counted over more than one row.
-        return read if read.unknown or any(message["role"] == "assistant" for message in read.messages) else None
+        return read if read.unknown or read.trained else None
 
     def check_rows(self, rows: Sequence[Row], samples: str = ROWS) -> bool:
         read = [one for row in rows if (one := self.read(row)) is not None]
@@ -59,7 +59,7 @@ class ChatKind(Kind):
         messages = conversation.messages
         last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
         answer = messages[last].get("content")
-        if last == 0 or not isinstance(answer, str) or not answer.strip():
+        if last == 0 or last not in conversation.trained or not isinstance(answer, str) or not answer.strip():
             return None
         before = conversation._replace(messages=messages[:last])
         prompt = chat_spans.Renderer(tokenizer, before, ()).render_prompt()

@@ -17,11 +17,11 @@ from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import Any
 
-from fsdp_shard.data.kinds.conversation import Conversation, Message
+from fsdp_shard.data.kinds.conversation import Conversation, Message, is_empty
 from fsdp_shard.data.kinds.kind import Tokenizer
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import tokenizer_files
-from fsdp_shard.utils import first_line
+from fsdp_shard.utils import first_line, format_count
 
 Span = tuple[int, int]
 
@@ -52,7 +52,8 @@ class Renderer:
     """Applies the chat template of a tokenizer to one conversation; `ends` are the tokens that end a turn."""
 
     def __init__(self, tokenizer: Tokenizer, conversation: Conversation, ends: tuple[str, ...]) -> None:
-        self._messages, self._where, self._ends = conversation.messages, conversation.where, ends
+        self._conversation, self._ends = conversation, ends
+        self._messages, self._where = conversation.messages, conversation.where
         self._template = f"the chat template of {tokenizer_files(tokenizer)}"
         template = str(tokenizer.get_chat_template(tools=conversation.tools))
         self._marks = _GENERATION.search(template) is not None
@@ -65,7 +66,7 @@ class Renderer:
             )
 
     def render(self) -> tuple[str, list[Span]]:
-        """Return the text and the spans of the assistant's turns, each with the token that ends it.
+        """Return the text and the spans of the assistant's turns that are trained, each with the token that ends it.
 
         Raises:
             DataError: The template rejects the conversation, or the spans cannot be identified.
@@ -76,7 +77,7 @@ class Renderer:
             try:
                 text, spans = self._render(messages)
                 if probe == messages or str(_PROBE) not in self._render(probe)[0]:
-                    return text, spans if self._marks else self._find(messages, text)
+                    return text, self._trained(spans) if self._marks else self._find(messages, text)
             except DataError:
                 raise
             except Exception as error:  # a template is a program
@@ -111,20 +112,39 @@ class Renderer:
         rendered: Any = render_jinja_template([messages], add_generation_prompt=prompt, **self._options)
         return str(rendered[0][0]), [(start, stop) for start, stop in rendered[1][0]] if self._marks else []
 
+    def _trained(self, spans: list[Span]) -> list[Span]:
+        """Return those of the spans that the template marks, one for each turn, that are of turns which are trained."""
+        turns = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
+        trained = set(self._conversation.trained)
+        shown = [
+            number for number in turns if not is_empty(self._messages[number])
+        ]  # the template may leave out others
+        for numbers in (turns, shown, trained):
+            if len(numbers) == len(spans):
+                return [span for number, span in zip(sorted(numbers), spans, strict=True) if number in trained]
+        if not self._conversation.excluded:
+            return spans
+        raise DataError(
+            f"{self._where} has messages that are marked as not to be trained, and {self._template} marks "
+            f"{format_count(len(spans), 'part')} of {format_count(len(turns), 'message')} of the assistant, which does "
+            f"not show whose they are. Set data.chat_template to one that marks each message once."
+        )
+
     def _find(self, messages: list[Message], text: str) -> list[Span]:
         """Find the turns in `text`, which is `messages` as the template renders them."""
         marked, pieces = self._mark(messages)
         self._align(text, self._render(marked)[0], pieces)
-        found = []
+        found, trained = [], set(self._conversation.trained)
         for number, own in groupby(pieces, attrgetter("message")):
+            if number not in trained:
+                continue
             turn = list(own)
             for piece in turn:  # reasoning of earlier turns may be dropped
                 if piece.start < 0 and (piece.what != "reasoning" or number == len(messages) - 1):
                     raise self._refusal(f"the template drops the assistant's {piece.what}")
             shown = sorted((piece for piece in turn if piece.start >= 0), key=attrgetter("start"))
-            if shown[0].start < shown[-1].stop or not shown[0].words:  # else white space that the template strips
-                lead, tail = self._around(messages[:number], marked[number], shown[0].what, shown[-1].what)
-                found.append(self._turn(text, shown[0].start, shown[-1].stop, lead, tail))
+            lead, tail = self._around(messages[:number], marked[number], shown[0].what, shown[-1].what)
+            found.append(self._turn(text, shown[0].start, shown[-1].stop, lead, tail))
         return found
 
     def _turn(self, text: str, start: int, stop: int, lead: str, tail: str) -> Span:

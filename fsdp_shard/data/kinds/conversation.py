@@ -27,16 +27,26 @@ _KNOWN = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     "human": "user",
 }
+_MARKS = ("weight", "train", "training", "loss")  # OpenAI's, axolotl's and others' names of whether a turn is trained
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes the first of them
 
 
 class Conversation(NamedTuple):
-    """The messages of a row, the definitions of its tools, and the roles that are neither known nor mapped."""
+    """The messages of a row, the definitions of its tools, the roles that are neither known nor mapped, and the numbers
+    of the assistant's messages that the data says not to train.
+    """
 
     where: object
     messages: list[Message]
     tools: list[Any] | None
     unknown: list[str]
+    excluded: tuple[int, ...] = ()
+
+    @property
+    def trained(self) -> list[int]:
+        """The numbers of the messages that are trained: of the assistant, with text or tool calls, not excluded."""
+        turns = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [number for number in turns if number not in self.excluded and not is_empty(self.messages[number])]
 
 
 def check_role_names(roles: Any, name: str) -> None:
@@ -71,7 +81,26 @@ def read_conversation(row: Row, column: str | None, roles: Mapping[str, str]) ->
         raise DataError(f"{row.where} has a column 'system' and another first message of that role; remove one.")
     if system.strip() and "role" not in own:
         messages.insert(0, {"role": "system", "content": system})
-    return Conversation(row.where, messages, _tools(row), unknown)
+    excluded = tuple(number for number, message in enumerate(messages) if _is_excluded(message, row.where))
+    return Conversation(row.where, messages, _tools(row), unknown, excluded)
+
+
+def is_empty(message: Message) -> bool:
+    """Return whether a message has neither text nor tool calls."""
+    content = message.get("content")
+    return not ((content.strip() if isinstance(content, str) else content) or message.get("tool_calls"))
+
+
+def _is_excluded(message: Message, where: object) -> bool:
+    """Return whether the data says not to train a message of the assistant; others never are."""
+    marks = {name: message[name] for name in _MARKS if name in message and message["role"] == "assistant"}
+    for name, value in marks.items():
+        if not isinstance(value, (int, float)) or value not in (0, 1):
+            raise DataError(
+                f"{where}: {name!r} of the assistant's message is {str(value)[:80]!r}; expected whether the message is "
+                f"trained, 0 or 1, or false or true. Correct, rename or remove it."
+            )
+    return not all(marks.values())
 
 
 def check_roles(conversations: Sequence[Conversation]) -> None:

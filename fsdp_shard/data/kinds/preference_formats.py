@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
-from fsdp_shard.data.kinds.conversation import Conversation, Message, decoded, read_conversation
+from fsdp_shard.data.kinds.conversation import Conversation, Message, decoded, is_empty, read_conversation
 from fsdp_shard.data.sources.row import Row, require_columns
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count
@@ -218,10 +218,15 @@ def _answer(row: Row, columns: PreferenceColumns, label: str, prompt: Given, com
         name: row.values[name] for name in ("system", "tools") if name in row.values and name != column
     }
     whole = read_conversation(Row(row.where, {column: [*prompt, *completion], **along}), column, columns.roles)
-    own = whole.messages[-len(completion) :]
-    if not any(str(message.get("content") or "").strip() or message.get("tool_calls") for message in own):
+    first = len(whole.messages) - len(completion)
+    if any(number >= first for number in whole.excluded):
+        raise DataError(
+            f"{row.where}: a message of an answer is marked as not to be trained (by weight, train, training or loss), "
+            f"but answers are compared as a whole. Remove the mark, or the row."
+        )
+    if all(map(is_empty, whole.messages[first:])):
         return None
-    return Answer(label, whole._replace(messages=whole.messages[: -len(completion)]), whole)
+    return Answer(label, whole._replace(messages=whole.messages[:first]), whole)
 
 
 def _asks(completion: Given, columns: PreferenceColumns) -> bool:
