@@ -59,7 +59,10 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Samples:
-    """The training data, the held-out data (None: nothing is held out), and notes on what became of the rows."""
+    """The training data, the held-out data (None: nothing is held out), and notes on what became of the rows.
+
+    Notes that begin with `warning: ` are of data that make a run worse.
+    """
 
     train: Dataset
     held_out: MapDataset | None
@@ -128,6 +131,7 @@ def open_samples(
         if name in tokenized.held_out:
             held_out[name], note = SampleFactory(own, task, special, seed).open(tokenized.held_out[name])
             notes.append(f"held out{f', {name}' if name else ''}: {note}")
+    notes += _trained_held_out(config, tokenized)
     all_held_out = Concatenation(held_out) if held_out.keys() - {""} else held_out.get("")
     if not samples_per_round:  # no mixture
         return Samples(parts[""], all_held_out, (*tokenized.notes, *notes))
@@ -213,6 +217,19 @@ def _open_streams(
         streams[name] = open_stream(factory, with_chat_template(tokenizer, source), lock, ranks)
     notes = [f"{_title(name, samples_per_round)}: {stream.summary}" for name, stream in streams.items()]
     return streams, notes
+
+
+def _trained_held_out(config: DataConfig, tokenized: Tokenized) -> list[str]:
+    """Warn of held-out data that are training data: their loss says nothing about other text."""
+    sources = sources_of(config)
+    trained = {file.digest: sources[name] for name, file in tokenized.train.items()}
+    return [
+        f"warning: {f'data.eval_sets.{name}' if name else f'data.eval_path={config.eval_path}'} has the tokens of the "
+        f"training data itself ({trained[file.digest].where}.path={trained[file.digest].path}), so that the held-out "
+        f"loss is one of training; give other data, or data.eval_fraction."
+        for name, file in tokenized.held_out.items()
+        if file.digest in trained
+    ]
 
 
 def _samples_per_round(config: DataConfig) -> dict[str, int]:

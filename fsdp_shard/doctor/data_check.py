@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fsdp_shard import models
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import RowLosses, row_losses
-from fsdp_shard.doctor.findings import Finding, ok, skipped, warning
+from fsdp_shard.doctor.findings import Finding, noted, ok, skipped, warning
 from fsdp_shard.doctor.run import DataFunction, PreparedData, missing_settings, model_config
 from fsdp_shard.utils import format_count
 
@@ -25,10 +25,9 @@ def check_data(config: FinetuneConfig, prepare_samples: DataFunction) -> Iterato
         yield skipped(missing_settings(config))
         return
     samples = prepared.samples
-    yield from map(ok, samples.notes)
+    yield from map(noted, samples.notes)
     for losses in row_losses(config.data, prepared.tokenized, prepared.task):
         yield from _lost_rows(losses, config.data.window_length)
-    yield from _trained_held_out(config, prepared)
     yield from _vocabulary(config, prepared)
     num_samples, batch = samples.train.num_samples, config.train.global_batch_size
     num_steps = config.train.for_data(num_samples).num_steps
@@ -62,18 +61,6 @@ def _lost_rows(losses: RowLosses, length: int) -> Iterator[Finding]:
             f"{where}: {losses.num_truncated:,} of {format_count(losses.num_trained, losses.what)} are cut to {length} "
             f"tokens, so that their ends are never trained; set a larger data.sequence_length."
         )
-
-
-def _trained_held_out(config: FinetuneConfig, prepared: PreparedData) -> Iterator[Finding]:
-    """Held-out data that are training data: their loss says nothing about other text."""
-    trained = {file.digest for file in prepared.tokenized.train.values()}
-    for name, file in prepared.tokenized.held_out.items():
-        if file.digest in trained:
-            what = f"data.eval_sets.{name}" if name else f"data.eval_path={config.data.eval_path}"
-            yield warning(
-                f"{what} has the tokens of the training data itself (data.path={config.data.path}), so that the "
-                f"held-out loss would be one of training; give other data, or data.eval_fraction."
-            )
 
 
 def _vocabulary(config: FinetuneConfig, prepared: PreparedData) -> Iterator[Finding]:

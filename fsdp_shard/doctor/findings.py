@@ -33,6 +33,11 @@ def warning(text: str) -> Finding:
     return Finding(WARNING, text)
 
 
+def noted(line: str) -> Finding:
+    """Return the finding of a line that a run prints, which may begin with `warning: `."""
+    return warning(line.removeprefix("warning: ")) if line.startswith("warning: ") else ok(line)
+
+
 def problem(text: str) -> Finding:
     """Return a finding that would make a run fail."""
     return Finding(PROBLEM, text)

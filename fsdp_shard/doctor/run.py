@@ -23,7 +23,7 @@ from fsdp_shard.checkpoint import CheckpointConfig, Location, RemoteStore
 from fsdp_shard.config import FinetuneConfig, refuse_nested
 from fsdp_shard.data import Samples, Task, Tokenized, open_samples, tokenize_all
 from fsdp_shard.distributed import gpu_number, uses_gpus, world_sizes
-from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
+from fsdp_shard.doctor.findings import Finding, noted, ok, problem, skipped, warning
 from fsdp_shard.planning import (
     HostMemory,
     MemoryPlan,
@@ -135,8 +135,7 @@ def check_settings(config: FinetuneConfig, check: Callable[[FinetuneConfig], Non
     sizes = world_sizes(config.launch)
     ranks = f"{sizes[0]} to {sizes[-1]} ranks" if len(sizes) > 1 else format_count(sizes[0], "rank")
     yield ok(f"finetune accepts {config.model.path} and {text} on {ranks}")
-    for line in training.describe_lengths(config.data, _context(config)):
-        yield warning(line.removeprefix("warning: ")) if line.startswith("warning: ") else ok(line)
+    yield from map(noted, training.describe_lengths(config.data, _context(config)))
 
 
 def plan_run(config: FinetuneConfig) -> MemoryPlan | None:

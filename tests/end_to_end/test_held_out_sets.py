@@ -34,6 +34,21 @@ def _rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
+def test_held_out_data_that_are_trained_are_told(settings: list[str], tmp_path: Path) -> None:
+    """Under another name, too: the tokens are compared."""
+    for name in ("train", "copy", "other"):
+        (tmp_path / f"{name}.txt").write_text(name.replace("copy", "train") * 200)
+    sets = f"data.eval_sets={{new:{{path:{tmp_path}/other.txt}},old:{{path:{tmp_path}/copy.txt}}}}"
+    given = [f"data.path={tmp_path}/train.txt", sets]
+    ended = run_recipe("finetune", tmp_path / "run", *settings, "launch.ranks=1", "train.steps=1", *given)
+    assert ended.status == 0, ended.err
+    expected = (
+        f"data.eval_sets.old has the tokens of the training data itself (data.path={tmp_path}/train.txt), so that"
+    )
+    assert f"warning: {expected}" in ended.err
+    assert ended.err.count("tokens of the training data") == 1
+
+
 @pytest.mark.long
 def test_losses_of_other_held_out_data_are_not_compared(settings: list[str], texts: Path, tmp_path: Path) -> None:
     """The first ones are easy: nothing after them would be the best step."""
