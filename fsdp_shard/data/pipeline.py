@@ -6,7 +6,7 @@ one process, `prepare_on_ranks` over the ranks of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from fsdp_shard.data.config import (
     mixture_of,
     sources_of,
 )
+from fsdp_shard.data.kinds.chat import CHAT
+from fsdp_shard.data.kinds.chat_spans import ends_turns
 from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
 from fsdp_shard.data.kinds.running_text import encoded_kind
@@ -35,9 +37,13 @@ from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, run_on_all, run_on_main
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import tokenizer_files
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import Communicator, DistributedContext
+
+
+_NUM_CHATS_LOOKED_AT = 64  # for a token that ends a turn
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,27 @@ def tokenize_all(
         held_out[""] = _tokenize(config, True, tokenizer, cache_dir, task)
     given = [source.path for source in (*sources.values(), *sets.values())]
     given += [config.eval_path] if config.eval_path else []
-    return Tokenized(train, held_out, special, tuple(filter(None, map(skipped_files, given))))
+    notes = [*map(skipped_files, given)]
+    for name, source in sources.items():
+        if source.kind == CHAT:
+            examples = train[name].examples()
+            first = map(examples.tokens_of, range(min(_NUM_CHATS_LOOKED_AT, len(examples))))
+            notes.append(_unended(source, first, tokenizer))
+    return Tokenized(train, held_out, special, tuple(filter(None, notes)))
+
+
+def _unended(source: DataConfig, examples: Iterable[tuple[Sequence[int], Sequence[int]]], tokenizer: Tokenizer) -> str:
+    """Warn of chats without a token from which a model learns to stop; empty if there is one."""
+    tokenizer = with_chat_template(tokenizer, source)
+    if ends_turns(examples, tokenizer):
+        return ""
+    template, end = f"the chat template of {tokenizer_files(tokenizer)}", tokenizer.eos_token or "<|im_end|>"
+    return (
+        f"warning: {source.where}.path={source.path}: "
+        f"{template if source.chat_template is None else f'data.chat_template={source.chat_template}'} ends no trained "
+        f"turn of the assistant with an end token, such as {end}, so that the model does not learn to stop. Set "
+        f"data.chat_template to one that writes it behind each turn, in {{% generation %}} if it has that."
+    )
 
 
 def open_samples(
@@ -216,7 +242,10 @@ def _open_streams(
         factory = SampleFactory(source, task, special, seed_of(seed, name) if samples_per_round else seed)
         streams[name] = open_stream(factory, with_chat_template(tokenizer, source), lock, ranks)
     notes = [f"{_title(name, samples_per_round)}: {stream.summary}" for name, stream in streams.items()]
-    return streams, notes
+    for name, source in sources_of(config).items():
+        if source.kind == CHAT:
+            notes.append(_unended(source, streams[name].first_examples(_NUM_CHATS_LOOKED_AT), tokenizer))
+    return streams, [*filter(None, notes)]
 
 
 def _trained_held_out(config: DataConfig, tokenized: Tokenized) -> list[str]:

@@ -520,3 +520,32 @@ def test_templates_that_hide_where_a_call_is_are_refused(template: str, words: s
         match=f"row 0: the chat template of .* does not show which tokens are the assistant's: the template .*{words}",
     ):
         learnt(tokenizer_of(FAMILIES["qwen2"]._replace(template=template)), {"messages": chat})
+
+
+BEHIND = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+NEWLINE = MARKED.replace("{% endgeneration %}", "\n\n {% endgeneration %}")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("template", "ends"), [(BEHIND, False), (PLAIN, False), (NEWLINE, True), (MARKED, True)])
+def test_a_template_whose_turns_do_not_end_is_told(tmp_path: Path, template: str, ends: bool, streaming: bool) -> None:
+    row = json.dumps({"messages": [user("a?"), assistant("b"), user("c?"), assistant("d")]})
+    path = write(tmp_path / "a.jsonl", f"{row}\n" * 3)
+    given = {"streaming": True} if streaming else {"cache_dir": str(tmp_path / "cache")}
+    config = DataConfig(path=path, kind="chat", sequence_length=64, **given)  # type: ignore[arg-type]
+    tokenizer = tokenizer_of(FAMILIES["chatml"])
+    tokenizer.chat_template, tokenizer.name_or_path = template, "models/mine"
+    told = [note for note in prepare_data(config, tokenizer).notes if note.startswith("warning: ")]
+    words = f"warning: data.path={path}: the chat template of models/mine ends no trained turn of the assistant with an"
+    assert [note[: len(words)] for note in told] == ([] if ends else [words])
+    own = write(tmp_path / "own.jinja", template)
+    told = [*prepare_data(dataclasses.replace(config, chat_template=own), tokenizer).notes]
+    assert any(f"data.chat_template={own} ends no trained turn" in note for note in told) is not ends
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_of_known_templates_end(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps({"messages": [user("a?"), assistant("b")]}) + "\n")
+    config = DataConfig(path=path, kind="chat", sequence_length=256, cache_dir=str(tmp_path / "cache"))
+    assert not [note for note in prepare_data(config, tokenizer_of(FAMILIES[name])).notes if "warning" in note]

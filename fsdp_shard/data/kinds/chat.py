@@ -11,6 +11,8 @@ from fsdp_shard.data.kinds.kind import CAUSAL, ROWS, Example, Kind, Question, To
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.utils import setting
 
+CHAT = "chat"
+
 
 @dataclass(frozen=True)
 class ChatKind(Kind):
@@ -73,7 +75,7 @@ class ChatKind(Kind):
 class ChatSettings(TemplateSettings):
     """Settings of `data.kind=chat`."""
 
-    name = "chat"
+    name = CHAT
     help = "a conversation, in which the assistant's turns are predicted"
     tasks: ClassVar[tuple[str, ...]] = (CAUSAL,)
 

@@ -10,7 +10,7 @@ ends where that conversation ends. Reasoning begins where the generation prompt 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, takewhile
@@ -259,3 +259,22 @@ def inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
             number += 1
         marked.append(number < len(spans) and start < spans[number][1] and end > spans[number][0])
     return marked
+
+
+def ends_turns(examples: Iterable[tuple[Sequence[int], Sequence[int]]], tokenizer: Tokenizer) -> bool:
+    """Return whether any stretch of predicted tokens ends with a token that ends a turn, or white space behind one.
+
+    True if none are predicted.
+
+    Args:
+        examples: Token ids, and whether each is predicted.
+        tokenizer: What made them; its special tokens end turns, too.
+    """
+    ends = tuple({end.rstrip() for end in (*end_marks(tokenizer), *tokenizer.all_special_tokens)})
+    is_any = False
+    for ids, predicted in examples:
+        for is_predicted, run in groupby(zip(ids, predicted, strict=True), lambda pair: bool(pair[1])):
+            is_any = is_any or is_predicted
+            if is_predicted and tokenizer.decode([int(token) for token, _ in run]).rstrip().endswith(ends):
+                return True
+    return not is_any

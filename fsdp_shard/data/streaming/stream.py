@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain, islice
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from fsdp_shard.data.streaming.block_samples import Counts, MakeSamples, RowSamp
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_cache import cache_key
 from fsdp_shard.errors import CheckpointError, DataError
+from fsdp_shard.utils import set_environment
 
 if TYPE_CHECKING:
     import pyarrow
@@ -122,6 +124,13 @@ class StreamDataset(Dataset):
     def summary(self) -> str:
         order = f"each {self._buffer} rows shuffled" if self._buffer > 1 else "its rows in order"
         return f"{self.source.name} is streamed, {order}"
+
+    def first_examples(self, num_rows: int) -> list[tuple[list[int], list[bool]]]:
+        """Return token ids of the first rows, and whether each is predicted; raises DataError if one cannot be used."""
+        rows = list(islice(self.source.rows(self.encoder.kind.columns), num_rows))
+        with set_environment({"TOKENIZERS_PARALLELISM": "false"}):  # a process that is forked later has no threads
+            encoded = self.encoder.kind.encode(rows, self.encoder.tokenizer)
+        return [(one.ids, one.predicted) for one in chain.from_iterable(encoded)]
 
     def describe_progress(self, num_samples: int, state: dict[str, Any] | None) -> str:
         now = StreamState() if state is None else StreamState.parse(state)
