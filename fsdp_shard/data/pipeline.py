@@ -205,7 +205,7 @@ def row_losses(config: DataConfig, tokenized: Tokenized, task: Task) -> list[Row
             continue
         cut = SampleFactory(source, task, tokenized.special, 0).cut(file.examples(), file.classes)
         counts = (len(cut.kept), cut.num_truncated, file.num_dropped + cut.num_dropped, cut.num_beyond)
-        found.append(RowLosses(f"{source.where}.path={source.path}", cut.what, *counts, cut.left_out))
+        found.append(RowLosses(f"{source.where}.path={source.path}", cut.what, *counts, tuple(map(str, cut.left_out))))
     return found
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_shard.data import Dataset
+from fsdp_shard.utils import format_count
 
 
 def data_figures(dataset: Dataset, num_samples: int, tokens: Mapping[str, int]) -> dict[str, Any]:
@@ -28,6 +29,32 @@ def source_figures(dataset: Dataset, num_samples: int, tokens: Mapping[str, int]
     """Return samples, tokens and epochs of each source for metrics; the arguments are those of `data_figures`."""
     sources = data_figures(dataset, num_samples, tokens).get("sources", {})
     return {name: {key: source[key] for key in ("samples", "tokens", "epochs")} for name, source in sources.items()}
+
+
+def describe_streams(figures: Mapping[str, Any], length: int) -> list[str]:
+    """Describe what was left out and cut of each stream, from what `data_figures` returned.
+
+    Args:
+        figures: The figures.
+        length: Tokens of a window.
+    """
+    sources = figures.get("sources", {"": figures})
+    return [
+        f"stream{f' {name}' if name else ''}: {_stream_counts(source['stream'], length)}"
+        for name, source in sources.items()
+        if "stream" in source
+    ]
+
+
+def _stream_counts(counts: Mapping[str, Any], length: int) -> str:
+    parts = [f"{format_count(counts['rows'], 'row')} read"]
+    if dropped := counts["dropped"]:
+        reasons = [f"{what}: {number:,}" for what, number in counts.get("left_out", {}).items()]
+        why = ", ".join(reasons) or f"nothing to learn in the first {length} tokens"
+        parts.append(f"{dropped:,} left out ({why})")
+    if truncated := counts["truncated"]:
+        parts.append(f"{truncated:,} cut to {length} tokens")
+    return ", ".join(parts)
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:

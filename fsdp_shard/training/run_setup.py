@@ -21,7 +21,7 @@ from fsdp_shard.training.checkpoints.resume_report import describe_finished, des
 from fsdp_shard.training.checkpoints.run_lock import run_lock
 from fsdp_shard.training.checkpoints.saver import Saver, new_saver
 from fsdp_shard.training.config import FinetuneSettings
-from fsdp_shard.training.figures import data_figures
+from fsdp_shard.training.figures import data_figures, describe_streams
 from fsdp_shard.training.held_out.sample_completions import sample_completions
 from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, describe_model, unfilled_model
 from fsdp_shard.training.logging.mfu import utilization
@@ -323,7 +323,7 @@ def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]
 
 
 def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, log: RunLog) -> None:
-    """Write result.json, which says that the run is complete; a collective.
+    """Write result.json, which says that the run is complete, and say what was left out of streams; a collective.
 
     Args:
         config: The settings of `finetune`.
@@ -337,9 +337,10 @@ def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, 
     Example:
         >>> fs.finish_run(config, run, loaded, log)  # doctest: +SKIP
     """
+    figures = data_figures(run.dataset, run.state.num_samples, run.state.source_tokens)
+    log.note(describe_streams(figures, run.dataset.sequence_length))
     if run.interrupted_by:
         raise interrupted(run, config.run_dir, config.resume)
-    figures = data_figures(run.dataset, run.state.num_samples, run.state.source_tokens)
     peaks = run.context.all_gather_object(device_peak_bytes(run.context.device.type))
     figures["peak_memory_bytes_by_rank"] = peaks
     figures["memory_before_bytes_by_rank"] = run.context.all_gather_object(loaded.figures.before_bytes)

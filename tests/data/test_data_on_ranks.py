@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from fsdp_shard.checkpoint import open_checkpoint
 from tests.support.digests import tensor_digests
-from tests.support.runs import Ended, run_recipe
+from tests.support.runs import Ended, Started, run_recipe
 
 SETTINGS = [
     "train.global_batch_size=4",
@@ -119,3 +122,29 @@ def test_a_stream_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_pa
         )
         assert refused.status == 2
         assert "differ from those of the run to resume" in refused.err
+
+
+def test_what_is_left_out_of_a_stream_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    """Also of a run that is interrupted, and of all of it once that has gone on."""
+    rows = [{"prompt": "a", "chosen": f"b{number}", "rejected": "c"} for number in range(4)]
+    rows += [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 2 + [{"prompt": "a", "chosen": "b", "rejected": ""}]
+    rows += [{"prompt": "a" * 40, "chosen": "b", "rejected": "c"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"model.path={tiny_model}", f"data.path={tmp_path}/rows.jsonl", "data.kind=preference", "objective=simpo"]
+    given += ["data.streaming=true", "data.shuffle_buffer=8"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    started = Started("finetune", tmp_path / "run", *SETTINGS, *given, "train.steps=5000")
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(started.pid, signal.SIGTERM)
+    stopped = started.wait()
+    assert stopped.status == 128 + signal.SIGTERM, stopped.err
+    num_done = len(stopped.metrics)
+    ended = train(tmp_path / "run", *given, f"train.steps={num_done + 1}")
+    for run, epochs in ((stopped, num_done), (ended, num_done + 1)):
+        reasons = f"pairs with equal answers: {2 * epochs:,}, pairs with an empty answer: {epochs:,}"
+        line = f"stream: {8 * epochs:,} rows read, {4 * epochs:,} left out ({reasons}, pairs whose prompt fills the"
+        assert f"{line} first 32 tokens: {epochs:,})" in run.err, run.err
+    left_out = ended.result["stream"]["left_out"]
+    assert sum(left_out.values()) == ended.result["stream"]["dropped"] == 4 * (num_done + 1)

@@ -162,6 +162,8 @@ def test_pairs_whose_answers_are_equal_in_the_window_are_left_out(tmp_path: Path
     )
     if streaming:
         assert samples.train.figures(4)["stream"]["dropped"] == 3
+        left_out = samples.train.figures(4)["stream"]["left_out"]
+        assert left_out == {"pairs whose answers are equal in the first 32 tokens": 3}
     else:
         assert "3 pairs whose answers are equal in the first 32 tokens left out, 2 cut to 32 tokens" in samples.notes[0]
     with pytest.raises(

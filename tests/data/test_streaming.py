@@ -23,7 +23,7 @@ from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.evaluation import check_text
-from fsdp_shard.training import data_figures
+from fsdp_shard.training import data_figures, describe_streams
 from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer, positions_of_rank
 from tests.data.test_config import write
@@ -121,6 +121,8 @@ def test_rows_are_each_trained_once_an_epoch(tmp_path: Path, tokenizer: Any) -> 
     assert once[:42] != once[42:]
     figures = data_figures(stream, 84, {})["stream"]
     assert (figures["epochs"], figures["rows"] >= 80, figures["truncated"]) == (1, True, 2)
+    read = f"{figures['rows']} rows read, {figures['dropped']} left out (nothing to learn in the first 64 tokens)"
+    assert describe_streams({"stream": figures}, 64) == [f"stream: {read}, 2 cut to 64 tokens"]
     # No row is further from its place than the buffer.
     places = [expected.index(found) for found in once[:40]]
     assert all(place // 10 == at // 10 for at, place in enumerate(places))
@@ -245,7 +247,16 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path, tokenizer: Any, monkey
         stream_of(config, tokenizer)
     stream = stream_of(DataConfig(path=json_lines(tmp_path / "b.jsonl"), **given), tokenizer)
     begin = stream.state_dict(0)
-    for place in ({}, {"epoch": 0}, begin | {"first": -1}, begin | {"carry": ["x"]}, [], "x"):
+    for place in (
+        {},
+        {"epoch": 0},
+        begin | {"first": -1},
+        begin | {"counts": {"left_out": {"a": "b"}}},
+        begin | {"counts": {"left_out": 1}},
+        begin | {"carry": ["x"]},
+        [],
+        "x",
+    ):
         with pytest.raises(CheckpointError, match="no valid position in streamed data"):
             stream.load_state_dict(place)  # type: ignore[arg-type]  # as a damaged file may have it
     for rows in ([9, 0, 0], [0, -1, 0], [0, 0], {}, "x"):

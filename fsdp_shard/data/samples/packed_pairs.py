@@ -29,7 +29,7 @@ from fsdp_shard.data.samples.batch import (
 )
 from fsdp_shard.data.samples.packing import ORDER, packed_windows
 from fsdp_shard.data.samples.preferences import ComparedRows
-from fsdp_shard.data.samples.rows import Cut, next_labels
+from fsdp_shard.data.samples.rows import Cut, LeftOut, next_labels
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
 
@@ -169,7 +169,7 @@ def fitting_pairs(cut: Cut, examples: Examples, longest: int, padding: int | Non
     shared = np.concatenate([np.empty(0, np.int64), *(_shared_tokens(examples, part, padding) for part in parts)])
     fits = pair_lengths(examples, cut.kept, shared, is_scored=padding is not None) <= longest
     num_long = int(np.count_nonzero(~fits))
-    reason = f"{format_count(num_long, 'pair')} longer than a window of {longest}"
+    reason = LeftOut(num_long, "pair", f" longer than a window of {longest}")
     return replace(
         cut,
         kept=cut.kept[fits],

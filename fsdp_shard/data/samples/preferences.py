@@ -19,7 +19,7 @@ from fsdp_shard.data.kinds.kind import CLASSIFICATION, PAIRS
 from fsdp_shard.data.kinds.preference_formats import CHOSEN, DESIRABLE, LEFT_OUT, REJECTED, UNDESIRABLE, refuse_labeled
 from fsdp_shard.data.samples.batch import MASKED, Floats, Ints, Sample, padded
 from fsdp_shard.data.samples.protocol import SourceDataset
-from fsdp_shard.data.samples.rows import Cut, RowDataset, cut_text, next_labels, width_of
+from fsdp_shard.data.samples.rows import Cut, LeftOut, RowDataset, cut_text, next_labels, width_of
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
@@ -165,10 +165,8 @@ def cut_answers(
     chosen, rejected, desirable, undesirable = (
         is_one.get(name, none) for name in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
     )
-    counts = [
-        (int(np.count_nonzero(is_one.get(reason, none))), noun, words) for reason, (noun, words) in LEFT_OUT.items()
-    ]
-    num_unlike = sum(count for count, _, _ in counts)
+    counts = [LeftOut(int(np.count_nonzero(is_one.get(reason, none))), *words) for reason, words in LEFT_OUT.items()]
+    num_unlike = sum(one.number for one in counts)
     usable, longer = fits(examples, task, longest)
     pairs = np.stack([chosen_before(chosen)[rejected], np.flatnonzero(rejected)], axis=1)
     are_usable = usable[pairs].all(axis=1)
@@ -183,12 +181,12 @@ def cut_answers(
         # The chosen answer is left out with the last of those that it is compared with.
         left_out = [pairs[are_equal, 1], np.setdiff1d(pairs[are_equal, 0], pairs[~are_equal, 0])]
         kept = np.setdiff1d(answers[usable[answers]], np.concatenate(left_out))[:, None]
-    counts.append((num_filled, noun, PROMPT_FILLS.format(longest)))
-    counts.append((int(np.count_nonzero(are_equal)), "pair", EQUAL_WHEN_CUT.format(longest)))
-    num_truncated, num_dropped = int(np.count_nonzero(longer[kept].any(axis=1))), sum(count for count, _, _ in counts)
+    counts.append(LeftOut(num_filled, noun, PROMPT_FILLS.format(longest)))
+    counts.append(LeftOut(int(np.count_nonzero(are_equal)), "pair", EQUAL_WHEN_CUT.format(longest)))
+    num_truncated, num_dropped = int(np.count_nonzero(longer[kept].any(axis=1))), sum(one.number for one in counts)
     if task.samples != PAIRS:
         kept = _with_others(kept[:, 0], np.cumsum(chosen | desirable | undesirable))
-    reasons = tuple(f"{format_count(count, noun)}{words}" for count, noun, words in counts if count)
+    reasons = tuple(one for one in counts if one.number)
     number = int(np.count_nonzero(examples.first[kept[:, 0]] == 0))
     notes = (f"{format_count(number, noun)} without a prompt",) if number else ()
     return Cut(kept, num_truncated, num_dropped, num_dropped - num_unlike, noun, reasons, notes)

@@ -4,7 +4,7 @@ There are three shapes: text of which some tokens are predicted, a source and a 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,21 @@ import numpy.typing as npt
 from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, attended, padded
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.tokenized.token_file import Examples
+from fsdp_shard.utils import format_count
 
 # Batches are padded to a multiple of this: kernels are faster, and there are fewer shapes to compile for.
 _WIDTH_UNIT = 8
+
+
+class LeftOut(NamedTuple):
+    """How many of what is compared are left out, and why: 2, `pair` and ` with equal answers`."""
+
+    number: int
+    noun: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"{format_count(self.number, self.noun)}{self.words}"
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,7 @@ class Cut:
         num_dropped: Others, with nothing left to learn.
         num_beyond: Those of `num_dropped` that a larger window would keep.
         what: What is counted: rows, or pairs or answers that are compared.
-        left_out: Of what is compared, how much was dropped and why, such as `2 pairs with equal answers`.
+        left_out: Of what is compared, how much was dropped and why.
         notes: What else to print.
         shared: Of pairs to pack, the number of tokens that both answers share [num_kept].
     """
@@ -37,7 +49,7 @@ class Cut:
     num_dropped: int
     num_beyond: int = 0
     what: str = "row"
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
     shared: Ints | None = None
 

@@ -6,9 +6,10 @@ block's. Rows of other kinds have their own windows. Packed rows are packed with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -25,13 +26,21 @@ _ROWS_OF_A_PART = 8  # of text: which tokens a masked language model predicts de
 
 @dataclass
 class Counts:
-    """Rows read, examples used, rows and examples dropped, examples truncated, tokens."""
+    """Rows read, examples used, rows and examples dropped, examples truncated, tokens.
+
+    `left_out` has how many of those dropped were left out for each reason, of what is compared.
+    """
 
     rows: int = 0
     used: int = 0
     dropped: int = 0
     truncated: int = 0
     tokens: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts for result.json."""
+        return {name: count for name, count in asdict(self).items() if name != "left_out" or count}
 
 
 # Makes datasets of the samples of a block out of its table, the tokens left over from the block before, which it
@@ -53,6 +62,8 @@ class RowSamples:
         counts.used += len(cut.kept)
         counts.dropped += cut.num_dropped
         counts.truncated += cut.num_truncated
+        reasons = {f"{one.noun}s{one.words}": one.number for one in cut.left_out}
+        counts.left_out = dict(Counter(counts.left_out) + Counter(reasons))  # that of the block before stays
         counts.tokens += len(examples.tokens)
         return [self.factory.samples(examples, cut, classes)] if len(cut.kept) else []
 

@@ -69,11 +69,12 @@ class StreamState:
         try:
             state = cls(**{**values, "counts": Counts(**values["counts"])})
             numbers = [state.epoch, state.block, state.first, state.used_before]
-            numbers += [*state.carry, *asdict(state.counts).values()]
+            counts = asdict(state.counts)
+            numbers += [*state.carry, *counts.pop("left_out").values(), *counts.values()]
             has_all = set(values) == {member.name for member in fields(cls)}
             if has_all and all(isinstance(number, int) and number >= 0 for number in numbers):
                 return state
-        except (TypeError, KeyError):
+        except (TypeError, KeyError, AttributeError):
             pass
         raise CheckpointError("trainer.json has no valid position in streamed data, so the run cannot be resumed.")
 
@@ -146,7 +147,7 @@ class StreamDataset(Dataset):
 
     def figures(self, num_samples: int) -> dict[str, Any]:
         state, counts = self._at(num_samples)
-        return {"stream": {"epochs": state.epoch, **asdict(counts)}}
+        return {"stream": {"epochs": state.epoch, **counts.figures()}}
 
     def prepare(self, first: int, count: int) -> None:
         self._blocks = [block for block in self._blocks if block.state.first + len(block.samples) >= first - count]
