@@ -6,7 +6,7 @@ one process, `prepare_on_ranks` over the ranks of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +107,7 @@ def tokenize_all(
     return Tokenized(train, held_out, special, tuple(filter(None, notes)))
 
 
-def _unended(source: DataConfig, examples: Iterable[tuple[Sequence[int], Sequence[int]]], tokenizer: Tokenizer) -> str:
+def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer) -> str:
     """Warn of chats without a token from which a model learns to stop; empty if there is one."""
     tokenizer = with_chat_template(tokenizer, source)
     if ends_turns(examples, tokenizer):

@@ -261,7 +261,7 @@ def inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     return marked
 
 
-def ends_turns(examples: Iterable[tuple[Sequence[int], Sequence[int]]], tokenizer: Tokenizer) -> bool:
+def ends_turns(examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer) -> bool:
     """Return whether any stretch of predicted tokens ends with a token that ends a turn, or white space behind one.
 
     True if none are predicted.
@@ -275,6 +275,6 @@ def ends_turns(examples: Iterable[tuple[Sequence[int], Sequence[int]]], tokenize
     for ids, predicted in examples:
         for is_predicted, run in groupby(zip(ids, predicted, strict=True), lambda pair: bool(pair[1])):
             is_any = is_any or is_predicted
-            if is_predicted and tokenizer.decode([int(token) for token, _ in run]).rstrip().endswith(ends):
+            if is_predicted and str(tokenizer.decode([int(token) for token, _ in run])).rstrip().endswith(ends):
                 return True
     return not is_any
