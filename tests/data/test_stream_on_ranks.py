@@ -57,14 +57,14 @@ DIGESTS = {
     "text": "cde9652d68e08ce2",
     "ordered": "e16c7fb114c7ac31",
     "packed": "a63c58e3b13f6b78",
-    "chat": "53bf26c8445f509f",
-    "packed chat": "81774afeadda3ba0",
+    "chat": "61aafecdcc279af7",
+    "packed chat": "74a17aa7ffce738f",
     "instruction": "88ecc0a80a402e7a",
     "masked": "9480ae4f00a1b5d2",
     "seq2seq": "a39f2edc0d93b761",
     "classes": "75cdd88009cc2a45",
-    "mixture": "e3d8acfc02856323",
-    "packed mixture": "0c056538cd9a2f61",
+    "mixture": "06c8ba1d88948b1b",
+    "packed mixture": "01e378fe68cfb00a",
 }
 
 

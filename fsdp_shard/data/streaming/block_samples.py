@@ -39,7 +39,7 @@ class Counts:
     left_out: dict[str, int] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
-        """Return the counts for result.json."""
+        """Return the counts as JSON, without reasons if there are none."""
         return {name: count for name, count in asdict(self).items() if name != "left_out" or count}
 
 

@@ -138,7 +138,8 @@ class StreamDataset(Dataset):
         return f"stream at epoch {now.epoch}, block {now.block}, row {now.counts.rows:,}"
 
     def state_dict(self, num_samples: int) -> dict[str, Any]:
-        return asdict(self._at(num_samples)[0])
+        state = self._at(num_samples)[0]
+        return asdict(state) | {"counts": state.counts.figures()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._next = StreamState() if state is None else StreamState.parse(state)
