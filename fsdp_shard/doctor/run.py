@@ -154,13 +154,22 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
 
 def _planned_run(config: FinetuneConfig) -> PlannedRun:
     length, num_ranks = _settle_length(config), min(world_sizes(config.launch))
-    saving, resumes = config.checkpoint, _resumed_step(config) is not None
-    sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    on_gpu, packs = uses_gpus(config.launch), config.data.packing
     return PlannedRun(
-        *sections, saving.asynchronous, config.objective, config.data.streaming, on_gpu=on_gpu, is_packed=packs,
-        saves_every=saving.every, resumes=resumes,
-    )  # fmt: skip
+        model=config.model,
+        shard=config.shard,
+        train=config.train,
+        optim=config.optim,
+        sequence_length=length,
+        num_ranks=num_ranks,
+        adapter=config.adapter,
+        saves_asynchronously=config.checkpoint.asynchronous,
+        objective=config.objective,
+        is_streamed=config.data.streaming,
+        on_gpu=uses_gpus(config.launch),
+        is_packed=config.data.packing,
+        saves_every=config.checkpoint.every,
+        resumes=_resumed_step(config) is not None,
+    )
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:

@@ -71,7 +71,7 @@ FORMATS = (
     "torch_checkpointing",
     "torch_file",
 )
-# The values of `ConvertSettings.format` -> the modules that write them.
+# The values of `ConvertSettings.format` -> the modules that write them. That of DCP hands on `plan` of its writer.
 WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dcp.dcp_reader"}
 
 
