@@ -164,7 +164,7 @@ def _notes(config: PlannedSettings, run: PlannedRun, *, is_adapter_read: bool) -
     of_prompts = ""
     if run.train.sample_prompts:
         of_prompts = "train.sample_prompts are taken to have a token for each byte, and data.kind to add none\n"
-    settings = unplanned_settings(partial(setting_at, config))
+    settings = [] if config.run is not None else unplanned_settings(partial(setting_at, config))  # else said beside it
     of_settings = f"Not planned: {'; '.join(settings)}\n" if settings else ""
     return _objective_line(run) + of_adapter + of_prompts + of_settings
 

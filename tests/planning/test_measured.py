@@ -78,7 +78,8 @@ def test_a_path_alone_names_the_run_and_leaves_no_file(model: Path, tmp_path: Pa
     assert by_path.status == 0, by_path.err
     assert run_arguments(["plan", f"run={run}"]).out == by_path.out
     assert _digests(tmp_path) == before
-    assert "The plan does not know of: train.neftune_alpha=5.0 (the noise is not planned)." in by_path.out
+    assert "The plan does not know of: train.neftune_alpha=5.0 (the noise)." in by_path.out
+    assert "Not planned" not in by_path.out, "it is said once"
     result = json.loads((run / "result.json").read_text())
     assert len(result["memory_before_bytes_by_rank"]) == 2
     peaks = zip(result["memory_before_bytes_by_rank"], result["peak_memory_bytes_by_rank"], strict=True)
@@ -141,4 +142,12 @@ def test_peaks_of_gpus_are_compared_as_they_are(tmp_path: Path) -> None:
 def test_the_term_that_is_off_by_most_is_named() -> None:
     assert Compared("optimizer", 1, 150, 100).describe() == (
         "optimizer of rank 1, planned 150 B, measured 100 B (+50.0%)"
+    )
+
+
+def test_a_plan_says_which_of_its_settings_it_does_not_plan(model: Path, tmp_path: Path) -> None:
+    typed = [f"model.path={model}", "data.sequence_length=16", "train.neftune_alpha=5", "shard.compile=true"]
+    ended = run_recipe("plan", tmp_path / "run", *typed)
+    assert "Not planned: shard.compile=true (a compiler decides what is kept); train.neftune_alpha=5.0 (the noise)" in (
+        ended.out
     )

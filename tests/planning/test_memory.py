@@ -301,7 +301,7 @@ def test_a_model_without_text_input_is_planned_without_activations() -> None:
 def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
     def kept(length: int, chunked: bool | str, vocabulary: int = 257) -> int:
         config = llama_config()
-        config.vocab_size = 4096
+        config.vocab_size = vocabulary
         settings = ModelConfig(path="x", chunked_loss=chunked)
         return plan(config, model=settings, sequence_length=length).per_rank[0].activations_bytes or 0
 
