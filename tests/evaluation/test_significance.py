@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fsdp_shard.evaluation.perplexity_task import significance
+from fsdp_shard.evaluation import significance
 from fsdp_shard.evaluation.significance import Difference, bootstrap_interval, sign_flip_p_value
 
 
