@@ -112,12 +112,13 @@ def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterabl
     tokenizer = with_chat_template(tokenizer, source)
     if ends_turns(examples, tokenizer):
         return ""
-    template, end = f"the chat template of {tokenizer_files(tokenizer)}", tokenizer.eos_token or "<|im_end|>"
+    template, end = f"data.chat_template={source.chat_template}", tokenizer.eos_token or "<|im_end|>"
+    if source.chat_template is None:
+        template = f"the chat template of {tokenizer_files(tokenizer)}"
     return (
-        f"warning: {source.where}.path={source.path}: "
-        f"{template if source.chat_template is None else f'data.chat_template={source.chat_template}'} ends no trained "
-        f"turn of the assistant with an end token, such as {end}, so that the model does not learn to stop. Set "
-        f"data.chat_template to one that writes it behind each turn, in {{% generation %}} if it has that."
+        f"warning: {source.where}.path={source.path}: {template} ends no trained turn of the assistant with an end "
+        f"token, such as {end}, so that the model does not learn to stop. Set data.chat_template to one that writes "
+        f"it behind each turn, in {{% generation %}} if it has that."
     )
 
 

@@ -154,22 +154,8 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
 
 def _planned_run(config: FinetuneConfig) -> PlannedRun:
     length, num_ranks = _settle_length(config), min(world_sizes(config.launch))
-    return PlannedRun(
-        model=config.model,
-        shard=config.shard,
-        train=config.train,
-        optim=config.optim,
-        sequence_length=length,
-        num_ranks=num_ranks,
-        adapter=config.adapter,
-        saves_asynchronously=config.checkpoint.asynchronous,
-        objective=config.objective,
-        is_streamed=config.data.streaming,
-        on_gpu=uses_gpus(config.launch),
-        is_packed=config.data.packing,
-        saves_every=config.checkpoint.every,
-        resumes=_resumed_step(config) is not None,
-    )
+    resumes = _resumed_step(config) is not None
+    return PlannedRun.of(config, length, num_ranks, on_gpu=uses_gpus(config.launch), resumes=resumes)
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:

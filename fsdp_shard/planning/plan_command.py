@@ -82,22 +82,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     on_gpu = _plans_gpus(config)
     if measured is not None:
         num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
-    run = PlannedRun(
-        model=config.model,
-        shard=config.shard,
-        train=config.train,
-        optim=config.optim,
-        sequence_length=length,
-        num_ranks=num_ranks,
-        adapter=config.adapter,
-        saves_asynchronously=config.checkpoint.asynchronous,
-        objective=config.objective,
-        is_streamed=config.data.streaming,
-        on_gpu=on_gpu,
-        is_packed=config.data.packing,
-        saves_every=config.checkpoint.every,
-        resumes=model.resumed_from is not None,
-    )
+    run = PlannedRun.of(config, length, num_ranks, on_gpu=on_gpu, resumes=model.resumed_from is not None)
     plan = plan_search if config.search else plan_one
     with only_errors_of("transformers"):
         notes = _notes(config, run, is_adapter_read=_reads_adapter(model_config, run))
@@ -164,8 +149,9 @@ def _notes(config: PlannedSettings, run: PlannedRun, *, is_adapter_read: bool) -
     of_prompts = ""
     if run.train.sample_prompts:
         of_prompts = "train.sample_prompts are taken to have a token for each byte, and data.kind to add none\n"
-    settings = [] if config.run is not None else unplanned_settings(partial(setting_at, config))  # else said beside it
-    of_settings = f"Not planned: {'; '.join(settings)}\n" if settings else ""
+    of_settings = ""
+    if config.run is None and (settings := unplanned_settings(partial(setting_at, config))):  # a comparison lists them
+        of_settings = f"Not planned: {'; '.join(settings)}\n"
     return _objective_line(run) + of_adapter + of_prompts + of_settings
 
 

@@ -1,10 +1,40 @@
 """The settings of a run, as far as its memory and time depend on them, and what follows from them alone."""
 
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 from fsdp_shard import data, models, sharding
 from fsdp_shard.planning.step.recording.fake_attention import FILLED_UP, FULL, PACKED
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
+
+
+class _Data(Protocol):
+    packing: bool
+    streaming: bool
+
+
+class _Saving(Protocol):
+    asynchronous: bool
+    every: int
+
+
+class RunSections(Protocol):
+    """The sections of a config that decide the memory of its run: those of `finetune`, `doctor` and `plan`."""
+
+    model: models.ModelConfig
+    shard: sharding.ShardConfig
+    train: TrainConfig
+    optim: OptimConfig
+    adapter: AdapterConfig
+    objective: ObjectiveConfig
+
+    @property
+    def data(self) -> _Data:
+        """The settings of the data."""
+
+    @property
+    def checkpoint(self) -> _Saving:
+        """When steps are saved."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +67,26 @@ class PlannedRun:
     is_packed: bool = False
     saves_every: int = 0
     resumes: bool = False
+
+    @classmethod
+    def of(cls, config: RunSections, sequence_length: int, num_ranks: int, *, on_gpu: bool, resumes: bool) -> Self:
+        """The run of a config; what the config leaves open is given."""
+        return cls(
+            model=config.model,
+            shard=config.shard,
+            train=config.train,
+            optim=config.optim,
+            sequence_length=sequence_length,
+            num_ranks=num_ranks,
+            adapter=config.adapter,
+            saves_asynchronously=config.checkpoint.asynchronous,
+            objective=config.objective,
+            is_streamed=config.data.streaming,
+            on_gpu=on_gpu,
+            is_packed=config.data.packing,
+            saves_every=config.checkpoint.every,
+            resumes=resumes,
+        )
 
     @property
     def num_shards(self) -> int:

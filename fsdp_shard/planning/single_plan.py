@@ -31,6 +31,8 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     plan, cost, host = planner.plan(run), planner.cost(run), planner.host_of(run)
     check_device(config.device, hardware, missing_figures(cost, hardware))
     lines, found, misfit = [plan_report(plan, memory_bytes, host)], None, None
+    if run.objective.name == "distill":
+        lines.append("This is without the memory that the teacher takes while it runs.")
     try:
         planner.check(run)
     except InputError as error:

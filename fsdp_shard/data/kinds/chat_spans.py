@@ -116,9 +116,8 @@ class Renderer:
         """Return those of the spans that the template marks, one for each turn, that are of turns which are trained."""
         turns = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
         trained = set(self._conversation.trained)
-        shown = [
-            number for number in turns if not is_empty(self._messages[number])
-        ]  # the template may leave out others
+        # A template may leave out turns without text, or those that are not trained.
+        shown = [number for number in turns if not is_empty(self._messages[number])]
         for numbers in (turns, shown, trained):
             if len(numbers) == len(spans):
                 return [span for number, span in zip(sorted(numbers), spans, strict=True) if number in trained]

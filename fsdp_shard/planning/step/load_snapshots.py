@@ -88,7 +88,7 @@ def _initial_value_bytes(model: nn.Module, run: PlannedRun) -> int:
     if not sizes:
         return 0
     most = 0
-    if adapter.dora:  # a chunk of a weight in float64 and its squares, beside those of the chunk before
+    if adapter.dora:  # a chunk of a weight in float64, its squares, and the squares of the chunk before
         at_once = MAGNITUDE_CHUNK_BYTES // 4
         rows = [(-(-outputs // run.num_shards), inputs) for outputs, inputs in sizes]
         most = max(24 * min(at_once, outputs * inputs) + 16 * outputs for outputs, inputs in rows)
