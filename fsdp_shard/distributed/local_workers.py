@@ -20,7 +20,13 @@ from fsdp_shard.distributed.agent import Agent
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus
 from fsdp_shard.distributed.process_group import attempt
-from fsdp_shard.distributed.rank_reports import AttemptDirectory, Report, first_cause, interruption, reports_directory
+from fsdp_shard.distributed.rank_reports import (
+    AttemptDirectory,
+    RankFailure,
+    first_cause,
+    interruption,
+    reports_directory,
+)
 from fsdp_shard.distributed.rendezvous import Rendezvous
 from fsdp_shard.distributed.signals import STOP_SIGNALS, interrupt_on_signals, stop_signals
 from fsdp_shard.errors import FsdpShardError, RunError
@@ -131,7 +137,7 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_thre
             _on_signals(signal.SIG_IGN)  # no signal interrupts the writing of the report
         directory.mark_finished(rank)
     except BaseException as error:
-        report = Report.of(error)
+        report = RankFailure.of(error)
         directory.write(report)
         # At once: Python's end would destroy the process group, which may wait for ranks that wait for this one.
         sys.stdout.flush()

@@ -31,7 +31,7 @@ _PEER_TIMEOUT = ("timed out waiting", "wait timeout", "watchdog caught collectiv
 
 
 @dataclass(frozen=True)
-class Report:
+class RankFailure:
     """The error that ended a rank: its class, message, exit status, traceback, and the time of day in seconds."""
 
     rank: int
@@ -42,7 +42,7 @@ class Report:
     time: float
 
     @classmethod
-    def of(cls, error: BaseException) -> Report:
+    def of(cls, error: BaseException) -> RankFailure:
         """Report `error` as the one that ended this rank."""
         error = error.as_error() if isinstance(error, Stopped) else error
         return cls(
@@ -134,13 +134,15 @@ class AttemptDirectory:
         """Return the ranks whose work is done; torch still stops them when another one fails."""
         return {int(file.stem.removeprefix("rank-")) for file in self.path.glob("rank-*.done")}
 
-    def write(self, report: Report) -> None:
+    def write(self, report: RankFailure) -> None:
         """Save the report of a rank."""
         (self.path / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[RankFailure]:
         """Return the reports of all ranks that left one, the first to fail first."""
-        reports = [Report(**json.loads(file.read_text(encoding="utf-8"))) for file in self.path.glob("rank-*.json")]
+        reports = [
+            RankFailure(**json.loads(file.read_text(encoding="utf-8"))) for file in self.path.glob("rank-*.json")
+        ]
         return sorted(reports, key=lambda report: report.time)
 
 
@@ -158,7 +160,7 @@ def reports_directory() -> Iterator[Path]:
             os.close(lock)
 
 
-def first_cause(reports: list[Report], died: tuple[int, str], unfinished: set[int]) -> errors.FsdpShardError:
+def first_cause(reports: list[RankFailure], died: tuple[int, str], unfinished: set[int]) -> errors.FsdpShardError:
     """Find the failure that the others followed from.
 
     A rank that is killed leaves no report: then the others report that they lost it, or that they were stopped.
@@ -187,7 +189,7 @@ def first_cause(reports: list[Report], died: tuple[int, str], unfinished: set[in
     return errors.RankError(f"Rank {rank} {how}. The other ranks were stopped.")
 
 
-def interruption(reports: list[Report], number: int) -> errors.FsdpShardError:
+def interruption(reports: list[RankFailure], number: int) -> errors.FsdpShardError:
     """Find what to raise after a signal: an error met while stopping, or what the first rank says of the stop.
 
     Args:

@@ -28,7 +28,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """What one rank knows.
 
     Attributes:
@@ -66,7 +66,7 @@ def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
         yield from (Finding(*found) for found in json.loads(findings.read_text(encoding="utf-8")))
 
 
-def judge(facts: Sequence[Facts], seconds: float, bytes_per_second: float) -> Iterator[Finding]:
+def judge(facts: Sequence[RankFacts], seconds: float, bytes_per_second: float) -> Iterator[Finding]:
     """Find what keeps ranks from working together.
 
     Args:
@@ -125,13 +125,13 @@ def _probe(findings: str, config: FinetuneConfig) -> None:
         Path(findings).write_text(json.dumps(list(judge(facts, seconds, rate))), encoding="utf-8")
 
 
-def _facts(context: DistributedContext, written: dict[str, str]) -> Facts:
+def _facts(context: DistributedContext, written: dict[str, str]) -> RankFacts:
     device, gpu_id = context.device.type, ""
     if device == "cuda":
         properties = torch.cuda.get_device_properties(context.device)
         device, gpu_id = f"GPU {context.device.index} ({properties.name})", str(properties.uuid)
     visible = {directory: os.path.exists(mark) for directory, mark in written.items()}
-    return Facts(platform.node(), device, versions(), visible, gpu_id)
+    return RankFacts(platform.node(), device, versions(), visible, gpu_id)
 
 
 def _all_reduce_rate(context: DistributedContext) -> float:

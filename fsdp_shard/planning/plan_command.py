@@ -65,7 +65,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     """
     from fsdp_shard.data import check_packed
     from fsdp_shard.models import check_model_task, context_of
-    from fsdp_shard.planning.measured.comparison_with_run import compare, comparison_figures, comparison_text
+    from fsdp_shard.planning.measured.comparison_with_run import compare_with_run, comparison_figures, comparison_text
     from fsdp_shard.planning.planned_run import PlannedRun
     from fsdp_shard.training import check_task, origin_config, settle_run_length
 
@@ -94,7 +94,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     figures = {**found.figures, "sequence_length": length}
     if measured is not None:
         assert found.memory is not None, "a search of a run is refused"
-        rows = compare(found.memory, measured)
+        rows = compare_with_run(found.memory, measured)
         # A bound on the time of other devices says nothing of this run's.
         is_of_others = config.device.is_gpu and not on_gpu
         known = {name: value for name, value in figures.items() if name != "step" or not is_of_others}

@@ -13,7 +13,7 @@ from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.run_lock import check_free
 from fsdp_shard.training.config import FinetuneSettings, check_batch, check_held_out
 from fsdp_shard.training.held_out.sample_completions import check_samples
-from fsdp_shard.training.load_model import check_adapter, chunk_loss, match_weights
+from fsdp_shard.training.load_model import check_adapter_mesh, chunk_loss, match_weights
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.custom_functions import find_loss
@@ -149,7 +149,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         decoder_start(model)
     sharding.check_shardable(model, shard)
     check_known(model_config, config.model.kernels)
-    check_adapter(adapter, shard)
+    check_adapter_mesh(adapter, shard)
     if isinstance(adapter, LoraConfig):
         head = NewHead.of(model).modules if config.model.labels else ()
         added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
@@ -175,7 +175,7 @@ def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig, adapter: 
     Raises:
         ConfigError: The settings do not fit the model, or each other.
     """
-    check_adapter(adapter, shard)
+    check_adapter_mesh(adapter, shard)
     if not adapter.trains_all:
         _check_adapted_experts(model, shard)
     sharding.check_dtypes(model, shard)

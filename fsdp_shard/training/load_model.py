@@ -176,7 +176,7 @@ def unfilled_model(
     Raises:
         ModelError, ConfigError, CheckpointError: On all ranks: model, weights and adapter do not match.
     """
-    check_adapter(adapter, shard)
+    check_adapter_mesh(adapter, shard)
     model = run_on_all(context, lambda: empty_model(config, source))
     num_fused = run_on_all(context, lambda: use_kernels(model, config.kernels))
     added, quantized, earlier = None, None, None
@@ -309,7 +309,7 @@ def _head_changes(
     return checkpoint.HeadChanges(tuple(sorted({*unused, *tied, *head.tensors})), classifier_entries(config, model))
 
 
-def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
+def check_adapter_mesh(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
     """Raise ConfigError if the adapter cannot be combined with the parallelism of `shard`."""
     for name in ("tensor_parallel", "expert_parallel"):  # peft wraps layers and experts, and plans know no wrapper
         if isinstance(adapter, LoraConfig) and getattr(shard, name) > 1:
@@ -350,7 +350,7 @@ def chunk_loss(
         )
 
 
-def describe_model(
+def describe_loaded_model(
     loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, context: DistributedContext
 ) -> list[str]:
     """Describe the model, how it is sharded, and what loading it cost, one line each."""

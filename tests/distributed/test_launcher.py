@@ -21,7 +21,7 @@ from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import LaunchConfig, launch, launcher, num_cores
 from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
 from fsdp_shard.distributed.local_workers import numa_options
-from fsdp_shard.distributed.rank_reports import Report, first_cause, reports_directory
+from fsdp_shard.distributed.rank_reports import RankFailure, first_cause, reports_directory
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
 from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
 
@@ -159,8 +159,8 @@ def test_ranks_are_bound_to_the_processors_near_their_gpu(monkeypatch: pytest.Mo
 # What is heard of ranks that failed
 
 
-def _report(rank: int, kind: str, message: str, when: float, status: int = 1) -> Report:
-    return Report(rank, kind, message, status, f"Traceback of {rank}", when)
+def _report(rank: int, kind: str, message: str, when: float, status: int = 1) -> RankFailure:
+    return RankFailure(rank, kind, message, status, f"Traceback of {rank}", when)
 
 
 _LOST = "[gloo] Connection closed by peer [127.0.0.1]:35435"

@@ -11,9 +11,9 @@ import torch
 
 from fsdp_shard.doctor import rank_probe
 from fsdp_shard.doctor.findings import OK, PROBLEM
-from fsdp_shard.doctor.rank_probe import Facts, judge
+from fsdp_shard.doctor.rank_probe import RankFacts, judge
 
-_ONE = Facts("a", "GPU 0 (X)", {"torch": "2.13.0", "python": "3.11.9"}, {"/runs": True})
+_ONE = RankFacts("a", "GPU 0 (X)", {"torch": "2.13.0", "python": "3.11.9"}, {"/runs": True})
 
 
 def test_ranks_that_are_alike() -> None:
@@ -34,7 +34,7 @@ def test_ranks_that_are_alike() -> None:
     ],
     ids=["version", "missing", "disk", "GPU"],
 )
-def test_what_keeps_ranks_from_working_together(other: Facts, said: str) -> None:
+def test_what_keeps_ranks_from_working_together(other: RankFacts, said: str) -> None:
     first, last = judge([_ONE, other], 1.0, 1e9)
     assert first.mark == PROBLEM
     assert said in first.text

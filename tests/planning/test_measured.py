@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.planning.measured.comparison_with_run import Compared, compare, comparison_text
+from fsdp_shard.planning.measured.comparison_with_run import ComparedFigure, compare_with_run, comparison_text
 from fsdp_shard.planning.measured.measured_run import read_measured
 from tests.planning.test_memory import plan
 from tests.support.runs import Ended, run_arguments, run_recipe
@@ -130,7 +130,7 @@ def test_peaks_of_gpus_are_compared_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps(figures))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 9.0}\n{"step": 2, "step_seconds": 3.0}\n{"st')
     run = read_measured(tmp_path)
-    rows = compare(found, run)
+    rows = compare_with_run(found, run)
     assert [(row.term, row.rank) for row in rows] == [("peak", 0), ("peak", 1)]
     assert rows[0].difference == pytest.approx(0.02, abs=0.005)
     text = comparison_text(rows, found, run, {"step": {"time": {"seconds": 1.5}}})
@@ -140,7 +140,7 @@ def test_peaks_of_gpus_are_compared_as_they_are(tmp_path: Path) -> None:
 
 
 def test_the_term_that_is_off_by_most_is_named() -> None:
-    assert Compared("optimizer", 1, 150, 100).describe() == (
+    assert ComparedFigure("optimizer", 1, 150, 100).describe() == (
         "optimizer of rank 1, planned 150 B, measured 100 B (+50.0%)"
     )
 

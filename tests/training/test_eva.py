@@ -20,7 +20,7 @@ from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training import RunStart, build_optimizer, build_unfilled, open_data, open_run, train
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.load_model import check_adapter
+from fsdp_shard.training.load_model import check_adapter_mesh
 from fsdp_shard.training.optim.torch_optim import AdamWConfig
 from fsdp_shard.training.peft import eva
 from fsdp_shard.training.peft.config import LoraConfig
@@ -186,4 +186,4 @@ def test_mistakes() -> None:
         with pytest.raises(ConfigError, match=re.escape(said)):
             inject_lora(build_on_meta(llama_config(), "float32"), LoraConfig(init="eva", **settings), "base", {}, task)
     with pytest.raises(ConfigError, match=r"adapter\.init=eva does not go together with shard\.context_parallel=2"):
-        check_adapter(LoraConfig(init="eva"), WRAPPERS["fsdp2"](context_parallel=2))
+        check_adapter_mesh(LoraConfig(init="eva"), WRAPPERS["fsdp2"](context_parallel=2))

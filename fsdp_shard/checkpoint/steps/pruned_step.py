@@ -8,7 +8,7 @@ from fsdp_shard.checkpoint.io import refuse_deleted
 from fsdp_shard.errors import InputError
 
 
-class Source(Protocol):
+class LocatedWeights(Protocol):
     """What was located: all of it is in `weights`, a directory or a file."""
 
     @property
@@ -16,7 +16,7 @@ class Source(Protocol):
         """The directory or file."""
 
 
-S = TypeVar("S", bound=Source)
+S = TypeVar("S", bound=LocatedWeights)
 R = TypeVar("R")
 
 

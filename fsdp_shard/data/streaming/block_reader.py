@@ -37,7 +37,7 @@ _CHARACTERS_AT_ONCE = 1 << 20
 _CHARACTERS_OF_A_ROW = _CHARACTERS_AT_ONCE >> 6
 
 
-class Block(NamedTuple, Generic[T]):
+class RowBlock(NamedTuple, Generic[T]):
     """Rows of an epoch, the position after them, and whether the epoch ends with them."""
 
     rows: T
@@ -47,7 +47,7 @@ class Block(NamedTuple, Generic[T]):
 
 def read_blocks(
     source: Source, columns: tuple[str, ...], size: int, seed: int | None, epoch: int, start: Any
-) -> Iterator[Block[list[Row]]]:
+) -> Iterator[RowBlock[list[Row]]]:
     """Read blocks of `size` rows, one epoch after the other; the last of an epoch has fewer, or none.
 
     Args:
@@ -68,13 +68,13 @@ def read_blocks(
                 if len(rows) == size:
                     start = after()
             is_last = len(rows) < size
-            yield Block(rows, None if is_last else start, is_last)
+            yield RowBlock(rows, None if is_last else start, is_last)
         epoch, start = epoch + 1, None
 
 
 def encode_blocks(
-    name: str, blocks: Iterator[Block[list[Row]]], encode: Encode, ranks: Communicator | None, num_workers: int = 1
-) -> Iterator[Block[pyarrow.Table]]:
+    name: str, blocks: Iterator[RowBlock[list[Row]]], encode: Encode, ranks: Communicator | None, num_workers: int = 1
+) -> Iterator[RowBlock[pyarrow.Table]]:
     """Tokenize blocks over the ranks, ahead of need. To ask for a block is a collective.
 
     Args:
@@ -98,11 +98,13 @@ def encode_blocks(
             raise DataError(f"{name} differs between the machines of this run. Give all of them the same files.")
         rows = pyarrow.concat_tables([table for _, table in parts])
         for size, after, is_last in read:
-            yield Block(rows[:size], after, is_last)
+            yield RowBlock(rows[:size], after, is_last)
             rows = rows[size:]
 
 
-_Part: TypeAlias = "tuple[list[Block[int]], pyarrow.Table]"  # the number of rows of each block, and those of one rank
+_Part: TypeAlias = (
+    "tuple[list[RowBlock[int]], pyarrow.Table]"  # the number of rows of each block, and those of one rank
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class _Parts:
     order.
     """
 
-    blocks: Iterator[Block[list[Row]]]
+    blocks: Iterator[RowBlock[list[Row]]]
     encode: Encode
     rank: int
     num_ranks: int
@@ -122,7 +124,7 @@ class _Parts:
         batches = _batched(self.blocks, lambda block: sum(map(_size, block.rows), _CHARACTERS_OF_A_ROW))
         return (self._encode(blocks) for blocks in islice(batches, first, None, step))
 
-    def _encode(self, blocks: list[Block[list[Row]]]) -> _Part:
+    def _encode(self, blocks: list[RowBlock[list[Row]]]) -> _Part:
         import pyarrow
 
         rows = list(chain.from_iterable(block.rows for block in blocks))
@@ -131,7 +133,7 @@ class _Parts:
         for some in _batched(own, _size):
             _end_with_main_thread()
             tables.append(self.encode(some))
-        return [Block(len(rows), after, is_last) for rows, after, is_last in blocks], pyarrow.concat_tables(tables)
+        return [RowBlock(len(rows), after, is_last) for rows, after, is_last in blocks], pyarrow.concat_tables(tables)
 
 
 def _in_thread(parts: Iterator[_Part]) -> Iterator[_Part]:

@@ -25,7 +25,7 @@ from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.protocol import Dataset, SourceDataset
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source, open_source
-from fsdp_shard.data.streaming.block_reader import Block, encode_blocks, read_blocks
+from fsdp_shard.data.streaming.block_reader import RowBlock, encode_blocks, read_blocks
 from fsdp_shard.data.streaming.block_samples import Counts, MakeSamples, RowSamples, TextSamples
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_cache import cache_key
@@ -144,7 +144,7 @@ class StreamDataset(Dataset):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._next = StreamState() if state is None else StreamState.parse(state)
         self._blocks = list[ReadBlock]()
-        self._reading: Iterator[Block[pyarrow.Table]] | None = None
+        self._reading: Iterator[RowBlock[pyarrow.Table]] | None = None
 
     def figures(self, num_samples: int) -> dict[str, Any]:
         state, counts = self._at(num_samples)

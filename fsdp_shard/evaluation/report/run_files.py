@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, RUN_CONFIG, TRAINER, has_file, member
 from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_line
 from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
-from fsdp_shard.evaluation.report.stored_steps import StoredStep, read_steps
+from fsdp_shard.evaluation.report.stored_steps import ReportedStep, read_steps
 from fsdp_shard.training import EVALUATIONS, LOCK, MAX_LINE, METRICS, SAMPLES, holder
 from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
 
@@ -28,7 +28,7 @@ Row = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
-class Sample:
+class PromptSample:
     """What the model made of a prompt after `step`."""
 
     step: int
@@ -66,8 +66,8 @@ class Run:
     result: Mapping[str, Any] = field(default_factory=dict)
     steps: Sequence[Row] = ()
     held_out: Sequence[Row] = ()
-    samples: Sequence[Sample] = ()
-    checkpoints: Sequence[StoredStep] = ()
+    samples: Sequence[PromptSample] = ()
+    checkpoints: Sequence[ReportedStep] = ()
     problems: Sequence[str] = ()
 
     @property
@@ -368,9 +368,9 @@ def _of_metrics(row: Mapping[str, Any]) -> Row:
     }
 
 
-def _samples(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str]) -> list[Sample]:
+def _samples(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str]) -> list[PromptSample]:
     found = [
-        Sample(row["step"], row["prompt"], row["completion"])
+        PromptSample(row["step"], row["prompt"], row["completion"])
         for row in rows
         if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_shard.checkpoint import Location, config_digest, describe_weights, locate
 from fsdp_shard.errors import FsdpShardError
 from fsdp_shard.evaluation.report.run_files import Run
-from fsdp_shard.evaluation.report.stored_steps import StoredStep
+from fsdp_shard.evaluation.report.stored_steps import ReportedStep
 
 Digests = tuple[str, str | None]
 """The digest of weights, and that of the base model if they are an adapter."""
@@ -26,7 +26,7 @@ class WeightDigests:
         self.problems: list[str] = []
         self._known: dict[tuple[Path, str], Digests | None] = {}
 
-    def find(self, weights: Mapping[str, Any], runs: Sequence[Run]) -> tuple[Run, StoredStep] | None:
+    def find(self, weights: Mapping[str, Any], runs: Sequence[Run]) -> tuple[Run, ReportedStep] | None:
         """Find the step that has certain weights.
 
         Args:
@@ -43,14 +43,14 @@ class WeightDigests:
                 return run, stored
         return None
 
-    def has_other_config(self, weights: Mapping[str, Any], stored: StoredStep) -> bool:
+    def has_other_config(self, weights: Mapping[str, Any], stored: ReportedStep) -> bool:
         """Whether an evaluation of the weights of a step was with another config, as far as both can be read."""
         try:
             return has_other_config(weights, locate(str(stored.path), fetch_weights=False))
         except (FsdpShardError, OSError):  # a step of one's own loop has no config
             return False
 
-    def _of(self, stored: StoredStep) -> Digests | None:
+    def _of(self, stored: ReportedStep) -> Digests | None:
         key = (stored.path, stored.digest)
         if key not in self._known:
             try:

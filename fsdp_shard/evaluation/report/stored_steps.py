@@ -20,7 +20,7 @@ _DIGEST = re.compile(rb'"digest": "([0-9a-f]{32})"\s*}\s*$')
 
 
 @dataclass(frozen=True)
-class StoredStep:
+class ReportedStep:
     """A committed step.
 
     Attributes:
@@ -50,7 +50,7 @@ class StoredStep:
     rank_optimizer_bytes: tuple[int, ...]
 
 
-def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> list[StoredStep]:
+def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> list[ReportedStep]:
     """Read the manifests of the committed steps of a run.
 
     Args:
@@ -88,12 +88,12 @@ def _reasons(store: Store, steps: Sequence[int], step: int, settings: Mapping[st
     return tuple(reasons)
 
 
-def _read_step(path: Path, step: int, kept: tuple[str, ...]) -> StoredStep:
+def _read_step(path: Path, step: int, kept: tuple[str, ...]) -> ReportedStep:
     state = os.stat(path / MANIFEST)
     manifest, digest = _read_manifest(path, state.st_mtime_ns, state.st_size)
     sizes = {name: record.size for name, record in manifest.files.items()}
     optimizer = {name: size for name, size in sizes.items() if name.startswith(f"{OPTIMIZER}/")}
-    return StoredStep(
+    return ReportedStep(
         path=path,
         step=step,
         layout=manifest.layout,
@@ -135,7 +135,7 @@ def _by_rank(sizes: Mapping[str, int], prefix: str) -> tuple[int, ...]:
     return tuple(found[rank] for rank in sorted(found))
 
 
-def shard_map(step: StoredStep) -> dict[str, list[int]]:
+def shard_map(step: ReportedStep) -> dict[str, list[int]]:
     """The bytes that each of several ranks holds of each block; empty if that is too much, or cannot be read.
 
     A block is what names have in common up to their first number (`model.layers.3`), or else the module of a tensor.

@@ -36,7 +36,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class UnmeasuredSize:
     """A size that is not measured, and why."""
 
     size: Size
@@ -60,7 +60,7 @@ class SpeedEvaluation:
     seed: int
     tokenizer: PreTrainedTokenizerBase
     sizes: tuple[Size, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[UnmeasuredSize, ...]
 
     def describe(self) -> str:
         """The sizes, how often each is measured, and which are left out."""
@@ -109,12 +109,12 @@ class SpeedEvaluation:
         }
         return Figures("\n".join(lines), row)
 
-    def _load(self, load: LoadModel) -> tuple[PreTrainedModel, DevicePlan, list[Size], list[LeftOut]]:
+    def _load(self, load: LoadModel) -> tuple[PreTrainedModel, DevicePlan, list[Size], list[UnmeasuredSize]]:
         """Load the model; return it, its plan, the sizes that fit, and those whose KV cache does not."""
         new_tokens = self.settings.speed.new_tokens
         budgets = {size: KVCacheBudget(size.batch_size, size.context_length + new_tokens) for size in self.sizes}
         fitting = sorted(self.sizes, key=lambda size: budgets[size].batch_size * budgets[size].num_tokens)
-        left_out: list[LeftOut] = []
+        left_out: list[UnmeasuredSize] = []
         plans: list[DevicePlan] = []
         while True:
             try:
@@ -122,14 +122,14 @@ class SpeedEvaluation:
             except PlanError as error:  # raised before any weight is read
                 if len(fitting) == 1:
                     raise
-                left_out.append(LeftOut(fitting.pop(), str(error)))
+                left_out.append(UnmeasuredSize(fitting.pop(), str(error)))
                 continue
             return model, plans[-1], [size for size in self.sizes if size in fitting], left_out
 
-    def _time(self, timed: TimedModel, sizes: list[Size]) -> tuple[list[SizeFigures], list[LeftOut]]:
+    def _time(self, timed: TimedModel, sizes: list[Size]) -> tuple[list[SizeFigures], list[UnmeasuredSize]]:
         """The figures of each size, and the sizes for whose passes there was not enough memory."""
         found: list[SizeFigures] = []
-        left_out: list[LeftOut] = []
+        left_out: list[UnmeasuredSize] = []
         passes = 1 + self.settings.speed.repeats
         with report_progress(len(sizes) * passes, "speed", "passes") as count:
             for size in sizes:
@@ -138,7 +138,7 @@ class SpeedEvaluation:
                 except (torch.OutOfMemoryError, MemoryError, ModelError) as error:
                     if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_memory(error):
                         raise
-                    left_out.append(LeftOut(size, f"not enough memory as it ran ({first_line(error)})"))
+                    left_out.append(UnmeasuredSize(size, f"not enough memory as it ran ({first_line(error)})"))
                 if timed.gpus:
                     torch.cuda.empty_cache()  # each size begins alike
         return found, left_out
@@ -190,7 +190,7 @@ def check_sizes(settings: EvaluateSettings) -> None:
         sizes_within(settings.speed, context)
 
 
-def sizes_within(speed: SpeedConfig, context: Context) -> tuple[list[Size], list[LeftOut]]:
+def sizes_within(speed: SpeedConfig, context: Context) -> tuple[list[Size], list[UnmeasuredSize]]:
     """Return the sizes that a context has room for with the new tokens, and the others.
 
     Raises:
@@ -212,7 +212,7 @@ def sizes_within(speed: SpeedConfig, context: Context) -> tuple[list[Size], list
     reason = f"with {speed.new_tokens} new tokens it exceeds the model's context of {context.length} tokens"
     beyond = [length for length in wanted if length > room]
     sizes = [Size(batch, length) for batch in speed.batches for length in fitting or [room]]
-    return sizes, [LeftOut(Size(batch, length), reason) for batch in speed.batches for length in beyond]
+    return sizes, [UnmeasuredSize(Size(batch, length), reason) for batch in speed.batches for length in beyond]
 
 
 def _planned(plan: DevicePlan) -> dict[str, Any]:

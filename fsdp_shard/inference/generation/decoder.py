@@ -37,7 +37,7 @@ class Answer:
 
 
 @dataclass
-class Figures:
+class DecodingFigures:
     """Measurements of all batches so far: seconds, tokens, and bytes read from disk."""
 
     first_token_seconds: float | None = None
@@ -64,7 +64,7 @@ class Decoder:
     ) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.config = generation_config(model, tokenizer, settings)
-        self.figures = Figures()
+        self.figures = DecodingFigures()
 
     def run(
         self,
@@ -251,7 +251,13 @@ class _Watch(transformers.StoppingCriteria):
     """Stops generation on request, times the first token and, with `scores`, records log probabilities."""
 
     def __init__(
-        self, model: PreTrainedModel, figures: Figures, start: float, is_stopped: Callable[[], bool], *, scores: bool
+        self,
+        model: PreTrainedModel,
+        figures: DecodingFigures,
+        start: float,
+        is_stopped: Callable[[], bool],
+        *,
+        scores: bool,
     ) -> None:
         self._figures, self._start, self._is_stopped = figures, start, is_stopped
         self._last: torch.Tensor | None = None

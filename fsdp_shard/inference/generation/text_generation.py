@@ -15,7 +15,7 @@ from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.dispatch import Log, dispatch_model, with_adapters
 from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
 from fsdp_shard.inference.generation.completions_file import CompletionsFile, open_completions
-from fsdp_shard.inference.generation.decoder import Decoder, Figures
+from fsdp_shard.inference.generation.decoder import Decoder, DecodingFigures
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
 from fsdp_shard.inference.named_adapters import add_adapters, use_adapter
 from fsdp_shard.models import context_of, load_config, load_tokenizer
@@ -144,10 +144,10 @@ def _complete(
             count(1)
 
 
-def _total(figures: Figures, context: DistributedContext | None) -> Figures:
+def _total(figures: DecodingFigures, context: DistributedContext | None) -> DecodingFigures:
     """The figures of all ranks, on rank 0. Ranks that divide a layer do the same work, so one of them counts."""
     parts = context.gather_object(figures)[:: context.num_tensor_ranks] if context else [figures]
-    return Figures(
+    return DecodingFigures(
         min((part.first_token_seconds for part in parts if part.first_token_seconds is not None), default=None),
         max((part.seconds for part in parts), default=0.0),
         sum(part.num_new_tokens for part in parts),

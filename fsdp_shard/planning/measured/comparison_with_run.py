@@ -25,7 +25,7 @@ _ON_GPU = "On GPUs, what is measured is the most that torch's allocator has give
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedFigure:
     """A figure: its term, the rank that it is of, and bytes."""
 
     term: str
@@ -47,7 +47,7 @@ class Compared:
         return f"{self.term}{where}, {sizes} ({self.difference:+.1%})"
 
 
-def compare(plan: MemoryPlan, run: MeasuredRun) -> list[Compared]:
+def compare_with_run(plan: MemoryPlan, run: MeasuredRun) -> list[ComparedFigure]:
     """Compare what both have: parameters, the optimizer's state, and the peak of each rank.
 
     Args:
@@ -57,13 +57,15 @@ def compare(plan: MemoryPlan, run: MeasuredRun) -> list[Compared]:
     rows = []
     if run.shard_bytes is not None:
         most = max(rank.parameters_bytes for rank in plan.per_rank)
-        rows.append(Compared("parameters", None, most, run.shard_bytes))
+        rows.append(ComparedFigure("parameters", None, most, run.shard_bytes))
     if len(run.optimizer) == len(plan.per_rank):
         sizes = zip(plan.per_rank, run.optimizer, strict=True)
-        rows += [Compared("optimizer", rank.rank, rank.optimizer_bytes, size) for rank, size in sizes]
+        rows += [ComparedFigure("optimizer", rank.rank, rank.optimizer_bytes, size) for rank, size in sizes]
     for rank, measured in zip(plan.per_rank, _peaks(run), strict=False):
         if rank.peak_bytes is not None:
-            rows.append(Compared("peak", rank.rank, rank.peak_bytes + _host_bytes(rank.host_bytes, run), measured))
+            rows.append(
+                ComparedFigure("peak", rank.rank, rank.peak_bytes + _host_bytes(rank.host_bytes, run), measured)
+            )
     return rows
 
 
@@ -81,7 +83,7 @@ def _peaks(run: MeasuredRun) -> list[int]:
     return [max(0, peak - before) for peak, before in zip(run.peaks, run.before, strict=True)]
 
 
-def comparison_figures(rows: Sequence[Compared], run: MeasuredRun) -> dict[str, Any]:
+def comparison_figures(rows: Sequence[ComparedFigure], run: MeasuredRun) -> dict[str, Any]:
     """The figures of a comparison in result.json."""
     return {
         "run": str(run.path),
@@ -92,7 +94,9 @@ def comparison_figures(rows: Sequence[Compared], run: MeasuredRun) -> dict[str, 
     }
 
 
-def comparison_text(rows: Sequence[Compared], plan: MemoryPlan, run: MeasuredRun, figures: Mapping[str, Any]) -> str:
+def comparison_text(
+    rows: Sequence[ComparedFigure], plan: MemoryPlan, run: MeasuredRun, figures: Mapping[str, Any]
+) -> str:
     """The comparison as text.
 
     Args:
@@ -114,7 +118,7 @@ def comparison_text(rows: Sequence[Compared], plan: MemoryPlan, run: MeasuredRun
     return "\n".join(lines)
 
 
-def _shown(rows: Sequence[Compared]) -> list[Compared]:
+def _shown(rows: Sequence[ComparedFigure]) -> list[ComparedFigure]:
     """Of each term, the ranks whose figures are off by most."""
     shown = []
     for term in dict.fromkeys(row.term for row in rows):
@@ -124,7 +128,7 @@ def _shown(rows: Sequence[Compared]) -> list[Compared]:
     return shown
 
 
-def _verdict(rows: Sequence[Compared], plan: MemoryPlan) -> str:
+def _verdict(rows: Sequence[ComparedFigure], plan: MemoryPlan) -> str:
     if not rows:
         return "The run recorded nothing that the plan can be compared with."
     worst = max(rows, key=lambda row: abs(row.difference))

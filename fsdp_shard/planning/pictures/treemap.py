@@ -26,7 +26,7 @@ class Rectangle:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TreemapCell:
     """What a rank holds of a unit in one term: its rectangle, bytes, color, and a description."""
 
     box: Rectangle
@@ -42,7 +42,7 @@ class Tile:
     name: str
     box: Rectangle
     num_bytes: int
-    cells: Sequence[Cell]
+    cells: Sequence[TreemapCell]
     label: str
 
 
@@ -57,7 +57,7 @@ def _tile(unit: UnitHolding, box: Rectangle) -> Tile:
     name, terms = unit.fqn or "(root)", [term for term, num in unit.terms.items() if num]
     sizes, colors = [unit.terms[term] for term in terms], color_of(terms)
     cells = [
-        Cell(part, size, colors[term], f"{name}: {term} {format_size(size)} of {format_size(unit.total_bytes)}")
+        TreemapCell(part, size, colors[term], f"{name}: {term} {format_size(size)} of {format_size(unit.total_bytes)}")
         for term, size, part in zip(terms, sizes, _slices(sizes, box), strict=True)
     ]
     room = int((box.width - 10) / _CHARACTER)

@@ -11,7 +11,7 @@ from itertools import chain
 from fsdp_shard.errors import InputError
 from fsdp_shard.planning.memory_plan import MemoryPlan
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.planning.search.memory_savers import MAX_RANKS, Option, Saver, memory_savers
+from fsdp_shard.planning.search.memory_savers import MAX_RANKS, MemorySaver, Option, memory_savers
 from fsdp_shard.planning.search.planner import Planner
 
 NUM_ADVISED = 4  # of each kind
@@ -130,7 +130,7 @@ class _Search:
         self._peaks: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def first(
-        self, savers: Sequence[Saver], fixed: Collection[str], *, trains_other: bool, but: Sequence[Fitting] = ()
+        self, savers: Sequence[MemorySaver], fixed: Collection[str], *, trains_other: bool, but: Sequence[Fitting] = ()
     ) -> list[Fitting]:
         """The first few candidates that fit, none of which has all changes of an earlier one.
 
@@ -163,7 +163,7 @@ class _Search:
 
     def walk(
         self,
-        savers: Sequence[Saver],
+        savers: Sequence[MemorySaver],
         limit: int,
         is_wanted: Callable[[Candidate], bool],
         enough: Sequence[_Choice] = (),
@@ -204,7 +204,7 @@ class _Search:
             assert plan.peak_bytes is not None, "it fits"
             yield choice, Fitting(candidate, plan.peak_bytes, None if seconds is None else seconds(candidate.run, plan))
 
-    def _candidate(self, savers: Sequence[Saver], choice: _Choice) -> Candidate | None:
+    def _candidate(self, savers: Sequence[MemorySaver], choice: _Choice) -> Candidate | None:
         """The run with the chosen options, and a larger global batch where its ranks need one; None: not possible."""
         options = [saver.options[number] for saver, number in zip(savers, choice, strict=True)]
         run: PlannedRun | None = self._run
@@ -263,7 +263,7 @@ def _larger_batch(run: PlannedRun) -> list[Option]:
     return [Option(change, _LARGER_BATCH, (f"{_BATCH}={needed}",), "a larger global batch")]
 
 
-def _by_cost(savers: Sequence[Saver]) -> Iterator[_Choice]:
+def _by_cost(savers: Sequence[MemorySaver]) -> Iterator[_Choice]:
     """Numbers of the options of each saver, cheapest sum first; the options of a saver are sorted by cost."""
     costs = [[option.cost for option in saver.options] for saver in savers]
     start = (0,) * len(costs)

@@ -47,19 +47,19 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Saver:
+class MemorySaver:
     """The options of one decision, from none to that which saves most; it changes `activations` only, or more."""
 
     options: tuple[Option, ...]
     is_of_activations: bool = False
 
-    def allowed(self, fixed: Collection[str], *, may_change_training: bool) -> "Saver":
+    def allowed(self, fixed: Collection[str], *, may_change_training: bool) -> "MemorySaver":
         """Without the options that change the settings in `fixed`, or what is trained."""
         kept = (o for o in self.options if not o.names & set(fixed) and (may_change_training or not o.trains))
         return replace(self, options=tuple(kept))
 
 
-def memory_savers(run: PlannedRun, given: Collection[str], num_nodes: int = 1) -> list[Saver]:
+def memory_savers(run: PlannedRun, given: Collection[str], num_nodes: int = 1) -> list[MemorySaver]:
     """All that could be changed of `run`; each begins with what it has now.
 
     Args:
@@ -68,23 +68,23 @@ def memory_savers(run: PlannedRun, given: Collection[str], num_nodes: int = 1) -
         num_nodes: Number of machines.
     """
     savers = [
-        Saver(tuple(_wrappers(run, given))),
-        Saver(tuple(_ranks(run, num_nodes))),
-        Saver(tuple(_replicas(run))),
-        Saver(tuple(_divided(run, "tensor_parallel", _TENSOR_DOUBLING))),
-        Saver(tuple(_sequences(run)), is_of_activations=True),
-        Saver(tuple(_adapters(run))),
-        Saver(tuple(_optimizers(run, given))),
-        Saver(tuple(_dtypes(run))),
-        Saver(tuple(_switches(run, "cpu_offload", False, True, 300.0))),
-        Saver(tuple(_references(run))),
-        Saver(tuple(_average(run))),
-        Saver(tuple(_switches(run, "sync_every_micro_batch", False, True, 8.0)), is_of_activations=True),
-        Saver(tuple(_resharding(run)), is_of_activations=True),
-        Saver(tuple(_chunks(run)), is_of_activations=True),
-        Saver(tuple(_recomputing(run)), is_of_activations=True),
-        Saver(tuple(_offloading(run)), is_of_activations=True),
-        Saver(tuple(_micro_batches(run)), is_of_activations=True),
+        MemorySaver(tuple(_wrappers(run, given))),
+        MemorySaver(tuple(_ranks(run, num_nodes))),
+        MemorySaver(tuple(_replicas(run))),
+        MemorySaver(tuple(_divided(run, "tensor_parallel", _TENSOR_DOUBLING))),
+        MemorySaver(tuple(_sequences(run)), is_of_activations=True),
+        MemorySaver(tuple(_adapters(run))),
+        MemorySaver(tuple(_optimizers(run, given))),
+        MemorySaver(tuple(_dtypes(run))),
+        MemorySaver(tuple(_switches(run, "cpu_offload", False, True, 300.0))),
+        MemorySaver(tuple(_references(run))),
+        MemorySaver(tuple(_average(run))),
+        MemorySaver(tuple(_switches(run, "sync_every_micro_batch", False, True, 8.0)), is_of_activations=True),
+        MemorySaver(tuple(_resharding(run)), is_of_activations=True),
+        MemorySaver(tuple(_chunks(run)), is_of_activations=True),
+        MemorySaver(tuple(_recomputing(run)), is_of_activations=True),
+        MemorySaver(tuple(_offloading(run)), is_of_activations=True),
+        MemorySaver(tuple(_micro_batches(run)), is_of_activations=True),
     ]
     return [replace(saver, options=(Option(), *saver.options)) for saver in savers if saver.options]
 

@@ -54,7 +54,7 @@ _MADE_IN = {
 }
 
 
-class Storage:
+class LiveStorage:
     """A storage that was seen: what it holds, its bytes now, and the weak reference that says when it is gone."""
 
     __slots__ = ("kind", "reference", "size", "values")
@@ -65,12 +65,12 @@ class Storage:
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
 
 
-class Event(NamedTuple):
+class GrowthEvent(NamedTuple):
     """Bytes that a storage grew by in a phase; without one, only the phase has changed."""
 
     phase: str
     where: str
-    storage: Storage | None
+    storage: LiveStorage | None
     grown_bytes: int
 
 
@@ -105,10 +105,10 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._follows_values = follows_values
         self.phase, self.where, self.in_backward_pass = "load", "", False
-        self.events: list[Event] = []
+        self.events: list[GrowthEvent] = []
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._live: dict[int, Storage] = {}
-        self._resized: dict[int, Storage] = {}  # those whose size may change, and that have memory
+        self._live: dict[int, LiveStorage] = {}
+        self._resized: dict[int, LiveStorage] = {}  # those whose size may change, and that have memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.name(), kwargs or {}
@@ -211,7 +211,7 @@ class LiveStorages(TorchDispatchMode):
         inner = tensor.untyped_storage()
         key = storage_key(inner)
         if (storage := self._live.get(key)) is None:
-            storage = self._live[key] = Storage(kind)
+            storage = self._live[key] = LiveStorage(kind)
             storage.reference = weakref.ref(inner, partial(self._gone, key))
         elif storage.size != inner.nbytes():
             is_buffer = True
@@ -219,7 +219,7 @@ class LiveStorages(TorchDispatchMode):
         if is_buffer:
             self._resized[key] = storage
 
-    def _measure(self, storage: Storage, size: int, phase: str) -> None:
+    def _measure(self, storage: LiveStorage, size: int, phase: str) -> None:
         if size != storage.size:
             self._log(phase, storage, size - storage.size)
             storage.size = size
@@ -246,7 +246,7 @@ class LiveStorages(TorchDispatchMode):
             self._borrow(OFFLOADED, sum(shard.nbytes for shard in args[0]), phase)
 
     def _borrow(self, kind: str, num_bytes: int, phase: str) -> None:
-        copy = Storage(kind)
+        copy = LiveStorage(kind)
         self._log(phase, copy, num_bytes)
         self._log(phase, copy, -num_bytes)
 
@@ -265,16 +265,16 @@ class LiveStorages(TorchDispatchMode):
             self._resized.pop(key, None)
             self._log(self.events[-1].phase if self.events else self.phase, storage, -storage.size)
 
-    def _log(self, phase: str, storage: Storage | None, grown_bytes: int) -> None:
+    def _log(self, phase: str, storage: LiveStorage | None, grown_bytes: int) -> None:
         if storage is None and self.events and self.events[-1][:2] == (phase, self.where):
             return
-        self.events.append(Event(phase, self.where, storage, grown_bytes))
+        self.events.append(GrowthEvent(phase, self.where, storage, grown_bytes))
 
 
 _REAL = (torch.Tensor, torch.nn.Parameter)
 
 
-def snapshots(events: Iterable[Event], uncounted: Collection[str] = ()) -> Iterator[LiveSnapshot]:
+def snapshots(events: Iterable[GrowthEvent], uncounted: Collection[str] = ()) -> Iterator[LiveSnapshot]:
     """The highest snapshot of each stretch of `events` with one phase in one place, without storages of some kinds."""
     now: dict[str, int] = {}
     total, highest = 0, LiveSnapshot("", "", -1)
