@@ -12,7 +12,7 @@ from typing import NoReturn, TypeGuard
 
 from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, one_line
-from fsdp_shard.utils import make_logs_printable, printable, redact
+from fsdp_shard.utils import make_output_printable, printable, redact
 
 _MANY_FILES = 65_536
 
@@ -29,7 +29,7 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     """
     gc.disable()
     _allow_many_files()
-    make_logs_printable()
+    make_output_printable()
     interrupt_on_signals(ctrl_c=False)
     status = _outcome(body, debug)
     if status:

@@ -30,7 +30,7 @@ from fsdp_shard.distributed.rank_reports import (
 from fsdp_shard.distributed.rendezvous import Rendezvous
 from fsdp_shard.distributed.signals import STOP_SIGNALS, interrupt_on_signals, stop_signals
 from fsdp_shard.errors import FsdpShardError, RunError
-from fsdp_shard.utils import make_logs_printable, set_environment
+from fsdp_shard.utils import make_output_printable, set_environment
 
 C = TypeVar("C")
 Agree = Callable[[str, str], str]
@@ -125,7 +125,7 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_thre
     # A process group of its own: Ctrl-C then signals the starting process only, which passes it on exactly once.
     os.setpgid(0, 0)
     interrupt_on_signals(ctrl_c=True)
-    make_logs_printable()
+    make_output_printable()
     torch.set_num_threads(num_threads)
     directory, rank = AttemptDirectory.create(reports, attempt()), int(os.environ["RANK"])
     directory.start_heartbeat(rank)

@@ -114,7 +114,7 @@ class LmEval:
     def _cache(self, known: dict[str, Any]) -> str:
         """The beginning of the names of the files with answers of these weights, computed in this way."""
         settings = {"dispatch": known["settings"]["dispatch"], "lm_eval": importlib.metadata.version("lm_eval")}
-        parts = [digests(known["weights"]), known["tokenizer"], settings, known["versions"]]
+        parts = [digests(known["weights"]), known["generation_config"], known["tokenizer"], settings, known["versions"]]
         digest = xxhash.xxh3_128_hexdigest(json.dumps([*parts, self.settings.batch_size], sort_keys=True).encode())
         return str(self.run_dir / "lm_eval_cache" / digest)
 

@@ -12,8 +12,9 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard import __version__
+from fsdp_shard.checkpoint import Location, config_digest, has_file
 from fsdp_shard.data import tokenizer_state
-from fsdp_shard.evaluation.config import SPEED, EvaluateSettings
+from fsdp_shard.evaluation.config import GENERATION, LM_EVAL, SPEED, EvaluateSettings
 from fsdp_shard.evaluation.model_digests import describe_model
 
 _PACKAGES = ("transformers", "tokenizers", "numpy")
@@ -48,9 +49,17 @@ def provenance(
         batch_size = {}
     else:  # it changes nothing but the speed
         del dispatch["prefetch_blocks"], dispatch["schedule"]
-    return {
-        "weights": describe_model(settings.source),
+    found: dict[str, Any] = {"weights": describe_model(settings.source)}
+    if settings.task in (LM_EVAL, GENERATION):  # whose answers end where, and are chosen as, this file says
+        found["generation_config"] = _generation_config(settings.source)
+    return found | {
         "tokenizer": {"digest": tokenizer_digest(tokenizer)},
         "settings": {"task": settings.task, **settled, **batch_size, "dispatch": dispatch},
         "versions": versions(),
     }
+
+
+def _generation_config(source: Location) -> dict[str, str] | None:
+    """The digest of generation_config.json; without the file, the model has what its config says."""
+    name = "generation_config.json"
+    return {"digest": config_digest(source.directory, name)} if has_file(source.directory, name) else None

@@ -73,7 +73,8 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
     """
     tokenizer = load_tokenizer(a.tokenizer)
     tokens = tokenize(tokenizer, prompt)
-    check_vocabulary(tokens, load_config(a.directory))
+    for source in (a, b):
+        check_vocabulary(tokens, load_config(source.directory))
     if not tokens:
         raise DataError(f"--logits {prompt!r} has no tokens that the model in {a} knows; give other text.")
     warnings = [line for source in (a, b) if (line := _check(source, len(tokens)))]

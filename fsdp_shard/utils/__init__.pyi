@@ -42,7 +42,7 @@ from .limited_process import (
 from .module_tensors import replace_tensors as replace_tensors
 from .package_data import configs as configs, recipes as recipes, shipped as shipped
 from .partitioning import balanced_partition as balanced_partition
-from .printing import make_logs_printable as make_logs_printable, only_errors_of as only_errors_of, say as say
+from .printing import make_output_printable as make_output_printable, only_errors_of as only_errors_of, say as say
 from .process_memory import (
     device_peak_bytes as device_peak_bytes,
     disk_bytes_read as disk_bytes_read,

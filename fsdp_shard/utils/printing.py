@@ -1,5 +1,6 @@
 """Printing to the terminal, where lines may quote what files say."""
 
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,16 @@ def say(text: object, stream: TextIO | None = None) -> None:
     print(printable(str(text)), file=stream or sys.stdout, flush=True)
 
 
-def make_logs_printable() -> None:
-    """Make the messages of every logger of this process `printable`: libraries quote what they read from files."""
+def make_output_printable() -> None:
+    """Make what this process prints fit for a terminal: a program calls it once.
+
+    The messages of every logger become `printable`, as libraries quote what they read from files; characters that the
+    encoding of the output lacks are escaped, where Python would raise UnicodeEncodeError.
+    """
     logging.setLogRecordFactory(_PrintableRecord)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not what replaces it in notebooks and tests
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

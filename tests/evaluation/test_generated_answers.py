@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from transformers import (
 )
 
 from fsdp_shard.checkpoint import convert
+from fsdp_shard.evaluation.config import EvaluateSettings
 from fsdp_shard.evaluation.model_card.card_figures import figures_of
+from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.report.comparison import build_report
 from fsdp_shard.evaluation.report.run_files import read_run
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
@@ -91,6 +94,24 @@ def answers(model: Path, prompts: list[str], auto: Any = AutoModelForCausalLM) -
         start = 1 if plain.config.is_encoder_decoder else ids.shape[1]
         found.append(tokenizer.decode(output[0, start:], skip_special_tokens=True))
     return found
+
+
+@pytest.mark.parametrize("task", ["generation", "lm_eval"])
+def test_what_ends_an_answer_is_part_of_what_it_comes_from(task: str, tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+
+    def known() -> Any:
+        settings = EvaluateSettings(checkpoint=str(tmp_path / "model"), task=task)
+        return provenance(settings, byte_tokenizer(), {})["generation_config"]
+
+    first = known()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"transformers_version": "5.17.0"}))
+    assert known() == first
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 3]}))
+    assert known() != first
+    file.unlink()
+    assert known() is None
 
 
 @pytest.mark.long
@@ -209,7 +230,7 @@ def test_reports_have_the_measures(llama: Path, pairs: Path, tmp_path: Path) -> 
     ended, _ = evaluate(tmp_path / "run", *given)
     report = build_report([str(ended.run_dir)], WeightDigests())
     (table,) = [table for table in report.tables if table.key == "tasks"]
-    ((run, _, task, measure, value, interval, _),) = [[cell.text for cell in row] for row in table.rows]
+    ((run, _, _, task, measure, value, interval, _),) = [[cell.text for cell in row] for row in table.rows]
     assert (run, task, measure) == ("run", f"generation: {pairs}", "f1")
     assert float(value) == pytest.approx(ended.result["f1"], rel=1e-3)
     assert " to " in interval

@@ -209,17 +209,20 @@ def test_what_runs_really_leave(tmp_path: Path) -> None:
     (tmp_path / "eps" / "config.json").write_text(json.dumps(other))
     given = ["checkpoint=copy", "config=eps", "tokenizer=model", "run_dir=runs/with_others"]
     assert fsdp_shard("evaluate", *given, *common, cwd=tmp_path).status == 0
+    given = ["checkpoint=copy", "stride=4", "run_dir=runs/with_stride"]
+    assert fsdp_shard("evaluate", *given, *common, cwd=tmp_path).status == 0
 
     report = _report(tmp_path / "runs")
-    assert (report.problems, report.num_completed) == ([], 3)
+    assert (report.problems, report.num_completed) == ([], 4)
     assert [(one.prompt, len(one.rows)) for one in report.samples] == [("a run", 2)]
     assert len(next(chart for chart in report.charts if chart.key == "loss").curves[0].points) == 2
     (step,) = _table(report, "checkpoints").rows
     assert [cell.value for cell in step[1:4]] == [2, "sharded", 2]
     assert _table(report, "evaluations").columns[-2:] == ("digest of data", "digest of weights")
-    two, with_others = _table(report, "evaluations").rows
+    two, with_others, with_stride = _table(report, "evaluations").rows
     assert two[1].value == "one, step 2", "by the digest of the weights"
     assert with_others[1].value == "one, step 2, another config, tokenizer=model"
+    assert [row[2].value for row in (two, with_others, with_stride)] == [None, None, "stride=4"]
     assert _imports_torch(tmp_path, "runs") == "False"
 
 

@@ -35,6 +35,15 @@ def test_a_copy_in_another_format_predicts_the_same(tmp_path: Path) -> None:
     assert all(report.top_agrees)
 
 
+def test_a_model_without_a_token_of_the_prompt_is_named(tmp_path: Path) -> None:
+    one, few = save_model(tmp_path / "one"), tmp_path / "few"
+    config = llama_config()
+    config.vocab_size = 60
+    AutoModelForCausalLM.from_config(config).save_pretrained(few)
+    with pytest.raises(ModelError, match=r"few.*has a vocabulary of 60 tokens, but the tokenizer makes token"):
+        diff_logits(locate(one), locate(few), _PROMPT)
+
+
 def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
     one, two = save_model(tmp_path / "one"), save_model(tmp_path / "two", seed=1)
     report = diff_logits(locate(one), locate(two), _PROMPT)

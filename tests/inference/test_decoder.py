@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from tokenizers import processors
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -27,7 +28,7 @@ from fsdp_shard.inference.generation.decoder import Decoder, generation_config
 from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes, kv_cache_budget
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
-from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
+from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize, tokenize_prompts
 from fsdp_shard.models import Context, check_causal, context_of, no_split_blocks
 from fsdp_shard.utils import check
 from tests.support.tiny import byte_tokenizer, llama_config
@@ -130,6 +131,44 @@ def test_settings_reach_the_generation_config(model: PreTrainedModel) -> None:
         assert (drawn.do_sample, drawn.temperature, drawn.top_p) == (True, 0.3, 0.9)
     finally:
         model.generation_config.update(temperature=None, top_p=None, do_sample=None)
+
+
+def test_an_answer_ends_where_training_ended_it_too(model: PreTrainedModel) -> None:
+    """The tokenizer's token ends what is trained, and a config need not name it."""
+    own = model.generation_config.eos_token_id
+    try:
+        for named, ends in ((2, [2, 256]), ([256, 2], [256, 2]), (None, [256])):
+            model.generation_config.eos_token_id = named
+            assert generation_config(model, TOKENIZER, GenerationSettings()).eos_token_id == ends
+    finally:
+        model.generation_config.eos_token_id = own
+
+
+def test_padding_is_a_token_of_the_model(model: PreTrainedModel) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == model.config.vocab_size, "which the embedding was not resized to"
+    encoded, settings = tokenize_prompts(tokenizer, PROMPTS, model.config), GenerationSettings(max_new_tokens=4)
+    found = list(complete(Decoder(model, tokenizer, settings), PROMPTS, encoded, seed=0, num_done=0))
+    assert [one.completion for one in found] == [one.completion for one in run(model, settings)]
+
+
+@pytest.mark.parametrize(
+    "template", ["<|begin|>:0 $A:0", "<|begin|>:0 $A:0 <|end|>:0", "$A:0 <|end|>:0 <|end|>:0", "$A:0"]
+)
+def test_a_decoder_goes_on_after_the_text_itself(template: str) -> None:
+    """Special tokens before a prompt are kept; those after it end a text, and of an encoder's input are part of it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|begin|>", "<|end|>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    before, config = ["<|begin|>"] if "begin" in template else [], llama_config()
+    config.vocab_size = len(tokenizer)
+    encoded = tokenize_prompts(tokenizer, PROMPTS, config)
+    assert [tokenizer.decode(ids) for ids in encoded] == ["".join([*before, prompt.text]) for prompt in PROMPTS]
+    assert tokenize(tokenizer, "abc") == encoded[0]
+    whole = tokenize_prompts(tokenizer, PROMPTS, T5Config(architectures=["T5ForConditionalGeneration"]))
+    assert whole == [tokenizer(prompt.text)["input_ids"] for prompt in PROMPTS]
 
 
 def test_a_chat_goes_through_the_template() -> None:

@@ -26,6 +26,11 @@ def test_one_prompt_from_the_command_line() -> None:
     assert prompt.text == " two\nlines "
 
 
+def test_a_prompt_of_bytes_that_are_no_text_is_named() -> None:
+    with pytest.raises(DataError, match=r"^prompt has half of a surrogate pair"):
+        read_prompts(GenerateSettings(checkpoint="x", prompt=b"\xff".decode(errors="surrogateescape")))
+
+
 def test_both_kinds_of_files(tmp_path: Path) -> None:
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"prompt": "one\\ntwo", "id": 3}\n{"prompt": "  ünï "}\n\n', encoding="utf-8")

@@ -56,9 +56,9 @@ def _adapter_digest(source: Location) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
 
 
-def config_digest(directory: Path) -> str:
-    """Return the xxh3_128 of config.json, without what changes no figure: who wrote it, and from where."""
-    file = directory / "config.json"
+def config_digest(directory: Path, name: str = "config.json") -> str:
+    """Return the xxh3_128 of a model's config, without what changes no figure: who wrote it, and from where."""
+    file = directory / name
     found = parse_json(read_bounded(file, "config_bytes"), str(file))
     kept = {key: value for key, value in found.items() if key not in _OF_WRITERS} if isinstance(found, dict) else found
     return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())

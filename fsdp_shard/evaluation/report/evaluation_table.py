@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_shard.evaluation.report.report_data import Cell, Table, digest, number, size, text
@@ -13,7 +15,8 @@ from fsdp_shard.evaluation.scored_rows.config import MEASURES
 
 _NOTE = (
     "An evaluation is of a step of a run if both have the same digest of their weights, wherever they lie; otherwise "
-    "the path that was evaluated is shown. Compare figures of the same data only."
+    "the path that was evaluated is shown, and with it the settings that not all evaluations of a task share. Compare "
+    "figures of the same data and settings only."
 )
 
 _OF_SIZES = (
@@ -24,6 +27,7 @@ _SIZES = "Medians; tokens per second of all texts of a batch, and of each. Compa
 # Figures that only some tasks have: classification, reward and generation; and those of tasks other than perplexity.
 _SCORED = {"accuracy", "num_prompts"}
 _OTHERS = _SCORED | {"results", "speed"}
+_LIMIT = "lm_eval.limit"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,14 @@ class _Score:
     figures: Mapping[str, Any]
     weights_digest: Cell
     data: Mapping[str, Any]
+    settings: Mapping[str, str]  # dotted name -> value, as its provenance has them
+    differing: frozenset[str] = frozenset()  # names of those that not all evaluations of its task share
+
+    @property
+    def differences(self) -> Cell:
+        """The settings that set this evaluation apart, as overrides, and a limit: its figures are not of all data."""
+        shown = {name for name in self.settings if name in self.differing or name == _LIMIT}
+        return text(", ".join(f"{name}={self.settings[name]}" for name in sorted(shown)) or None)
 
 
 def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests: WeightDigests) -> list[Table]:
@@ -45,14 +57,15 @@ def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests:
         trained: Runs whose checkpoints they may be of.
         digests: Finds those.
     """
-    scores = [score for run in evaluated for score in _scores(run, trained, digests)]
+    scores = _with_differing([score for run in evaluated for score in _scores(run, trained, digests)])
     tasks = [row for score in scores for row in (*_tasks(score), *_scored_rows(score))]
     sizes = [row for score in scores for row in _sizes(score)]
     texts = [_perplexity(score) for score in scores if not _OTHERS & set(score.figures)]
-    columns = ("evaluation", "weights", "loss", "perplexity", "95% interval", "bits per byte", "tokens")
+    columns = ("evaluation", "weights", "settings", "loss", "perplexity", "95% interval", "bits per byte", "tokens")
     of_what = ("digest of data", "digest of weights")
     found = [Table("evaluations", "Evaluations", (*columns, *of_what), texts, _NOTE)] if texts else []
-    of_tasks = ("evaluation", "weights", "task", "measure", "value", "error or 95% interval", "digest of weights")
+    measured = ("task", "measure", "value", "error or 95% interval")
+    of_tasks = ("evaluation", "weights", "settings", *measured, "digest of weights")
     found += [Table("tasks", "Tasks", of_tasks, tasks, _NOTE)] if tasks else []
     return [*found, *([Table("generation-speed", "Speed of generation", _OF_SIZES, sizes, _SIZES)] if sizes else [])]
 
@@ -64,7 +77,32 @@ def _scores(run: Run, trained: Sequence[Run], digests: WeightDigests) -> Iterato
     for name, weights, figures in models:
         found = digests_in(weights)
         cell = _weights(run, name, weights, trained, digests)
-        yield _Score(run, cell, figures, digest(None if found is None else found[0]), _map(provenance.get("data")))
+        settings = dict(_flat(_map(provenance.get("settings"))))
+        weights_digest = digest(None if found is None else found[0])
+        yield _Score(run, cell, figures, weights_digest, _map(provenance.get("data")), settings)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The settings by their dotted names, without those that are null."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+
+
+def _with_differing(scores: Sequence[_Score]) -> list[_Score]:
+    """Compare the settings of the evaluations of each task."""
+    tasks: dict[str | None, list[_Score]] = defaultdict(list)
+    for score in scores:
+        tasks[score.settings.get("task")].append(score)
+    differing = {
+        task: frozenset(
+            name for name in set().union(*(s.settings for s in same)) if len({s.settings.get(name) for s in same}) > 1
+        )
+        for task, same in tasks.items()
+    }
+    return [replace(score, differing=differing[score.settings.get("task")]) for score in scores]
 
 
 def _weights(run: Run, name: str, weights: Mapping[str, Any], trained: Sequence[Run], digests: WeightDigests) -> Cell:
@@ -87,7 +125,8 @@ def _perplexity(score: _Score) -> list[Cell]:
     )
     interval = _interval(_map(score.figures.get("confidence_interval")).get("perplexity"))
     data = digest(_text(score.data.get("digest")))
-    return [text(score.run.name), score.weights, loss, perplexity, interval, bits, tokens, data, score.weights_digest]
+    figures = [loss, perplexity, interval, bits, tokens]
+    return [text(score.run.name), score.weights, score.differences, *figures, data, score.weights_digest]
 
 
 def _interval(found: Any) -> Cell:
@@ -106,7 +145,7 @@ def _tasks(score: _Score) -> Iterator[list[Cell]]:
             error = as_number(measures.get(f"{measure}_stderr,{filtered}"))
             label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
             cells = [text(task), text(label), number(as_number(value)), number(error)]
-            yield [text(score.run.name), score.weights, *cells, score.weights_digest]
+            yield [text(score.run.name), score.weights, score.differences, *cells, score.weights_digest]
 
 
 def _scored_rows(score: _Score) -> Iterator[list[Cell]]:
@@ -119,7 +158,7 @@ def _scored_rows(score: _Score) -> Iterator[list[Cell]]:
     for name in MEASURES:
         if (value := as_number(score.figures.get(name))) is not None:
             cells = [task, text(name), number(value), _interval(intervals.get(name))]
-            yield [text(score.run.name), score.weights, *cells, score.weights_digest]
+            yield [text(score.run.name), score.weights, score.differences, *cells, score.weights_digest]
 
 
 def _sizes(score: _Score) -> Iterator[list[Cell]]:

@@ -22,7 +22,7 @@ from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 # once, which only batches of one text allow.
 _UNSUPPORTED = (
     *("prompt_lookup_num_tokens", "assistant_early_exit"),
-    *("penalty_alpha", "dola_layers", "force_words_ids", "token_healing"),
+    *("penalty_alpha", "dola_layers", "force_words_ids", "token_healing", "max_time"),
 )
 
 OnText = Callable[[str], object]
@@ -196,12 +196,18 @@ def generation_config(
                 "generation.cache=offloaded has no effect without a GPU, and torch finds none; remove it."
             )
         config.cache_implementation = "offloaded"
-    if config.eos_token_id is None:
-        config.eos_token_id = tokenizer.eos_token_id
     vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or sys.maxsize
-    if config.pad_token_id is None or not 0 <= config.pad_token_id < vocab_size:
-        config.pad_token_id = next((t for t in (tokenizer.pad_token_id, *_end_tokens(config)) if t is not None), 0)
+    own = _end_tokens(config)
+    # Training ends answers with the tokenizer's token, which the config need not name.
+    ends = own if tokenizer.eos_token_id in own else [*own, *_known([tokenizer.eos_token_id], vocab_size)]
+    config.eos_token_id = ends or None
+    config.pad_token_id = _known([config.pad_token_id, tokenizer.pad_token_id, *ends, 0], vocab_size)[0]
     return config
+
+
+def _known(tokens: Sequence[int | None], vocab_size: int) -> list[int]:
+    """Those that are tokens of the model."""
+    return [token for token in tokens if token is not None and 0 <= token < vocab_size]
 
 
 def _check_tokens(model: PreTrainedModel, config: GenerationConfig) -> None:

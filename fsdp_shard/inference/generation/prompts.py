@@ -63,7 +63,7 @@ def _read_prompts(settings: GenerateSettings) -> list[Prompt]:
         if settings.prompt == "-":
             # `echo` and editors end the last line, which would be a prompt to begin a new one.
             return [_checked(_read("prompt", "-").removesuffix("\n").removesuffix("\r"), "standard input")]
-        return [Prompt(settings.prompt, "prompt")]
+        return [_checked(settings.prompt, "prompt")]
     assert settings.prompts is not None, "settings.check guarantees one of them"
     is_input, path = settings.prompts == "-", Path(settings.prompts).expanduser()
     if not is_input and path.suffix.lower() not in (".jsonl", ".txt"):

@@ -48,7 +48,8 @@ def tokenize_prompts(
     def encode() -> list[list[int]]:
         if chat:
             return [_render(tokenizer, [{"role": "user", "content": prompt.text}]) for prompt in prompts]
-        return [list(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+        closing = 0 if config.is_encoder_decoder else _num_closing(tokenizer)
+        return [_without_closing(tokenizer(prompt.text)["input_ids"], closing) for prompt in prompts]
 
     encoded = _limited(tokenizer, encode, [prompt.text for prompt in prompts])
     for prompt, ids in zip(prompts, encoded, strict=True):
@@ -59,8 +60,19 @@ def tokenize_prompts(
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text; raises ModelError as `tokenize_prompts` does."""
-    return _limited(tokenizer, lambda: list(tokenizer(text)["input_ids"]), [text])
+    """Token ids of a text that a decoder is to continue; raises ModelError as `tokenize_prompts` does."""
+    return _limited(tokenizer, lambda: _without_closing(tokenizer(text)["input_ids"], _num_closing(tokenizer)), [text])
+
+
+def _num_closing(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many special tokens the tokenizer adds after a text, such as </s> or [SEP]: a decoder ends with them."""
+    whole, text = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    added = len(whole) - len(text)
+    return next((added - start for start in range(added + 1) if whole[start : start + len(text)] == text), 0)
+
+
+def _without_closing(ids: Sequence[int], num_closing: int) -> list[int]:
+    return list(ids[: len(ids) - num_closing])
 
 
 def check_room(
