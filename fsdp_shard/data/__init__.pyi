@@ -3,7 +3,12 @@ from .compared_answers import (
     ComparedPairs as ComparedPairs,
     open_compared_pairs as open_compared_pairs,
 )
-from .config import DataConfig as DataConfig, all_sources as all_sources, cache_directory as cache_directory
+from .config import (
+    DataConfig as DataConfig,
+    all_sources as all_sources,
+    cache_directory as cache_directory,
+    sources_of as sources_of,
+)
 from .documents import (
     DocumentRow as DocumentRow,
     Documents as Documents,

@@ -97,7 +97,10 @@ def _no_sync_of_parts(model: nn.Module) -> Iterator[None]:
 
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """`clip_grad_norm_` over parameters that lie on several meshes, or on none, which torch's own does not take."""
+    parameters = list(parameters)
     groups = by_mesh(param for param in parameters if param.grad is not None)
+    if not groups:
+        return torch.zeros((), device=parameters[0].device if parameters else None)
     squares = [_squared_norm([grad for param in its if (grad := param.grad) is not None]) for its in groups.values()]
     total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
     for members in groups.values():  # one call of a foreach kernel takes one mesh

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -20,6 +20,7 @@ from fsdp_shard.models import check_vocabulary
 from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, divided_by
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart, PackedAnswers, own_counted
+from fsdp_shard.training.objectives.objective import ObjectiveConfig
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -52,7 +53,7 @@ class LoadedStep:
         samples: Positions of the samples of all ranks, int64 [global_batch_size].
         parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
         batches: The micro-batches.
-        counts: Of this rank: what each term of the loss is a mean over, predictions, and those of each source of a
+        counts: Of this rank: what each term of the loss is a mean over, trained tokens, and those of each source of a
             mixture; its share of them where several ranks have counted the same sequences; float64, on the device.
     """
 
@@ -70,8 +71,8 @@ class BatchLoader:
         config: Sizes of the batches.
         context: The ranks that train.
         model: The model, whose vocabulary must have all tokens.
-        counts: Counts in a batch what each term of the loss is a mean over, and its tokens; predictions if None.
-        keeps_whole: Whether batches of divided sequences have the whole ones, too, for objectives that compare them.
+        objective: Counts in a batch what each term of the loss is a mean over, and its tokens. If it compares whole
+            sequences, batches of divided ones have those, too.
 
     Attributes:
         seconds_waited: How long the last step waited for its samples, on this rank.
@@ -83,14 +84,12 @@ class BatchLoader:
         config: TrainConfig,
         context: DistributedContext,
         model: nn.Module,
-        counts: Callable[[Batch], list[float]] | None = None,
-        *,
-        keeps_whole: bool = False,
+        objective: ObjectiveConfig,
     ) -> None:
         self._dataset, self._config, self._context = dataset, config, context
-        self._counts = counts or (lambda batch: [float(batch.num_predictions)] * 2)
+        self._objective = objective
         self._model_config: Any = getattr(model, "config", None)
-        self._context_ranks, self._keeps_whole = context_ranks(model, context), keeps_whole
+        self._context_ranks, self._keeps_whole = context_ranks(model, context), objective.compares_whole_sequences
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
         # At exit, too: a generator of `train` that is still there is closed when modules are gone already.
@@ -132,8 +131,8 @@ class BatchLoader:
             for batch in batches:
                 check_vocabulary(batch.inputs["input_ids"], self._model_config)
         batches = [own_part(batch, self._context_ranks, keeps_whole=self._keeps_whole) for batch in batches]
-        counts = [sum(of_batches) for of_batches in zip(*map(self._counts, batches), strict=True)]
-        counts += source_predictions(self._dataset, parts, batches)
+        counts = [sum(of_batches) for of_batches in zip(*map(self._objective.all_counts, batches), strict=True)]
+        counts += source_tokens(self._dataset, parts, map(self._objective.trained_tokens, batches))
         if self._keeps_whole:  # each of the ranks that divide the sequences has counted all
             counts = [count / context.num_context_ranks for count in counts]
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
@@ -197,23 +196,22 @@ def evaluation_batches(num_samples: int, micro_batch_size: int, rank: int, num_r
     yield from micro_batches(padded, micro_batch_size, rank, num_ranks)
 
 
-def source_predictions(dataset: Dataset, samples: Iterable[Ints], batches: Sequence[Batch]) -> list[int]:
-    """Count the labels of each source of a mixture.
+def source_tokens(dataset: Dataset, samples: Iterable[Ints], trained: Iterable[npt.NDArray[np.bool_]]) -> list[int]:
+    """Count the tokens of each source of a mixture.
 
     Args:
         dataset: The dataset of the samples.
         samples: Positions of the samples of each batch.
-        batches: The batches.
+        trained: Which tokens of each batch are trained, as `ObjectiveConfig.trained_tokens` says.
 
     Returns:
-        The number of unmasked labels of each of `dataset.source_names`.
+        The number of trained tokens of each of `dataset.source_names`.
     """
     if not dataset.source_names:
         return []
     counts = np.zeros(len(dataset.source_names), np.int64)
-    for positions, batch in zip(samples, batches, strict=True):
-        per_sample = (batch.labels != MASKED).reshape(len(positions), -1).sum(axis=1)
-        np.add.at(counts, dataset.sources_of(positions), per_sample)
+    for positions, tokens in zip(samples, trained, strict=True):
+        np.add.at(counts, dataset.sources_of(positions), tokens.reshape(len(positions), -1).sum(axis=1))
     return [int(count) for count in counts]
 
 

@@ -88,7 +88,7 @@ def check_finetune(config: FinetuneSettings) -> None:
             f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
         )
     _check_labels(config, resumed)
-    resume.check_same_objective(resumed, config.objective)
+    resume.check_same_objective(resumed, config.objective, config.loss)
     lora.check_continues(config.adapter, resumed)
     if resumed is not None:
         check_resumed(config.adapter, model_name(config.model), resumed)

@@ -165,10 +165,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
     with (
-        BatchLoader(
-            *(run.dataset, run.config, run.context, run.model.module, run.objective.all_counts),
-            keeps_whole=run.objective.compares_whole_sequences,
-        ) as loader,
+        BatchLoader(run.dataset, run.config, run.context, run.model.module, run.objective) as loader,
         noisy_embeddings(run.model.module, run.config.neftune_alpha) as noise,
     ):
         while not run.is_over:

@@ -24,7 +24,7 @@ from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.figures import data_figures, describe_streams
 from fsdp_shard.training.held_out.sample_completions import sample_completions
 from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, describe_loaded_model, unfilled_model
-from fsdp_shard.training.logging.mfu import utilization
+from fsdp_shard.training.logging.mfu import trains_every_token, utilization
 from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.run_log import RunLog, interrupted
 from fsdp_shard.training.logging.trackers import public_settings
@@ -251,7 +251,9 @@ def open_log(
     opening = run_on_main(run.context, lambda: _opening(config, run, start))
     described = describe_loaded_model(loaded, config.model, config.shard, run.context)
     settings = public_settings(config) | {"train.steps": run.config.num_steps}
-    mfu = utilization(loaded, config.shard.param_dtype, config.data.window_length, run.context)
+    mfu = None
+    if trains_every_token(config):
+        mfu = utilization(loaded, config.shard.param_dtype, config.data.window_length, run.context)
     return RunLog(config.run_dir, run, start.step, settings, mfu, [*opening, *described, *notes])
 
 

@@ -35,8 +35,9 @@ def test_a_loss_by_its_name(tmp_path: Path) -> None:
     assert result["perplexity"] is None
     assert 0 < result["best_loss"] < 6
 
-    resumed = fsdp_shard("finetune", *settings[:-1], "train.steps=4", cwd=tmp_path)
-    assert "loss my_losses:focal -> null" in resumed.out + resumed.err
+    refused = fsdp_shard("finetune", *settings[:-1], "train.steps=4", cwd=tmp_path)
+    assert refused.status == 2
+    assert "was trained with loss=my_losses:focal, so a run with loss=null cannot resume from it" in refused.err
     refused = fsdp_shard("doctor", *settings[:-1], "loss=my_losses:fokal", cwd=tmp_path)
     assert refused.status == 1
     assert "my_losses has no function fokal (did you mean focal?)" in refused.out + refused.err

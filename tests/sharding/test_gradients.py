@@ -114,6 +114,13 @@ def test_what_shard_gave() -> None:
         assert norm > 1
 
 
+def test_without_gradients_the_norm_is_zero() -> None:
+    def work(context: DistributedContext) -> float:
+        return float(fs.clip_grad_norm_(fully_shard(nn.Linear(4, 4), mesh=context.mesh), 1.0))
+
+    assert on_ranks(2, work) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "no_sync"])
 def test_the_examples_in_the_docs_run(name: str) -> None:
     (found,) = doctest.DocTestFinder(recurse=False).find(getattr(fs, name), name, globs={})

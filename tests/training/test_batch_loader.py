@@ -27,13 +27,15 @@ from fsdp_shard.data import (
     with_extras,
 )
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.training.batch_loader import evaluation_batches, micro_batches, source_predictions, to_device
+from fsdp_shard.training.batch_loader import evaluation_batches, micro_batches, source_tokens, to_device
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import data_figures, source_figures
 from fsdp_shard.training.loop import train
+from fsdp_shard.training.objectives.registry import OBJECTIVES
 from tests.training.conftest import stream
 from tests.training.test_loop import SEED, Run, losses
 
+SFT = OBJECTIVES["sft"]()
 CONFIG = TrainConfig(steps=3, global_batch_size=4, micro_batch_size=2)
 
 
@@ -131,7 +133,7 @@ def test_predictions_and_figures_of_each_source(tmp_path: Path, tiny_model: Path
     counts = np.zeros(2, int)
     for rank in range(2):  # in batches that are on several ranks
         parts = micro_batches(np.arange(24), 4, rank, 2)
-        counts += source_predictions(mixed, parts, [mixed.batch(part) for part in parts])
+        counts += source_tokens(mixed, parts, [SFT.trained_tokens(mixed.batch(part)) for part in parts])
     sources_of_each = mixed.sources_of(np.arange(24))
     for number in range(2):
         chosen = np.flatnonzero(sources_of_each == number)
@@ -151,7 +153,7 @@ def test_predictions_and_figures_of_each_source(tmp_path: Path, tiny_model: Path
 
 def test_a_source_alone_has_no_predictions_or_figures_of_its_own() -> None:
     alone = Shuffled(stream(), SEED)
-    assert source_predictions(alone, [np.arange(4)], [alone.batch(range(4))]) == []
+    assert source_tokens(alone, [np.arange(4)], [SFT.trained_tokens(alone.batch(range(4)))]) == []
     assert data_figures(alone, 60, {}) == {"sequence_length": alone.sequence_length}
     assert source_figures(alone, 60, {}) == {}
 
@@ -172,7 +174,7 @@ def test_pairs_and_their_values_on_the_device(tmp_path: Path, tiny_model: Path) 
     dataset = dataset.with_sources([with_extras(one, "known", np.full((len(one), 2), 0.5)) for one in dataset.sources])
     positions = np.arange(4)
     batch = dataset.batch(positions)
-    found = source_predictions(dataset, [positions], [batch])
+    found = source_tokens(dataset, [positions], [SFT.trained_tokens(batch)])
     assert found == [2 * (11 + 3), 2 * (2 + 3)], "of both answers, with the tokens that end them"
     assert sum(found) == batch.num_predictions
     on_device = to_device(batch, torch.device("cpu"))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import MASKED, DataConfig, Shuffled
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
@@ -115,6 +115,17 @@ def test_evaluations_use_it(alone: DistributedContext) -> None:
     assert report.loss == pytest.approx(float(total / count), rel=1e-6)
     assert report.num_tokens == batch.num_predictions
     assert report.perplexity is None, "its exponential is none"
+
+
+def test_held_out_data_without_what_it_counts(alone: DistributedContext) -> None:
+    def rare(output: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        return output.logits.sum() * 0, 0
+
+    model: Any = Plain(llama())
+    with pytest.raises(
+        LossError, match=r"^The loss function counted nothing in the held-out data, so there is no mean"
+    ):
+        evaluate_loss(model, uneven(), 4, alone, CustomFunctions(rare))
 
 
 def test_the_cross_entropy_as_a_function_of_ones_own(alone: DistributedContext) -> None:

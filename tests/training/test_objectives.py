@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from fsdp_shard.data import (
     LABELED,
     MASKED,
+    NO_WINDOW,
     PAIRS,
     DataConfig,
     Shuffled,
@@ -26,6 +28,7 @@ from fsdp_shard.data import (
 )
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.sharding import WRAPPERS
+from fsdp_shard.training.batch_loader import source_tokens
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.held_out.evaluator import evaluate_loss
 from fsdp_shard.training.loop import TrainingRun, train
@@ -192,6 +195,28 @@ def test_evaluations_are_over_all_samples_whatever_the_batches(alone: Distribute
             report = evaluate_loss(model, data, size, alone, objective=objective, reference=PrecomputedReference())
             assert report.loss == pytest.approx(expected, rel=1e-5), (name, size)
             assert report.perplexity is None
+
+
+def test_tokens_are_those_of_what_is_compared(tmp_path: Path, rows: Path) -> None:
+    """Not of the prompts with other answers, and not of pairs that fill up a batch; those of sources add up to them."""
+    answers, pairs = OBJECTIVES["kto"](), OBJECTIVES["reward"]()
+    batch = _samples(rows, answers).batch(range(5))
+    assert answers.all_counts(batch) == [5.0, float((batch.labels[0::2] != MASKED).sum())]
+
+    source = {"path": str(rows), "kind": "preference"}
+    config = DataConfig(path="", mixture={"a": source, "b": source}, sequence_length=32, cache_dir=str(tmp_path))
+    task = Task("sequence_classification", samples=pairs.samples)
+    mixed = open_samples(config, tokenize_all(config, byte_tokenizer(), tmp_path, task), task).train
+    positions = np.arange(6)
+    batch = mixed.batch(positions)
+    num_tokens = int(batch.inputs["attention_mask"].sum())
+    assert pairs.all_counts(batch) == [6.0, float(num_tokens)]
+    by_source = source_tokens(mixed, [positions], [pairs.trained_tokens(batch)])
+    assert sum(by_source) == num_tokens
+    assert min(by_source) > 0
+    data = mixed.sources[0]
+    filled = data.batch([0, 1, NO_WINDOW, NO_WINDOW])
+    assert pairs.all_counts(filled) == pairs.all_counts(data.batch([0, 1]))
 
 
 def test_the_cross_entropy_of_orpo_may_have_the_prompts(alone: DistributedContext, rows: Path) -> None:

@@ -247,6 +247,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model.embed_tokens.weight", False),
         ("bert.embeddings.word_embeddings.weight", False),
         ("lm_head.weight", False),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", False),
+        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", False),
     ],
 )
 def test_matrices_that_muon_updates(name: str, hidden: bool) -> None:

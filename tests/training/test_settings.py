@@ -173,6 +173,7 @@ def test_linear_ends_at_its_floor() -> None:
         ("model.layers.0.input_layernorm.weight", (4,), False),
         ("transformer.h.0.attn.c_attn.bias", (12,), False),
         ("odd.bias", (4, 4), False),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 32), False),
         ("group_norm.weight", (4, 4), False),
         ("normalizer.layers.0.weight", (4, 4), True),
         ("scale", (), False),

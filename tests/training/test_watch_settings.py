@@ -1,4 +1,4 @@
-"""Trackers, profiles, MFU and determinism by themselves; what the recipe does with them is in tests/multi_rank."""
+"""Trackers, profiles, MFU and determinism by themselves; `finetune` with them is in tests/end_to_end/test_watch.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import ModelConfig
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, peak_flops
+from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, peak_flops, trains_every_token
 from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.trackers import Trackers, check_trackers, public_settings
 from fsdp_shard.training.seeding import deterministic_algorithms
@@ -147,9 +149,31 @@ def test_operations_of_a_token() -> None:
     expected = flops_per_token(config, num_params, 64)
     assert expected is not None
     assert counter.get_total_flops() / 64 == pytest.approx(expected, rel=0.02)
-    config.num_local_experts = 8
-    assert flops_per_token(config, num_params, 64) is None
+    for experts in (
+        {"num_local_experts": 8},
+        {"moe_num_experts": 8},
+        {"ffn_config": SimpleNamespace(moe_num_experts=8)},
+    ):
+        assert flops_per_token(llama_config_with(**experts), num_params, 64) is None
     assert flops_per_token(object(), 1, 64) is None
+
+
+def llama_config_with(**settings: Any) -> Any:
+    config = llama_config()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_utilization_is_known_where_every_token_is_trained() -> None:
+    def known(task: str = "causal_lm", **data: Any) -> bool:
+        return trains_every_token(FinetuneConfig(model=ModelConfig(path="m", task=task), data=DataConfig(**data)))
+
+    assert known(path="a.txt")
+    assert known(path="a.txt", packing=True)
+    assert not known(path="a.jsonl", kind="instruction")
+    assert not known(path="a.txt", task="masked_lm")
+    assert not known(path="", mixture={"a": {"path": "a.txt"}, "b": {"path": "b.jsonl", "kind": "chat"}})
 
 
 def test_peaks_of_devices() -> None:

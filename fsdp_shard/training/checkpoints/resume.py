@@ -120,8 +120,8 @@ def _changed_data(config: FinetuneSettings, step_directory: Path) -> list[str]:
     return [change for change in changes if change.startswith("data.") and not change.startswith(_NOT_TRAINED)]
 
 
-def check_same_objective(step_directory: Path | None, objective: ObjectiveConfig) -> None:
-    """Raise ConfigError if a step was trained with another objective, whose losses are not to be compared."""
+def check_same_objective(step_directory: Path | None, objective: ObjectiveConfig, loss: str | None) -> None:
+    """Raise ConfigError if a step was trained with another objective or `loss`, which are not to be compared."""
     settings = None if step_directory is None else read_settings(step_directory / RUN_CONFIG)
     if settings is None:
         return
@@ -130,6 +130,8 @@ def check_same_objective(step_directory: Path | None, objective: ObjectiveConfig
     for name, value in vars(objective).items() if not changed else ():
         if name not in objective.of_computation and name in recorded and recorded[name] != value:
             changed.append((f"objective.{name}", recorded[name], value))
+    if not changed and settings.get("loss") != loss:
+        changed = [("loss", settings.get("loss") or "null", loss or "null")]
     for name, was, now in changed:
         raise ConfigError(
             f"{step_directory} was trained with {name}={was}, so a run with {name}={now} cannot resume from it: best "

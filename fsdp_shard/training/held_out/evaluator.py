@@ -239,12 +239,17 @@ class _Evaluation:
 
     def report(self, sums: _HeldOutSum, name: str = "") -> EvalReport:
         """Return the means; raise LossError if the loss is not finite."""
-        pairs = zip(sums.terms, sums.counts, strict=True)
+        pairs = list(zip(sums.terms, sums.counts, strict=True))
+        of_set = f" of {name}" if name else ""
+        if self.functions.loss is not None and not any(sums.counts):
+            raise LossError(
+                f"The loss function counted nothing in the held-out data{of_set}, so there is no mean: "
+                f"give held-out data with what it counts, or none."
+            )
         loss = math.fsum(total / count if count else math.nan for total, count in pairs)
         if not math.isfinite(loss):
-            where = f" of {name}" if name else ""
             raise LossError(
-                f"The held-out loss{where} is {loss} over {int(sums.num_tokens)} tokens: the weights are not usable."
+                f"The held-out loss{of_set} is {loss} over {int(sums.num_tokens)} tokens: the weights are not usable."
             )
         perplexity = None
         if self.objective.is_cross_entropy and self.functions.loss is None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from fsdp_shard.data import sources_of
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel
 
 # Dense bfloat16 operations per second from the data sheets of NVIDIA and AMD, by the first pattern that matches.
@@ -27,6 +29,8 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"\bMI300X\b", 1307.4e12),
     (r"\bMI250X\b", 191.5e12),
 )
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -54,7 +58,8 @@ def flops_per_token(config: Any, num_matmul_params: int, sequence_length: int) -
     )
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
         return None
-    if any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+    parts = (text, getattr(text, "ffn_config", None))  # the second is DBRX's
+    if any(getattr(part, name, None) for part in parts for name in _EXPERTS):
         return None  # N would have to be the active parameters
     head_dim = getattr(text, "head_dim", None) or hidden // heads
     return 6.0 * num_matmul_params + 12.0 * layers * heads * head_dim * sequence_length
@@ -67,10 +72,18 @@ def num_matmul_params(config: Any, num_params: int) -> int:
     return num_params if is_tied else num_params - int(text.vocab_size) * int(text.hidden_size)
 
 
+def trains_every_token(config: FinetuneSettings) -> bool:
+    """Whether the tokens that are trained, which a run counts, are all that the model reads: not those of answers."""
+    text = all(source.kind == "text" for source in sources_of(config.data).values())
+    return text and config.model.task == "causal_lm" and config.objective.name == "sft"
+
+
 def utilization(
     loaded: LoadedModel, param_dtype: str, sequence_length: int, context: DistributedContext
 ) -> Callable[[float], float] | None:
     """Return a function from the tokens per second of all ranks to the utilization of their GPUs, from 0 to 1.
+
+    The tokens are those that the model reads (`trains_every_token`).
 
     Returns:
         None on the CPU, for unknown GPUs and models, for other dtypes than bfloat16, and with frozen parameters, whose

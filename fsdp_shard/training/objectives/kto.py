@@ -11,6 +11,8 @@ from fsdp_shard.training.objectives.objective import Pass, Reference, ReferenceC
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from fsdp_shard.data import Batch
@@ -43,11 +45,11 @@ class KtoConfig(ReferenceConfig):
         """Return the number of answers in `batch`."""
         return [float(num_pairs(batch))]
 
-    def num_tokens(self, batch: Batch) -> int:
-        """Return the number of tokens of the answers, without those of other prompts."""
-        from fsdp_shard.data import MASKED
-
-        return int((batch.labels[0::2] != MASKED).sum())
+    def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
+        """Return which tokens are of the answers, without those of other prompts."""
+        found = super().trained_tokens(batch)
+        found[1::2] = False
+        return found
 
     def prepare(
         self,

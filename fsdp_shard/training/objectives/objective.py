@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from fsdp_shard.data import Batch
@@ -92,9 +94,12 @@ class ObjectiveConfig:
         """Whether ranks that divide sequences compute the same loss of the whole ones, not each that of its tokens."""
         return not self.is_cross_entropy
 
-    def num_tokens(self, batch: Batch) -> int:
-        """Return the number of tokens in `batch` that are trained, for people."""
-        return batch.num_predictions
+    def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
+        """Return which tokens of `batch` are trained, for people: bool, with the shape of the labels or inputs."""
+        from fsdp_shard.data import MASKED
+
+        found: npt.NDArray[np.bool_] = batch.labels != MASKED
+        return found
 
     def counts(self, batch: Batch) -> list[float]:
         """Return, for each term of the loss, the number in `batch` that the term is a mean over."""
@@ -111,7 +116,7 @@ class ObjectiveConfig:
 
     def all_counts(self, batch: Batch) -> list[float]:
         """Return the counts of the terms, and the number of tokens."""
-        return [*self.counts(batch), float(self.num_tokens(batch))]
+        return [*self.counts(batch), float(self.trained_tokens(batch).sum())]
 
     def prepare(
         self,

@@ -10,6 +10,8 @@ from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from fsdp_shard.data import Batch
@@ -35,9 +37,11 @@ class RewardConfig(PreferenceConfig):
         """Return the number of pairs in `batch`."""
         return [float(num_pairs(batch))]
 
-    def num_tokens(self, batch: Batch) -> int:
-        """Return the number of tokens that are read."""
-        return int((batch.inputs["attention_mask"] if batch.segments is None else batch.segments > 0).sum())
+    def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
+        """Return which tokens are read, without those of pairs that fill up a batch."""
+        if batch.segments is not None:
+            return batch.segments > 0
+        return (batch.inputs["attention_mask"] > 0) & super().trained_tokens(batch)[:, None]
 
     def terms(self, forward: Pass) -> torch.Tensor:
         """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""

@@ -83,4 +83,4 @@ def decay_groups(
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
     """Whether weight decay applies to a parameter with this FQN and unsharded shape: not to norms and biases."""
     *modules, last = name.lower().split(".")
-    return len(shape) >= 2 and last != "bias" and not any("norm" in module for module in modules[-1:])
+    return len(shape) >= 2 and not last.endswith("bias") and not any("norm" in module for module in modules[-1:])

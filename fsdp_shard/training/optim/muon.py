@@ -35,7 +35,7 @@ class MuonConfig(AdamConfig):
         choices=("match_rms_adamw", "original"),
     )
     not_muon: list[str] = setting(
-        ["*embed*", "wte", "wpe", "shared", "lm_head", "classifier", "score"],
+        ["*embed*", "wte", "wpe", "shared", "lm_head", "classifier", "score", "relative_attention_bias"],
         "Names of modules whose matrices AdamW updates, with * as a wildcard: embeddings and output heads. Parameters "
         "that are not matrices always go to AdamW.",
     )
@@ -74,4 +74,5 @@ class MuonConfig(AdamConfig):
 
     def _is_hidden(self, name: str, shape: tuple[int, ...]) -> bool:
         parts = name.split(".")
-        return len(shape) == 2 and not any(fnmatch.filter(parts, pattern) for pattern in self.not_muon)
+        is_matrix = len(shape) == 2 and not parts[-1].endswith("bias")  # those of experts are stacked
+        return is_matrix and not any(fnmatch.filter(parts, pattern) for pattern in self.not_muon)
