@@ -40,6 +40,18 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> to
     return bits.view(dtype).reshape(tuple(shape)) if num_bytes else torch.empty(tuple(shape), dtype=dtype)
 
 
+def uneven(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows that no rank count divides, a scalar, tensors without elements, several dtypes."""
+    return {
+        "rows": random_tensor((7, 5), torch.float32, seed),
+        "half": random_tensor((3, 2, 4), torch.bfloat16, seed + 1),
+        "scalar": random_tensor((), torch.float32, seed + 2),
+        "empty": random_tensor((0, 4), torch.float32),
+        "narrow": random_tensor((5, 0), torch.bfloat16),
+        "flags": random_tensor((11,), torch.bool, seed + 3),
+    }
+
+
 def write_huggingface(root: Path, tensors: Tensors, **metadata: str) -> Path:
     """A directory as `save_pretrained` makes it, through safetensors' own writer; no model is compared with it."""
     root.mkdir(parents=True, exist_ok=True)

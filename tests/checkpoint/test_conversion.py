@@ -27,8 +27,7 @@ from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.training import collect_model_files
 from fsdp_shard.utils import hold_lock
-from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
-from tests.checkpoint.test_index import uneven
+from tests.checkpoint.files import assert_same, even_edges, random_tensor, uneven, write_huggingface, write_ranks
 from tests.support.digests import tensor_digests
 from tests.support.tiny import llama, save_adapter, save_model
 
@@ -377,7 +376,7 @@ def test_all_chat_templates_go_along(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_gguf_becomes_a_model_that_transformers_opens(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
+    from tests.support.gguf_models import load_with_transformers, write_gguf
 
     path = write_gguf(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.Q8_0, tied=True)
     report = convert(path, tmp_path / "target")

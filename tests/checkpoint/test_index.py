@@ -13,7 +13,15 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.errors import CheckpointError
-from tests.checkpoint.files import assert_same, even_edges, random_tensor, raw_bytes, write_huggingface, write_ranks
+from tests.checkpoint.files import (
+    assert_same,
+    even_edges,
+    random_tensor,
+    raw_bytes,
+    uneven,
+    write_huggingface,
+    write_ranks,
+)
 from tests.support.digests import digest_tensor
 
 DTYPES = [
@@ -30,18 +38,6 @@ DTYPES = [
 ]
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 slices = st.builds(slice, st.none() | st.integers(-8, 8), st.none() | st.integers(-8, 8), st.none() | st.integers(1, 3))
-
-
-def uneven(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rows that no rank count divides, a scalar, tensors without elements, several dtypes."""
-    return {
-        "rows": random_tensor((7, 5), torch.float32, seed),
-        "half": random_tensor((3, 2, 4), torch.bfloat16, seed + 1),
-        "scalar": random_tensor((), torch.float32, seed + 2),
-        "empty": random_tensor((0, 4), torch.float32),
-        "narrow": random_tensor((5, 0), torch.bfloat16),
-        "flags": random_tensor((11,), torch.bool, seed + 3),
-    }
 
 
 def test_reads_what_safetensors_wrote(tmp_path: Path) -> None:

@@ -272,6 +272,12 @@ DEEPSEEK = """
 {%- endfor %}
 {%- if add_generation_prompt and ns.is_last_user and not ns.is_tool %}{{ '<｜Assistant｜></think>' }}{% endif %}"""
 
+# Llama 2's way of trimming, and no more of it.
+TRIMS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'].strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 FAMILIES = {
     "chatml": Family(CHATML, _CHATML_TOKENS),

@@ -7,9 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fsdp_shard.data.config import DataConfig, kind_of, sources_of
 from fsdp_shard.data.pipeline import prepare_data
@@ -18,39 +16,20 @@ from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check
 from tests.data.chat_templates import CHATML, FAMILIES, QWEN2, Family
-from tests.data.conftest import byte_tokenizer, predicted_texts
-from tests.data.test_config import write
-
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-def tokenizer_of(family: Family) -> Any:
-    tokenizer = byte_tokenizer(family.tokens[-1])
-    tokenizer.add_special_tokens({"additional_special_tokens": list(family.tokens[:-1])})
-    tokenizer.bos_token = "<bos>"
-    tokenizer.chat_template = family.template
-    return tokenizer
-
-
-def call(name: str = "weather", number: int = 0, **arguments: Any) -> dict[str, Any]:
-    return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def calls(*given: dict[str, Any], **others: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": None, "tool_calls": list(given)} | others
-
-
-def result(content: str, number: int = 0) -> dict[str, Any]:
-    return {"role": "tool", "name": "weather", "tool_call_id": f"call{number:05}", "content": content}
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **others: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **others}
+from tests.data.chat_tokenizers import rendered, tokenizer_of
+from tests.data.conftest import predicted_texts
+from tests.data.conversations import (
+    SYSTEM,
+    TOOLS,
+    assistant,
+    call,
+    calls,
+    conversation,
+    result,
+    tool_conversation,
+    user,
+)
+from tests.data.data_files import write
 
 
 def learnt(tokenizer: Any, row: dict[str, Any], **settings: Any) -> tuple[str, list[str]]:
@@ -59,19 +38,6 @@ def learnt(tokenizer: Any, row: dict[str, Any], **settings: Any) -> tuple[str, l
     assert kind.check_row(Row("row 0", row))
     ((example,),) = kind.encode([Row("row 0", row)], tokenizer)
     return tokenizer.decode(example.ids), predicted_texts(example, tokenizer)
-
-
-def rendered(family: Family, messages: list[Any], tools: Any = None, *, prompt: bool = False) -> str:
-    """What the template makes of messages, without transformers."""
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = refuse
-    names = {"bos_token": "<bos>", "eos_token": family.tokens[-1], "tools": tools}
-    return environment.from_string(family.template).render(messages=messages, add_generation_prompt=prompt, **names)
 
 
 def oracle(family: Family, messages: list[Any], tools: Any = None) -> list[str]:
@@ -91,27 +57,6 @@ def oracle(family: Family, messages: list[Any], tools: Any = None) -> list[str]:
             assert after.startswith(before)
             turns.append(after[len(before) :].strip().removesuffix("\n<|endoftext|>"))  # Phi ends conversations too
     return turns
-
-
-def conversation(family: Family) -> list[Any]:
-    chat = [user("a? yes"), assistant("yes"), user("b?\n"), assistant("no, 3 < 4 👍")]
-    return [SYSTEM, *chat] if family.system else chat
-
-
-def tool_conversation(name: str) -> list[Any]:
-    two = [call(number=1, city="Bonn"), call("time", 2)][: 1 if name == "llama3" else 2]
-    results = [result('{"a": 1}', 1), result("[weather]", 2)][: len(two)]
-    chat = [user("weather?"), calls(call(city="Köln", days=[1, 2], near={"km": 3})), result("rain"), assistant("Rain.")]
-    return [
-        SYSTEM,
-        *chat,
-        user("and there?"),
-        calls(*two),
-        *results,
-        calls(call(number=3)),
-        result("?", 3),
-        assistant("?"),
-    ]
 
 
 def as_text(messages: list[Any]) -> list[Any]:

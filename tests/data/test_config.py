@@ -13,12 +13,7 @@ from fsdp_shard.data.sources.source import open_source
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check
-
-
-def write(path: Path, content: str | bytes) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return str(path)
+from tests.data.data_files import write
 
 
 @pytest.mark.parametrize(

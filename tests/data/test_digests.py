@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.pipeline import tokenize_all
 from tests.data.conftest import byte_tokenizer
-from tests.data.test_config import write
+from tests.data.data_files import write
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -20,14 +20,12 @@ from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check
+from tests.data.chat_templates import CHATML, TRIMS
+from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.conftest import END, byte_tokenizer, predicted_texts
-from tests.data.test_config import write
+from tests.data.data_files import write
 
-# ChatML, which marks nothing; the same with marks; Qwen3's way of changing with the last turn; Llama 2's of trimming.
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+# ChatML with marks; Qwen3's way of changing with the last turn; two that no answer can be found in.
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
@@ -37,10 +35,6 @@ THINKS = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
     "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-)
-TRIMS = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'].strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 SHOUTS = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
 FORGETS = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
@@ -52,13 +46,6 @@ CHAT = [
     {"role": "user", "content": "b?"},
     {"role": "assistant", "content": "no"},
 ]
-
-
-def chat_tokenizer(template: str | None) -> Any:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def learnt(config: DataConfig, values: dict[str, Any], tokenizer: Any) -> list[str]:

@@ -29,7 +29,7 @@ from fsdp_shard.evaluation import check_text
 from fsdp_shard.training import micro_batches
 from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer
-from tests.data.test_config import write
+from tests.data.data_files import write
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

@@ -11,8 +11,7 @@ from fsdp_shard.data.kinds.kind import LABELED
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW, Batch
 from fsdp_shard.data.samples.packed_labeled_answers import PackedLabeledAnswers
 from fsdp_shard.data.samples.preferences import with_extras
-from tests.data.test_packed_pairs import random_rows
-from tests.data.test_preference_samples import opened, source
+from tests.data.preference_rows import opened, random_rows, source
 
 LENGTH = 32  # of which some texts are longer
 

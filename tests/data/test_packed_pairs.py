@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fsdp_shard.data.samples.rows import Cut
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.errors import DataError
 from tests.data.conftest import END
-from tests.data.test_preference_samples import opened, source
+from tests.data.preference_rows import opened, random_rows, source
 
 M = MASKED
 
@@ -26,18 +25,6 @@ def packed(tmp_path: Path, rows: Any, **settings: Any) -> PackedPairs:
     found = source(tmp_path, rows, packing=True, **settings)
     assert isinstance(found, PackedPairs)
     return found
-
-
-def random_rows(count: int = 60) -> list[dict[str, Any]]:
-    draw = random.Random(3)
-
-    def text(fewest: int, most: int) -> str:
-        return "".join(draw.choice("ab ") for _ in range(draw.randint(fewest, most)))
-
-    return [
-        {"prompt": text(0, 25), "chosen": f"{text(0, 12)}c{number}", "rejected": f"{text(0, 12)}r{number}"}
-        for number in range(count)
-    ]
 
 
 def test_a_pair_is_its_prompt_and_both_answers(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fsdp_shard.data.samples.rows import CausalRows
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import check_packing
 from tests.data.conftest import END, byte_tokenizer
-from tests.data.test_config import write
+from tests.data.data_files import write
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "some", "more", "of", "it"]
 

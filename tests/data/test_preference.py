@@ -12,9 +12,9 @@ from fsdp_shard.data.kinds.kind import CLASSIFICATION
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.data.validate import check_tokenizer, encode_prompts
 from fsdp_shard.errors import DataError
-from tests.data.chat_templates import CHATML, QWEN3
+from tests.data.chat_templates import CHATML, QWEN3, TRIMS
+from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.conftest import END, byte_tokenizer
-from tests.data.test_kinds import TRIMS, chat_tokenizer
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("4", "5"))

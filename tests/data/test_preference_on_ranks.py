@@ -12,8 +12,9 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.pipeline import prepare_on_ranks
 from fsdp_shard.data.task import Task
 from fsdp_shard.distributed import DistributedContext
-from tests.data.test_kinds import CHATML, chat_tokenizer
-from tests.data.test_preference_samples import ROWS, rows_file
+from tests.data.chat_templates import CHATML
+from tests.data.chat_tokenizers import chat_tokenizer
+from tests.data.preference_rows import ROWS, rows_file
 from tests.support.ranks import on_ranks
 
 

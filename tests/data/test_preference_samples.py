@@ -11,40 +11,18 @@ import pytest
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, PAIRS
-from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
+from fsdp_shard.data.pipeline import tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.preferences import cut_answers, with_extras
-from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.task import Task, check_task
 from fsdp_shard.data.tokenized.token_file import Examples
-from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check
 from tests.data.conftest import END, byte_tokenizer, positions_of_rank
-from tests.data.test_config import write
+from tests.data.data_files import write
+from tests.data.preference_rows import ROWS, opened, rows_file, source
 
-ROWS = [{"prompt": f"{name}?", "chosen": f"yes {name}", "rejected": f"n{name}"} for name in "abcdefghijk"]
 M = MASKED
-
-
-def rows_file(path: Path, rows: list[dict[str, Any]]) -> str:
-    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def opened(tmp_path: Path, rows: Any, samples: str = PAIRS, task: str = "causal_lm", **settings: Any) -> Samples:
-    path = rows_file(tmp_path / "rows.jsonl", rows) if isinstance(rows, list) else ""
-    cache = {} if settings.get("streaming") else {"cache_dir": str(tmp_path / "cache")}
-    config = DataConfig(**{"kind": "preference", "sequence_length": 32, "path": path, **cache, **settings})
-    check(config)
-    check_task(task, config, samples)
-    check_data(config, task, samples)
-    what, tokenizer = Task(task, samples=samples, padding=7), byte_tokenizer()
-    return open_samples(config, tokenize_all(config, tokenizer, task=task), what, 3, byte_tokenizer)
-
-
-def source(tmp_path: Path, rows: Any, samples: str = PAIRS, task: str = "causal_lm", **settings: Any) -> SourceDataset:
-    (found,) = opened(tmp_path, rows, samples, task, **settings).train.sources
-    return found
 
 
 def row_texts(batch: Any) -> list[tuple[bytes, bytes]]:

@@ -14,7 +14,8 @@ from fsdp_shard.data.config import kind_of
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import DataError
 from tests.data.chat_templates import FAMILIES
-from tests.data.test_chat import TOOLS, conversation, rendered, tokenizer_of, tool_conversation
+from tests.data.chat_tokenizers import rendered, tokenizer_of
+from tests.data.conversations import TOOLS, conversation, tool_conversation
 from tests.support.tiny import byte_tokenizer
 
 

@@ -27,7 +27,7 @@ from fsdp_shard.data.sources.row import document_of
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
-from tests.data.test_config import write
+from tests.data.data_files import write
 
 ROWS = [{"text": f'{number} "ä",\nb' * (number % 4), "n": str(number)} for number in range(150)]
 TEXTS = [row["text"] for row in ROWS]

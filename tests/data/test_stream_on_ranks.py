@@ -31,7 +31,7 @@ from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError
 from tests.data.conftest import byte_tokenizer, positions_of_rank
-from tests.data.test_streaming import settle
+from tests.data.streams import settle
 from tests.support.ranks import on_ranks
 
 NUM, BATCH, SEED = 120, 12, 3

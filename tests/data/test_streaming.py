@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -16,48 +13,16 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds import running_text
 from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import open_samples, prepare_data, tokenize_all
-from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.sources import source as source_module
-from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
-from fsdp_shard.data.task import SpecialTokens, Task
+from fsdp_shard.data.task import Task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.evaluation import check_text
 from fsdp_shard.training import data_figures, describe_streams
 from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer, positions_of_rank
-from tests.data.test_config import write
-
-WORDS = [f"row {i} " + "x" * (7 * i % 23) for i in range(41)]
-
-
-def stream_of(config: DataConfig, tokenizer: Any, seed: int = 3, task: Task | None = None) -> StreamDataset:
-    check(config)
-    special = SpecialTokens.of(tokenizer) if task and task.name == MASKED_LM else None
-    return open_stream(SampleFactory(config, task or Task(), special, seed), deepcopy(tokenizer), Lock())
-
-
-def sample(dataset: Any, index: int) -> Any:
-    batch = dataset.batch([index])
-    return [array.tolist() for array in (batch.input_ids, batch.labels, *list(batch.inputs.values())[1:])]
-
-
-def json_lines(path: Path, words: list[str] = WORDS) -> str:
-    return write(path, "".join(json.dumps({"text": word, "n": 1}) + "\n" for word in words))
-
-
-def folder(path: Path) -> str:
-    for part in range(4):
-        json_lines(path / f"{part}.jsonl", WORDS[part * 10 : part * 10 + 10 + (part == 3)])
-    return str(path)
-
-
-def settle() -> None:
-    """Wait for what is tokenized ahead."""
-    for thread in threading.enumerate():
-        if thread.name == "tokenize ahead":
-            thread.join()
-
+from tests.data.data_files import write
+from tests.data.streams import WORDS, folder, json_lines, sample, settle, stream_of
 
 KINDS: list[dict[str, Any]] = [
     {"sequence_length": 16},

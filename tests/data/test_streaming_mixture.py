@@ -19,8 +19,8 @@ from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.training import data_figures
 from fsdp_shard.utils import check
 from tests.data.conftest import positions_of_rank
-from tests.data.test_config import write
-from tests.data.test_streaming import WORDS, folder, json_lines, sample, stream_of
+from tests.data.data_files import write
+from tests.data.streams import WORDS, folder, json_lines, sample, stream_of
 
 NAMES = ("asked", "books", "web")
 

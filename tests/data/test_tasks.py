@@ -23,7 +23,7 @@ from fsdp_shard.errors import ConfigError, DataError, ModelError
 from fsdp_shard.evaluation import check_text
 from fsdp_shard.models import check_model_task
 from tests.data.conftest import byte_tokenizer
-from tests.data.test_config import write
+from tests.data.data_files import write
 
 SPECIAL = SpecialTokens(mask=300, begin=(301,), end=(302,), vocabulary=256)
 

@@ -32,7 +32,7 @@ from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.errors import DataError
 from tests.data.conftest import END, byte_tokenizer
-from tests.data.test_config import write
+from tests.data.data_files import write
 
 KIND = TextKind("text", 9)
 

@@ -16,7 +16,7 @@ from fsdp_shard.training import find_step
 from tests.checkpoint.remotes import Shelf, s3_server, shelf
 from tests.support.ranks import on_ranks
 from tests.support.runs import run_recipe
-from tests.training.test_saver import Training
+from tests.support.saved_training import Training
 
 
 @pytest.fixture(params=["shelf", "s3"])

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import Store, convert, open_checkpoint
 from fsdp_shard.distributed import DistributedContext
-from tests.checkpoint.sharded_state.test_save_step import train_and_save
-from tests.sharding.test_wrappers import WRAPPERS, assembled
 from tests.support.digests import digest_tensor, tensor_digests
 from tests.support.ranks import on_ranks
+from tests.support.saved_training import train_and_save
+from tests.support.sharded import WRAPPERS, assembled
 from tests.support.tiny import llama, token_batch
 
 MODEL = "pytorch_model_fsdp_0"  # where accelerate looks for a sharded state dict

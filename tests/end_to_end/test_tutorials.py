@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_first_hour import write_dictionary, write_model
+from tests.end_to_end.tutorial_inputs import write_dictionary, write_model
 from tests.support.commands import ROOT
 from tests.support.transcript import commands_in, prepared, run_again, shape
 

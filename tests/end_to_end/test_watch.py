@@ -16,8 +16,8 @@ import fsdp_shard as fs
 from fsdp_shard.checkpoint import open_checkpoint
 from fsdp_shard.training import StepReport, TrainingRun
 from tests.support.digests import tensor_digests
+from tests.support.event_files import scalars
 from tests.support.runs import run_recipe
-from tests.training.test_watch_settings import scalars
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.evaluation.test_lm_eval import CAPITALS, CHOICE, PROSE, WORDS, needs_harness
+from tests.evaluation.harness_tasks import CAPITALS, CHOICE, PROSE, WORDS, needs_harness
 from tests.support.runs import Ended, run_recipe
 
 BY_DOCUMENTS = ("perplexity.by=documents", "data.sample_by=line", "perplexity.num_resamples=200")

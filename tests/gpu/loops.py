@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -103,6 +104,24 @@ def fill_shards(model: ShardedModel, device: torch.device, seed: int = 0) -> Non
             shard.data.normal_(0.0, 0.02, generator=generator)
         else:
             shard.data.uniform_(-0.03, 0.03)
+
+
+def filled_alike(job: Job, context: DistributedContext) -> ShardedModel:
+    """The model of a job with weights that depend on their names alone, on no device and number of ranks."""
+    model = sharded(job, context)
+    for name, shard in model.local_shards().items():
+        if not isinstance(shard.tensor, torch.nn.Parameter):
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = torch.ones(shard.shape) if "norm" in name else torch.randn(shard.shape, generator=generator) * 0.02
+        if shard.box is not None:
+            offsets, sizes = shard.box
+            part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].flatten()
+        else:
+            part = whole.flatten()[shard.start : shard.start + len(shard.data)]
+        with torch.no_grad():
+            shard.data.copy_(part)
+    return model
 
 
 def ours(job: Job, device: Device) -> Iterator[float]:

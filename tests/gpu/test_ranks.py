@@ -19,9 +19,8 @@ from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distri
 from fsdp_shard.errors import RankError
 from fsdp_shard.training import train
 from tests.gpu.child import Bench, NotInstalledError, apart
-from tests.gpu.loops import Job, training_run
+from tests.gpu.loops import Job, filled_alike, training_run
 from tests.gpu.models import config_of
-from tests.gpu.test_training import filled_alike
 from tests.support.ranks import on_ranks
 
 check = pytest.mark.check

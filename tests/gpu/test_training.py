@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 import time
-import zlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from fsdp_shard.checkpoint import locate
 from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedRun, plan_memory
-from fsdp_shard.sharding import WRAPPERS, ShardedModel
+from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training import (
     OPTIMIZERS,
     AdamWConfig,
@@ -34,7 +33,7 @@ from fsdp_shard.training import (
 )
 from tests.gpu.child import Bench, apart, in_turn
 from tests.gpu.device import IS_REHEARSAL, OUT, Device, held_on_gpu, open_device
-from tests.gpu.loops import LR, Job, Measured, measure, ours, sharded, training_run
+from tests.gpu.loops import LR, Job, Measured, filled_alike, measure, ours, training_run
 from tests.gpu.models import config_of, flops_per_token, random_model, written
 from tests.gpu.trace import Steps, read_trace, summarize
 
@@ -377,21 +376,3 @@ def small_losses(job: Job, kind: str, steps: int) -> list[float]:
     """Losses of a model whose weights are the same on every kind of device."""
     with init_distributed(kind, timeout_seconds=60) as context:
         return [report.loss for report in train(training_run(job, filled_alike(job, context), context, steps))]
-
-
-def filled_alike(job: Job, context: DistributedContext) -> ShardedModel:
-    """The model of a job with weights that depend on their names alone, on no device and number of ranks."""
-    model = sharded(job, context)
-    for name, shard in model.local_shards().items():
-        if not isinstance(shard.tensor, torch.nn.Parameter):
-            continue
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = torch.ones(shard.shape) if "norm" in name else torch.randn(shard.shape, generator=generator) * 0.02
-        if shard.box is not None:
-            offsets, sizes = shard.box
-            part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].flatten()
-        else:
-            part = whole.flatten()[shard.start : shard.start + len(shard.data)]
-        with torch.no_grad():
-            shard.data.copy_(part)
-    return model

@@ -23,7 +23,7 @@ from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import load_dispatched, model_from_config, plan_dispatch
 from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.training import collect_model_files
-from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
+from tests.support.gguf_models import load_with_transformers, write_gguf
 from tests.support.ranks import on_ranks
 from tests.support.sharded import WRAPPERS, sharded
 from tests.support.tiny import llama, llama_config, save_model, token_batch

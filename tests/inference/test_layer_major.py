@@ -21,7 +21,7 @@ from fsdp_shard.inference.offload.layer_major import run_wave
 from fsdp_shard.inference.schedule import Schedule, plan_schedule, stream_of
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.utils import check
-from tests.inference.test_families import inputs, random_model, settings
+from tests.inference.families import inputs, random_model, settings
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "mixtral", "t5")
 
@@ -212,7 +212,7 @@ def test_whoever_stops_taking_results_ends_all(saved: Callable[[str], Path]) -> 
 
 def test_a_block_within_a_block_and_a_block_that_runs_twice() -> None:
     """Weights stay as long as a pass is inside the block."""
-    from tests.inference.test_offload import Recorder
+    from tests.inference.recorded_stream import Recorder
 
     recorder = Recorder(4, 1)
     first, second, third, _ = recorder.modules

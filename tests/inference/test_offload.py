@@ -23,11 +23,10 @@ from fsdp_shard.checkpoint import convert, open_checkpoint
 from fsdp_shard.errors import RunError
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.offload import mmap_tensors, page_cache as pages_module
-from fsdp_shard.inference.offload.block_hooks import BlockStream, Slot, StreamedBlock
-from fsdp_shard.inference.offload.buffer_ring import Content, Ring
 from fsdp_shard.inference.offload.mmap_tensors import MappedFiles
 from fsdp_shard.inference.offload.page_cache import FilePages, PageReader
 from fsdp_shard.utils import give_back_free_memory
+from tests.inference.recorded_stream import Recorder
 from tests.support.tiny import token_batch
 
 _FORK = multiprocessing.get_context("fork")
@@ -206,46 +205,6 @@ def test_only_aligned_runs_of_the_wanted_type_are_seen_in_place(tmp_path: Path, 
         assert torch.equal(joined.read(name), index.read(name))
     with open_checkpoint(sources["uneven"]) as index:
         assert MappedFiles(index).view(name, torch.float32) is None
-
-
-class Recorder:
-    """Linear layers that are streamed, and what was done with each, in order."""
-
-    def __init__(self, count: int, prefetch: int) -> None:
-        self.events: list[tuple[str, int]] = []
-        self.broken: set[int] = set()
-        self.meet: dict[int, threading.Barrier] = {}  # a block waits there, once, when it is fetched
-        self.modules = [nn.Linear(2, 2, bias=False, device="meta").requires_grad_(False) for _ in range(count)]
-        self.ring = Ring(torch.device("cpu"), self._fill)
-        self.stream = stream = BlockStream(self.ring, prefetch)
-        for number, module in enumerate(self.modules):
-            content = Content(((str(number), torch.float32, (2, 2)),))
-            slots = [Slot(module, "weight", module.weight, 0)]
-            stream.add(StreamedBlock(module, slots, content, self._note("fetch", number), self._note("drop", number)))
-
-    def run(self, *numbers: int) -> list[float]:
-        """The weight that each pass saw."""
-        seen = []
-        for number in numbers:
-            output = self.modules[number](torch.ones(1, 2))
-            self.events.append(("pass", number))
-            seen.append(float(output[0, 0] / 2))
-            assert self.modules[number].weight.is_meta
-        return seen
-
-    def _fill(self, wanted: Any) -> None:
-        for name, out in wanted:
-            if int(name) in self.broken:
-                raise OSError("the disk is gone")
-            out.fill_(float(name))
-
-    def _note(self, what: str, number: int) -> Callable[[], None]:
-        def note() -> None:
-            self.events.append((what, number))
-            if what == "fetch" and number in self.meet:
-                self.meet.pop(number).wait(30)
-
-        return note
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

@@ -28,7 +28,7 @@ from fsdp_shard.integrations import AcceleratorCheckpointer
 from tests.support.commands import ROOT
 from tests.support.ranks import on_ranks
 from tests.support.tiny import save_model
-from tests.support.torchrun import kill_all, start_script
+from tests.support.torchrun import as_by_torchrun, kill_all, start_script
 
 _SCRIPT = ROOT / "examples" / "accelerate_loop.py"
 _LINE = re.compile(r"^step (\d+) loss ([\d.]+)$", re.M)
@@ -59,11 +59,6 @@ def loop(
     except FsdpShardError as error:
         return f"{type(error).__name__}: {error}"
     return {int(step): loss for step, loss in _LINE.findall(out.getvalue())}
-
-
-def as_by_torchrun() -> None:
-    """Set what accelerate looks for beside the process group that this rank has."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", OMP_NUM_THREADS="1")
 
 
 def _stop(run_dir: Path, step: int) -> None:

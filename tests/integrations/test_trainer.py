@@ -23,7 +23,7 @@ from fsdp_shard.integrations import CheckpointerCallback
 from tests.support.commands import ROOT
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, save_model
-from tests.support.torchrun import kill_all, start_script
+from tests.support.torchrun import as_by_torchrun, kill_all, start_script
 
 _SCRIPT = ROOT / "examples" / "trainer.py"
 _LAST = 15
@@ -63,11 +63,6 @@ def train(context: DistributedContext, run_dir: Path, source: str, *options: str
     except FsdpShardError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def as_by_torchrun() -> None:
-    """Set what accelerate looks for beside the process group that this rank has."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", OMP_NUM_THREADS="1")
 
 
 def _stop(run_dir: Path, step: int) -> None:

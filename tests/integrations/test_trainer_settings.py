@@ -20,9 +20,9 @@ from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.integrations import CheckpointerCallback
 from fsdp_shard.integrations.trainer_settings import follow_arguments, settings_of
 from fsdp_shard.training import Restored
-from tests.integrations.test_trainer import as_by_torchrun
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama
+from tests.support.torchrun import as_by_torchrun
 
 
 class End(NamedTuple):

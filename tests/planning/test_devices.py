@@ -8,24 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.config import PlanConfig, compose_jobs
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning import AutoDeviceConfig, DeviceConfig, devices
 from fsdp_shard.planning.devices import Hardware, check_device, hardware_of
 from fsdp_shard.utils import shipped
+from tests.planning.device_presets import device, preset
 from tests.support.runs import run_recipe
 from tests.support.tiny import llama_config
 
 PRESETS = ("h100", "h200", "b200", "a100", "l40s", "rtx4090", "cpu")
-
-
-def device(*overrides: str) -> DeviceConfig:
-    (job,) = compose_jobs(PlanConfig, ["model.path=x", *overrides], "plan")
-    return job.config.device
-
-
-def preset(name: str) -> Hardware:
-    return hardware_of(device(f"device={name}"))
 
 
 @pytest.mark.parametrize("name", PRESETS)

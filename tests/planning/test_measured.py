@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_shard.planning.measured.comparison_with_run import ComparedFigure, compare_with_run, comparison_text
 from fsdp_shard.planning.measured.measured_run import read_measured
-from tests.planning.test_memory import plan
+from tests.support.plans import plan
 from tests.support.runs import Ended, run_arguments, run_recipe
 from tests.support.tiny import save_model
 

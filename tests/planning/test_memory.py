@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import CohereConfig, PretrainedConfig, T5Config, ViTConfig
+from transformers import CohereConfig, T5Config, ViTConfig
 
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
@@ -32,6 +31,7 @@ from fsdp_shard.training import (
     ObjectiveConfig,
     TrainConfig,
 )
+from tests.support.plans import plan
 from tests.support.tiny import llama, llama_config
 
 COHERE = CohereConfig(
@@ -47,16 +47,6 @@ T5_3B = T5Config(
     num_heads=32,
     vocab_size=32128,
 )
-
-
-def planned(**settings: Any) -> PlannedRun:
-    """A run of the tiny model; `settings` replace its fields."""
-    run = PlannedRun(ModelConfig(path="x"), Fsdp2Config(), TrainConfig(), AdamWConfig(), 64, 1)
-    return replace(run, **settings)
-
-
-def plan(config: PretrainedConfig | None = None, **settings: Any) -> MemoryPlan:
-    return plan_memory(config or llama_config(), planned(**settings))
 
 
 @pytest.fixture(scope="module")

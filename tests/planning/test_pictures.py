@@ -18,7 +18,7 @@ from fsdp_shard.planning.pictures.treemap import HEIGHT, WIDTH, treemap
 from fsdp_shard.planning.step.unit_holdings import UnitHolding
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training import OPTIMIZERS
-from tests.planning.test_memory import plan
+from tests.support.plans import plan
 from tests.support.runs import run_recipe
 from tests.support.tiny import llama, llama_config
 

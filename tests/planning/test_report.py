@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.sharding import Fsdp2Config
-from tests.planning.test_memory import plan
+from tests.support.plans import plan
 from tests.support.runs import run_recipe
 from tests.support.tiny import llama, llama_config
 

@@ -44,8 +44,8 @@ from fsdp_shard.training import (
     inject_lora,
 )
 from fsdp_shard.utils import replace_tensors
-from tests.planning.test_devices import preset
-from tests.sharding.test_expert_parallel import config as mixture_config
+from tests.planning.device_presets import preset
+from tests.support.mixtures import config as mixture_config
 from tests.support.tiny import llama_config
 
 LENGTH = 48

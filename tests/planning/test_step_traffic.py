@@ -32,8 +32,8 @@ from fsdp_shard.training import (
     train,
 )
 from fsdp_shard.utils import TorchDispatchMode
-from tests.sharding.test_expert_parallel import config as mixture_config
 from tests.support.live_bytes import build_sharded, training_run
+from tests.support.mixtures import config as mixture_config
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama_config, token_batch
 

@@ -17,7 +17,7 @@ from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning import plan_memory
 from fsdp_shard.sharding import Fsdp2Config, check_context_parallel
-from tests.planning.test_memory import planned
+from tests.support.plans import planned
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, llama_config
 

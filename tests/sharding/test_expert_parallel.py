@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_shard.checkpoint import RunState, Store, locate, open_checkpoint, save_step, verify
 from fsdp_shard.data import Shuffled, WindowDataset
@@ -33,21 +33,12 @@ from fsdp_shard.training import (
     train,
 )
 from fsdp_shard.utils import check
+from tests.support.mixtures import FAMILIES, config
 from tests.support.ranks import on_ranks
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer
 
 SEED, STEPS, BATCH, LR, MAX_NORM = 4, 5, 8, 0.2, 0.5
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-SMALL |= {"vocab_size": 257, "max_position_embeddings": 128, "num_experts_per_tok": 2, "dtype": "float32"}
-# Name -> type and values of its config: 3 experts a rank, which two ranks share unevenly; one layer without experts.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", SMALL | {"num_local_experts": 6, "intermediate_size": 44}),
-    "qwen3_moe": (
-        "qwen3_moe",
-        SMALL | {"num_experts": 8, "moe_intermediate_size": 20, "mlp_only_layers": [0], "intermediate_size": 45},
-    ),
-}
 # Ranks, replicas, families and what else is set; the experts are always on two neighbors.
 MESHES: dict[str, tuple[int, int, tuple[str, ...], dict[str, Any]]] = {
     "pairs": (2, 1, tuple(FAMILIES), {"sync_every_micro_batch": False}),
@@ -59,11 +50,6 @@ MESHES: dict[str, tuple[int, int, tuple[str, ...], dict[str, Any]]] = {
         {"activation_checkpointing": True, "reshard_after_forward": False},
     ),
 }
-
-
-def config(family: str, **settings: Any) -> Any:
-    kind, values = FAMILIES[family]
-    return AutoConfig.for_model(kind, **(values | settings))
 
 
 def fresh(family: str) -> Any:

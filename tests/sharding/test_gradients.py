@@ -16,7 +16,7 @@ import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError
 from tests.support.ranks import on_ranks
-from tests.training.test_checkpointer import WRAPPERS, Net, by_ddp, by_fsdp
+from tests.support.wrapped_net import WRAPPERS, Net, by_ddp, by_fsdp
 
 _LIMIT = 0.25
 

@@ -7,6 +7,7 @@ and the files behind them. All imports count, those inside functions and for ann
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -177,6 +178,20 @@ def test_nothing_imports_recipes() -> None:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
             assert not any(name.split(".")[0] in ("recipes", "tests", "demo", "benchmarks") for name in names), file
+
+
+_OTHER_TEST = re.compile(r"\b(?:from (tests[\w.]*) import (?:\w+, )*|(tests[\w.]*)\.)(test_\w+)")
+
+
+def test_what_tests_share_is_in_modules_that_are_no_tests() -> None:
+    """Programs in strings count too; one may import the test that it is part of, to run a function of it."""
+    found = []
+    for file in (_ROOT / "tests").rglob("*.py"):
+        for package, prefix, name in _OTHER_TEST.findall(re.sub(r"[\s(]+", " ", file.read_text(encoding="utf-8"))):
+            module = f"{package or prefix}.{name}"
+            if module != _module_of(file) and (_ROOT / module.replace(".", "/")).with_suffix(".py").exists():
+                found.append(f"{_module_of(file)} imports {module}")
+    assert not found
 
 
 def test_folders_stay_small_and_names_single() -> None:

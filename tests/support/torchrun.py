@@ -1,4 +1,4 @@
-"""A script on ranks that torchrun starts, as a user would, and its sudden end."""
+"""Ranks of torchrun: a script that it starts, as a user would, its sudden end, and what it sets for a rank."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def kill_all(pid: int) -> None:
     for number in (pid, *map(int, children)):
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
+
+
+def as_by_torchrun() -> None:
+    """Set what accelerate looks for beside the process group that this rank has."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", OMP_NUM_THREADS="1")

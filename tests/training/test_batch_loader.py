@@ -33,7 +33,7 @@ from fsdp_shard.training.figures import data_figures, source_figures
 from fsdp_shard.training.loop import train
 from fsdp_shard.training.objectives.registry import OBJECTIVES
 from tests.training.conftest import stream
-from tests.training.test_loop import SEED, Run, losses
+from tests.training.tiny_run import SEED, Run, losses
 
 SFT = OBJECTIVES["sft"]()
 CONFIG = TrainConfig(steps=3, global_batch_size=4, micro_batch_size=2)

@@ -28,7 +28,7 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import sharded
 from tests.support.tiny import llama
 from tests.training.conftest import Plain, stream
-from tests.training.test_loop import ADAMW, LR, SEED, Run, Uneven, losses
+from tests.training.tiny_run import ADAMW, LR, SEED, Run, Uneven, losses
 
 CONFIG = TrainConfig(steps=6, global_batch_size=4, micro_batch_size=1, max_grad_norm=0.5, schedule="constant")
 

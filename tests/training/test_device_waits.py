@@ -17,7 +17,7 @@ from fsdp_shard.training.optim.torch_optim import SgdConfig
 from fsdp_shard.utils import TorchDispatchMode
 from tests.support.ranks import on_ranks
 from tests.support.sharded import WRAPPERS, sharded
-from tests.training.test_loop import Run
+from tests.training.tiny_run import Run
 
 # Operators whose results the CPU needs, so that on a GPU it waits for all that was launched before.
 _WAITS = {

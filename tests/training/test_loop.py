@@ -19,50 +19,24 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.data import MASKED, Shuffled, WindowDataset
+from fsdp_shard.data import Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding import WRAPPERS, Fsdp2Config
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.held_out.evaluator import evaluate_loss
-from fsdp_shard.training.loop import StepReport, TrainingRun, train
+from fsdp_shard.training.loop import train
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.optim.lr_schedule import learning_rate
-from fsdp_shard.training.optim.torch_optim import AdamWConfig
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
-from tests.sharding.test_wrappers import sharded
 from tests.support.commands import ROOT, run
 from tests.support.ranks import on_ranks
+from tests.support.sharded import sharded
 from tests.support.tiny import llama, llama_config
 from tests.training.conftest import Plain, stream, world_of_one
-
-SEED, LR = 5, 1e-2
-ADAMW = AdamWConfig(lr=LR, weight_decay=0.1)
-
-
-class Run:
-    """A model under training that can be stopped, copied and gone on with."""
-
-    def __init__(self, context: DistributedContext, model: Any = None, data: WindowDataset | None = None) -> None:
-        self.context = context
-        self.model = model or Plain(llama())
-        self.data = data or stream()
-        self.dataset = Shuffled(self.data, SEED)
-        parameters = dict(self.model.module.named_parameters())
-        self.optimizer = ADAMW.build(parameters, {name: tuple(p.shape) for name, p in parameters.items()})
-        self.state = TrainerState(SEED, self.data.identity)
-
-    def of(self, config: TrainConfig, **options: Any) -> TrainingRun:
-        return TrainingRun(self.model, self.optimizer, self.dataset, config, self.context, self.state, **options)
-
-    def go(self, config: TrainConfig, **options: Any) -> list[StepReport]:
-        return list(train(self.of(config, **options)))
-
-
-def losses(reports: list[StepReport]) -> list[float]:
-    return [report.loss for report in reports]
+from tests.training.tiny_run import ADAMW, LR, SEED, Run, Uneven, losses
 
 
 def plain_loop(config: TrainConfig, data: WindowDataset) -> tuple[list[float], list[float]]:
@@ -310,15 +284,6 @@ def test_evaluation_of_a_broken_model(alone: DistributedContext) -> None:
 # ---- over ranks -----------------------------------------------------------------------------------------------------
 
 
-class Uneven(WindowDataset):
-    """Windows with 1 to 8 predictions of 8: a mean of means is far from the mean."""
-
-    def sample(self, index: int, epoch: int = 0) -> Any:
-        sample = super().sample(index, epoch)
-        sample.labels[: (5 * index) % 8] = MASKED
-        return sample
-
-
 def train_sharded(context: DistributedContext, config: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
     """Losses, norms and a held-out loss of the tiny Llama under fully_shard."""
     model = sharded(Fsdp2Config(param_dtype="float32"), context)
@@ -427,7 +392,7 @@ _LEFT_OPEN = """
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loop import train
 from tests.training.conftest import world_of_one
-from tests.training.test_loop import Run
+from tests.training.tiny_run import Run
 
 with world_of_one() as context:
     steps = train(Run(context).of(TrainConfig(steps=9, global_batch_size=1)))

@@ -33,8 +33,8 @@ from fsdp_shard.training.optim.build import build_optimizer
 from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.optim.muon import MuonConfig
 from fsdp_shard.training.optim.torch_optim import AdafactorConfig, AdamWConfig, SgdConfig
-from tests.sharding.test_wrappers import WRAPPERS
 from tests.support.ranks import on_ranks, update
+from tests.support.sharded import WRAPPERS
 from tests.support.tiny import token_batch
 
 STEPS, HALF = 6, 3

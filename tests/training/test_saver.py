@@ -17,73 +17,15 @@ import torch
 
 from fsdp_shard.checkpoint import (
     FAULTS,
-    CheckpointConfig,
     Store,
     check_content,
-    load_shards,
-    open_checkpoint,
-    optimizer_shards,
     verify,
 )
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError, StorageError
-from fsdp_shard.models import tied_names
-from fsdp_shard.training import Saver, new_saver
 from fsdp_shard.training.checkpoints.resume import check_optimizer, find_step
-from fsdp_shard.training.load_model import LoadedModel, LoadFigures
-from fsdp_shard.training.trainer_state import TrainerState
-from tests.sharding.test_wrappers import WRAPPERS, sharded
 from tests.support.ranks import on_ranks
-from tests.support.tiny import llama, token_batch
-
-
-class Training:
-    """A tiny model that is trained and saved; `told` is what a user would see."""
-
-    def __init__(self, context: DistributedContext, run_dir: Path, wrapper: str = "fsdp2", **settings: Any) -> None:
-        self.context, self.told, self.store = context, list[str](), Store(run_dir / "checkpoints")
-        self.model = sharded(WRAPPERS[wrapper](param_dtype="float32"), context)
-        self.optimizer = torch.optim.AdamW(self.model.module.train().parameters(), lr=1e-2)
-        self.state = TrainerState(0, "none")
-        loaded = LoadedModel(
-            model=self.model, num_params=0, num_blocks=0, aliases=tied_names(llama()), figures=LoadFigures(0, 0, 0, 0)
-        )
-        config = CheckpointConfig(**settings)
-        beside = {"config.json": b"{}"}
-        self.saver: Saver = new_saver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
-
-    def note(self, lines: str) -> None:
-        self.told.append(lines)
-
-    def warn(self, lines: str) -> None:
-        self.told.append(lines)
-
-    def saved(self, checkpoint: Path) -> None:
-        self.told.append(f"saved {checkpoint.name}")
-
-    def step(self) -> None:
-        rows = token_batch(self.state.step).chunk(self.context.world_size)[self.context.rank]
-        self.model.module(input_ids=rows, labels=rows, use_cache=False).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.state.advance(len(rows), rows.numel(), {}, skipped=False)
-
-    def held(self) -> dict[str, torch.Tensor]:
-        shards = self.model.local_shards()
-        states = optimizer_shards(self.optimizer, shards)
-        return {name: shard.data.clone() for name, shard in {**shards, **states}.items()}
-
-    def stored(self, step: int) -> dict[str, torch.Tensor]:
-        """What `held` is to be after this step is loaded, read over what is held now."""
-        shards = self.model.local_shards()
-        states = optimizer_shards(self.optimizer, shards)
-        with (
-            open_checkpoint(self.store.path(step)) as weights,
-            open_checkpoint(self.store.path(step) / "optimizer") as moments,
-        ):
-            load_shards(weights, shards)
-            load_shards(moments, states)
-        return self.held()
+from tests.support.saved_training import Training
 
 
 def behind(context: DistributedContext, run_dir: Path, wrapper: str, layout: str, held_at: str) -> None:

@@ -23,16 +23,8 @@ from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.trackers import Trackers, check_trackers, public_settings
 from fsdp_shard.training.seeding import deterministic_algorithms
 from fsdp_shard.utils import check
+from tests.support.event_files import scalars
 from tests.support.tiny import llama_config
-
-
-def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads of the event files below a directory."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def test_figures_reach_tensorboard(tmp_path: Path) -> None:

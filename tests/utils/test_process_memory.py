@@ -15,7 +15,7 @@ import ctypes
 import resource
 import torch
 from tests.support.ranks import on_ranks
-from tests.training.test_loop import Run
+from tests.training.tiny_run import Run
 from fsdp_shard.training import TrainConfig
 from fsdp_shard.utils import keep_freed_memory
 

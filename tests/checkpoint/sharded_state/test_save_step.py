@@ -25,30 +25,9 @@ from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import collect_model_files
 from tests.support.ranks import on_ranks
+from tests.support.saved_training import train_and_save
 from tests.support.sharded import WRAPPERS, assembled, sharded
 from tests.support.tiny import llama, token_batch
-
-
-def train_and_save(context: DistributedContext, config: ShardConfig, root: Path, model_dir: Path) -> dict[str, Any]:
-    """One step, saved in both layouts; what this rank then holds."""
-    model = sharded(config, context)
-    optimizer = torch.optim.AdamW(model.module.train().parameters(), lr=1e-2)
-    rows = token_batch(0).chunk(context.world_size)[context.rank]
-    model.module(input_ids=rows, labels=rows, use_cache=False).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    shards = model.local_shards()
-    state = RunState(
-        shards,
-        tied_names(llama()),
-        optimizer_shards(optimizer, shards),
-        {"step": 1},
-        collect_model_files(locate(model_dir), ModelConfig(dtype="float32"), DataConfig()),
-    )
-    for layout in ("sharded", "gathered"):
-        size = 40_000 if layout == "gathered" else None
-        save_step(context, Store(root / layout), 1, state, layout=layout, max_shard_bytes=size)
-    return {"shards": {name: (s.start, s.data.clone(), s.writes) for name, s in shards.items()}}
 
 
 @pytest.mark.long

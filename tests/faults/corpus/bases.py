@@ -26,7 +26,7 @@ from fsdp_shard.checkpoint import convert
 from fsdp_shard.cli import load_recipe
 from fsdp_shard.config import FinetuneConfig, compose_jobs
 from fsdp_shard.distributed import DistributedContext
-from tests.checkpoint.formats import test_gguf
+from tests.support import gguf_models
 from tests.support.ranks import on_ranks
 from tests.support.runs import RECIPES
 from tests.support.tiny import save_adapter, save_model
@@ -236,7 +236,7 @@ def write_gguf(file: Path, **values: Any) -> None:
     """A GGUF file with a chat template; `values` are metadata, (value, type) by name with `__` for dots."""
     template = {"tokenizer.chat_template": (_TEMPLATE, gguf.GGUFValueType.STRING)}
     more = {name.replace("__", "."): value for name, value in values.items()}
-    test_gguf.write_gguf(file, "llama", gguf.GGMLQuantizationType.Q8_0, values=template | more)
+    gguf_models.write_gguf(file, "llama", gguf.GGMLQuantizationType.Q8_0, values=template | more)
 
 
 def _run(root: Path) -> None:

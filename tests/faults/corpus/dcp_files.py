@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from tests.checkpoint.formats import test_dcp
+from tests.checkpoint.formats import damaged_dcp
 from tests.faults.corpus import edits
 from tests.faults.corpus.bases import damaged
 from tests.faults.corpus.case import Case
@@ -161,11 +161,11 @@ _EITHER: dict[str, Damage] = {
 
 def _small(damage: Damage) -> Callable[[Path], object]:
     """A case of tests/checkpoint."""
-    return lambda root: damage(test_dcp.saved(root))
+    return lambda root: damage(damaged_dcp.saved(root))
 
 
 CASES = [
-    *(Case(f"small: {name}", _small(damage)) for name, (damage, _) in test_dcp.CASES.items()),
+    *(Case(f"small: {name}", _small(damage)) for name, (damage, _) in damaged_dcp.CASES.items()),
     *(Case(name, damaged("dcp", damage)) for name, damage in _REFUSED.items()),
     *(Case(name, damaged("dcp", damage), expect="any") for name, damage in _EITHER.items()),
     *(Case(f"protocol {number}", damaged("dcp", _protocol(number)), expect="accepted") for number in (2, 3, 5)),

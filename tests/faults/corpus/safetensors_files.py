@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint import test_malformed
+from tests.checkpoint import malformed_files
 from tests.faults.corpus import bases
 from tests.faults.corpus.case import Case
 
@@ -27,4 +27,4 @@ def with_model_files(make: Callable[[Path], Path], damage: Callable[[Path], Any]
     return build
 
 
-CASES = [Case(name, with_model_files(make, damage)) for name, (make, damage, _) in test_malformed.CASES.items()]
+CASES = [Case(name, with_model_files(make, damage)) for name, (make, damage, _) in malformed_files.CASES.items()]
