@@ -27,7 +27,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch, torch_name
 from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
 from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
-from fsdp_shard.checkpoint.keys.tied_weights import read_config
+from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, read_config
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
@@ -46,6 +46,7 @@ _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:
 # Types of models that store some linear layers transposed (transformers' Conv1D), and the names of these layers.
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
+_IN_LAYER = re.compile(r"\.\d+\.")  # the name of a tensor in one of several layers: those are not tied
 _CHUNK_ELEMENTS = 1 << 22  # of a matrix, read at a time for the norms of its columns
 _NUM_NAMED = 3  # names in a message; the rest is counted
 
@@ -385,7 +386,8 @@ class _Merge:
     def _base_entry(self, fqn: str) -> TensorEntry:
         """The base's tensor that the adapter calls `fqn`; a checkpoint of the bare model lacks the model's prefix."""
         base = self.base
-        if fqn in base.aliases or fqn in base.aliases.values():
+        ties = {} if _IN_LAYER.search(fqn) else self._ties
+        if fqn in ties or fqn in ties.values():
             raise CheckpointError(
                 f"{self.adapter.root} changes {fqn}, which {base.path} ties to another tensor; merging would change "
                 f"both."
@@ -396,6 +398,11 @@ class _Merge:
                 f"{self.adapter.root} changes {fqn}, but {base.path} has no such tensor: it is no base of it."
             )
         return base.tensors[names[0]]
+
+    @functools.cached_property
+    def _ties(self) -> dict[str, str]:
+        """What the base ties; without an entry in its config, its class is asked, which imports transformers."""
+        return self.base.aliases or absent_ties(self.base, self.side)
 
     def _stored_names(self, fqn: str) -> list[str]:
         """The names of the base's tensors that `fqn` may mean."""

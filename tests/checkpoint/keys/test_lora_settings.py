@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config
 
 from fsdp_shard.checkpoint import verify
 from fsdp_shard.checkpoint.location import locate
@@ -344,6 +344,31 @@ def test_transposed_layers_are_known_by_their_class(says: bool, dora: bool, tmp_
     if says:  # without a class, only the shape tells
         with pytest.raises(CheckpointError, match=r"fan_in_fan_out is set, but .*attn\.c_proj is stored"):
             by_us(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "model.embed_tokens"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "model.embed_tokens"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head"),
+    ],
+)
+def test_what_only_the_class_of_the_base_ties_is_not_changed(
+    settings: dict[str, Any], tied: str, tmp_path: Path
+) -> None:
+    """The config.json of Gemma has no tie_word_embeddings: the class ties its embedding and its head."""
+    config = GemmaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    entries = json.loads((tmp_path / "base" / "config.json").read_text())
+    entries.pop("tie_word_embeddings", None)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(entries))
+    save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=rf"changes {tied}\.weight, which .*base ties to another tensor"):
+        by_us(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
