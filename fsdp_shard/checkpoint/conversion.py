@@ -5,7 +5,6 @@ the tensors with a config: one that is given, or seems to tie other tensors. The
 """
 
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tenso
 from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
+from fsdp_shard.checkpoint.formats.several_files import num_files
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
@@ -424,9 +424,8 @@ def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
 
 
 def _refuse_part(index: TensorIndex) -> None:
-    part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", index.file.name if index.file else "")
-    if part is not None and int(part[1]) > 1:
-        raise CheckpointError(f"{index.file} is one of {int(part[1])} files of a model; give their directory.")
+    if index.file is not None and (count := num_files(index.file.name)) > 1:
+        raise CheckpointError(f"{index.file} is one of {count} files of a model; give their directory.")
 
 
 def _refuse_mixed(index: TensorIndex) -> None:

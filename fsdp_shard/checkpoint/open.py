@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.digests import file_digest, num_chunks
 from fsdp_shard.checkpoint.formats.registry import recognize
+from fsdp_shard.checkpoint.formats.several_files import num_files
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import member
 from fsdp_shard.checkpoint.keys.tied_weights import usual_ties
@@ -131,7 +132,10 @@ def _contents(path: Path) -> str:
             f"it holds {', '.join(pickled[:5])}, of which none is known to hold its weights; give the file itself if "
             "one of them does."
         )
-    if len([name for name in names if name.endswith(".safetensors")]) > 1:
+    safetensors = [name for name in names if name.endswith(".safetensors")]
+    if len(safetensors) == 1 and (count := num_files(safetensors[0])) > 1:
+        return f"it holds {safetensors[0]}, one of {count} files of a model, without the others and their index."
+    if len(safetensors) > 1:
         return "it holds several safetensors files, but no model.safetensors.index.json that says what is in them."
     some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return f"the directory holds {some}, but no weights." if names else "the directory is empty."

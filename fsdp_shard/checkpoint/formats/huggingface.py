@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.formats.dcp.dcp_safetensors import INFO_KEY, refuse_parts
-from fsdp_shard.checkpoint.formats.several_files import add_entry
+from fsdp_shard.checkpoint.formats.several_files import add_entry, num_files
 from fsdp_shard.checkpoint.index import TensorIndex, aliases_in
 from fsdp_shard.checkpoint.io import TensorSpec, has_file, member, read_header
 from fsdp_shard.checkpoint.steps import file_plan
@@ -56,7 +56,8 @@ def _single(path: Path) -> str | None:
     if has_file(path, file_plan.SINGLE_FILE):
         return file_plan.SINGLE_FILE
     found = [entry.name for entry in path.iterdir() if entry.suffix == ".safetensors"]
-    is_one = len(found) == 1 and not (has_file(path, file_plan.INDEX_FILE) or file_plan.parse_shard_name(found[0]))
+    is_one = len(found) == 1 and not (has_file(path, file_plan.INDEX_FILE) or num_files(found[0]) > 1)
+    is_one = is_one and not file_plan.parse_shard_name(found[0])
     return found[0] if is_one and not _is_part(path) else None
 
 

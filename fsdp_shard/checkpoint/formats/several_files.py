@@ -4,6 +4,7 @@ What several files hold must be the same in each (`Replicas`), as which of two v
 have CRCs, as those of torch.save do, equal ones say so, and nothing is read; what has none is compared byte by byte.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,16 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
 
 _STEP_BYTES = 4 << 20
+_ONE_OF_SEVERAL = re.compile(r"-\d{4,}-of-(\d{4,})\.\w+$")
+
+
+def num_files(name: str) -> int:
+    """The number of files of a model, according to the name of one of them: 2 for `model-00001-of-00002.safetensors`.
+
+    1 for other names.
+    """
+    found = _ONE_OF_SEVERAL.search(name)
+    return 1 if found is None else int(found[1])
 
 
 def files_by_rank(

@@ -78,13 +78,22 @@ def _read_files(root: Path, names: Sequence[str]) -> TensorIndex:
 
 
 def _refuse_gaps(root: Path, names: Sequence[str]) -> None:
-    """Shards that are numbered `-of-` must all exist."""
-    for name in names:
-        match = _SHARD.fullmatch(name)
-        if match and match["count"] and len(names) != int(match["count"]) and not has_file(root, INDEX_FILE):
+    """Shards that are numbered `-of-` must all exist, and of others none may be missing between or before two."""
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    if not shards or len(shards) != len(names) or has_file(root, INDEX_FILE):
+        return
+    if shards[0]["count"]:
+        if len(names) != int(shards[0]["count"]):
             raise CheckpointError(
-                f"{root} has {len(names)} of the {int(match['count'])} shards of which {name} is one."
+                f"{root} has {len(names)} of the {int(shards[0]['count'])} shards of which {names[0]} is one."
             )
+        return
+    numbers = sorted({int(match["number"]) for match in shards})
+    if len(names) > 1 and numbers != list(range(min(numbers[0], 1), numbers[-1] + 1)):
+        raise CheckpointError(
+            f"{root} has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}, which are numbered with gaps: "
+            f"shards of a model are missing. If each of them is a whole model, give the file instead of the directory."
+        )
 
 
 def _full(tensor: AnyTensor) -> AnyTensor:

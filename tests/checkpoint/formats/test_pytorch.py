@@ -93,6 +93,14 @@ def test_shards_of_torchtune_without_an_index(tmp_path: Path) -> None:
         assert_same(index, TENSORS)
 
 
+@pytest.mark.parametrize("missing", [1, 2])
+def test_a_shard_of_torchtune_that_is_missing(tmp_path: Path, missing: int) -> None:
+    for number in {1, 2, 3} - {missing}:
+        torch.save({f"{number}.weight": torch.zeros(2)}, tmp_path / f"hf_model_{number:04d}_0.pt")
+    with pytest.raises(CheckpointError, match="numbered with gaps: shards of a model are missing"):
+        open_checkpoint(tmp_path)
+
+
 def test_safetensors_come_first(tmp_path: Path) -> None:
     write_huggingface(tmp_path, {"a": torch.ones(2)})
     torch.save(TENSORS, tmp_path / "pytorch_model.bin")
@@ -128,6 +136,8 @@ def test_an_index_beside_shards(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
     with open_checkpoint(tmp_path) as index:
         assert_same(index, TENSORS)
+    with pytest.raises(CheckpointError, match="is one of 2 files of a model; give their directory"):
+        convert(tmp_path / names["norm.weight"], tmp_path / "part")
     (tmp_path / "pytorch_model.bin.index.json").unlink()
     (tmp_path / names["norm.weight"]).unlink()
     with pytest.raises(CheckpointError, match="1 of the 2 shards"):

@@ -106,6 +106,9 @@ def test_a_file_is_not_judged_by_the_manifest_of_its_directory(tmp_path: Path) -
     assert summarize_checkpoint(part).num_tensors == len(other)
     with pytest.raises(CheckpointError, match="is one of 2 files of a model; give their directory"):
         convert(part, tmp_path / "part")
+    (part.parent / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors, one of 2 files of a model, without"):
+        convert(part.parent, tmp_path / "part")
 
 
 def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
