@@ -373,7 +373,7 @@ def _write(index: TensorIndex, plan: ConversionPlan, root: Path) -> None:
     """Fill the temporary directory `root`."""
     for name, content in plan.target.small_files.items():
         write_file(root / name, content, sync=False)
-    names = copy_model_files(plan.model_files, root, _written_dtype(plan), is_dequantized=plan.is_dequantized)
+    names = copy_model_files(plan.model_files, root, _written_dtype(index, plan), is_dequantized=plan.is_dequantized)
     with report_progress(plan.num_weight_bytes * (2 if plan.verify else 1), "convert", "B") as progress:
         digests = move_tensors(
             index, plan.moves, plan.target.files, root, _known_digests(index), progress, sync=plan.sync
@@ -401,8 +401,13 @@ def _known_digests(index: TensorIndex) -> dict[str, tuple[str, ...]]:
     return {name: record.chunks for name, record in manifest.tensors.items() if name in stored}
 
 
-def _written_dtype(plan: ConversionPlan) -> str | None:
-    """torch's name of the floating-point type that takes most bytes; None if there is none."""
+def _written_dtype(index: TensorIndex, plan: ConversionPlan) -> str | None:
+    """torch's name of the floating-point type that takes most bytes; None if there is none.
+
+    None for quantized weights, too: those bytes may be of scales, and config.json has the dtype of the computation.
+    """
+    if quantization(index) is not None:
+        return None
     sizes: Counter[str] = Counter()
     for move in plan.moves:
         if move.target.dtype in CASTABLE:

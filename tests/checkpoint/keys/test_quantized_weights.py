@@ -66,6 +66,15 @@ def write(directory: Path, change: Callable[[Tensors], None], method: str | None
     return directory
 
 
+def test_the_dtype_of_the_computation_is_kept(tmp_path: Path) -> None:
+    """Most floating-point numbers of a model in 4 bits are float32 scales; the model computes in bfloat16."""
+    source = write(tmp_path / "model", METHODS["bitsandbytes"], "bitsandbytes")
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "kept")
+    assert json.loads((tmp_path / "kept" / "config.json").read_text()) == config
+
+
 @pytest.mark.parametrize("has_config", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_quantized_weights_are_never_cast(method: str, has_config: bool, tmp_path: Path) -> None:
