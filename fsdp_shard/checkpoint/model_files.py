@@ -53,6 +53,7 @@ _TOKENIZER = (
     "word_shape.json",
     "word_pronunciation.json",
     "*.tiktoken",
+    "tiktoken.model",
     "*.spm",
     "spiece.model",
     "sentencepiece*",

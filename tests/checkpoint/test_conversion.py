@@ -374,6 +374,13 @@ def test_all_chat_templates_go_along(tiny_model: Path, tmp_path: Path) -> None:
         convert(tiny_model, tmp_path / "target", overwrite=True)
 
 
+def test_the_tokens_of_tiktoken_go_along(tmp_path: Path, model_dir: Path) -> None:
+    source = Path(shutil.copytree(model_dir, tmp_path / "source"))
+    (source / "tiktoken.model").write_text("AA== 0\n")  # as Kimi's, which code of the model reads
+    convert(source, tmp_path / "target")
+    assert (tmp_path / "target" / "tiktoken.model").read_text() == "AA== 0\n"
+
+
 def test_gguf_becomes_a_model_that_transformers_opens(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     from tests.support.gguf_models import load_with_transformers, write_gguf
