@@ -21,6 +21,7 @@ from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
 from fsdp_shard.checkpoint.formats.several_files import num_files
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.integrity.scan import damage, scan
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
@@ -272,6 +273,7 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         settings_of_adapter = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
         check_side_files({**plan.model_files, **settings_of_adapter})
         stamps = _stamps(index)
+        _refuse_damage(index)
         num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in plan.model_files.values())
         with atomicity.new_directory(target, num_bytes, replace=settings.overwrite, sync=settings.sync) as temporary:
             _write(index, plan, temporary)
@@ -399,6 +401,21 @@ def _known_digests(index: TensorIndex) -> dict[str, tuple[str, ...]]:
         return {}
     stored = {name for name, entry in index.tensors.items() if not any(piece.codec for piece in entry.pieces)}
     return {name: record.chunks for name, record in manifest.tensors.items() if name in stored}
+
+
+def _refuse_damage(index: TensorIndex) -> None:
+    """Compare what decoded tensors are made of with the manifests of its files: `move_tensors` sees none of it.
+
+    That is read once more for it: a digest is of a whole chunk, and a decoder reads any range.
+    """
+    for part, names in index.decoded_from():
+        known = _known_digests(part)
+        if not (names := [name for name in names if name in known]):
+            continue
+        manifest = part.manifest()
+        assert manifest is not None
+        if problems := damage(part, manifest, scan(part, names, ())):
+            raise CheckpointError(f"{problems[0].message} The checkpoint is damaged, so it is not converted.")
 
 
 def _written_dtype(index: TensorIndex, plan: ConversionPlan) -> str | None:

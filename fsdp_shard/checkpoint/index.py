@@ -5,7 +5,7 @@ Formats build it from headers alone, and everything that reads weights reads the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -160,6 +160,15 @@ class TensorIndex:
     def spans(self, name: str, start: int, stop: int) -> list[Span]:
         """The bytes of files that hold the flat elements [start, stop) of a tensor, in order."""
         return self.reader.spans(self.entry(name), start, stop)
+
+    def decoded_from(self) -> Iterator[tuple[TensorIndex, list[str]]]:
+        """Each of `parts`, and of theirs, with the names of its tensors that this index does not have as they are.
+
+        They are those that others are made of, such as the factors of an adapter, and the weights that it changes.
+        """
+        for part in self.parts:
+            yield part, [name for name, entry in part.tensors.items() if self.tensors.get(name) is not entry]
+            yield from part.decoded_from()
 
     def finish_checksums(self) -> None:
         """Compare the CRCs that files have of the tensors, reading of them what was not read yet.

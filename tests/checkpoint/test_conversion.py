@@ -573,8 +573,9 @@ def test_side_files_that_are_missing_from_a_sealed_source(tiny_model: Path, tmp_
     assert not (tmp_path / "target").exists()
 
 
-def test_a_sealed_adapter_whose_settings_were_changed(tiny_model: Path, tmp_path: Path) -> None:
-    adapter = save_adapter(tmp_path / "adapter", tiny_model)
+def sealed_adapter(directory: Path, base: Path) -> Path:
+    """An adapter with a manifest, as a run saves it."""
+    adapter = save_adapter(directory, base)
     with open_checkpoint(adapter) as index:
         tensors = {
             name: record_tensor(entry.spec, dict(enumerate(digest_chunks(index, name))))
@@ -582,6 +583,34 @@ def test_a_sealed_adapter_whose_settings_were_changed(tiny_model: Path, tmp_path
         }
     files = {name: record_file(adapter / name) for name in ("adapter_config.json", "adapter_model.safetensors")}
     (adapter / "manifest.json").write_text(Manifest("gathered", files=files, tensors=tensors).to_json())
+    return adapter
+
+
+def flip_a_bit(path: Path, of: bytes) -> None:
+    """Change one bit of the bytes `of` in a file."""
+    content = bytearray(path.read_bytes())
+    assert content.count(of) == 1
+    content[content.index(of) + 5] ^= 1
+    path.write_bytes(content)
+
+
+def test_damage_of_an_adapter_or_of_what_it_changes_is_not_passed_on(tiny_model: Path, tmp_path: Path) -> None:
+    convert(tiny_model, tmp_path / "base")
+    adapter = sealed_adapter(tmp_path / "adapter", tmp_path / "base")
+    convert(adapter, tmp_path / "target")
+    for path, name in (
+        (adapter / "adapter_model.safetensors", "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"),
+        (tmp_path / "base" / "model.safetensors", "model.layers.1.self_attn.q_proj.weight"),
+    ):
+        sound = path.read_bytes()
+        flip_a_bit(path, load_file(path)[name].numpy().tobytes())
+        with pytest.raises(CheckpointError, match=rf"tensor {name} is not what was written.*is damaged"):
+            convert(adapter, tmp_path / "target", overwrite=True)
+        path.write_bytes(sound)
+
+
+def test_a_sealed_adapter_whose_settings_were_changed(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = sealed_adapter(tmp_path / "adapter", tiny_model)
     convert(adapter, tmp_path / "target")
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 100}))

@@ -163,6 +163,21 @@ def test_blocks_that_do_not_divide_a_weight(tmp_path: Path) -> None:
         assert torch.equal(index.read("x.weight"), expected.to(torch.bfloat16))
 
 
+def test_damage_is_not_passed_on(tmp_path: Path) -> None:
+    """The digests are those of the stored weights and scales, which are not what is written."""
+    convert(fp8_model(tmp_path), tmp_path / "kept")
+    path = tmp_path / "kept" / "model.safetensors"
+    sound = path.read_bytes()
+    for part in ("weight", "weight_scale_inv"):
+        name = f"model.layers.1.self_attn.o_proj.{part}"
+        content = bytearray(sound)
+        content[content.index(load_file(path)[name].view(torch.uint8).numpy().tobytes())] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"tensor {name} is not what was written"):
+            convert(tmp_path / "kept", tmp_path / "target", dequantize=True)
+        path.write_bytes(sound)
+
+
 def test_what_cannot_be_dequantized(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not quantized, and dequantize=true is for weights in fp8 or mxfp4"):
         convert(save_model(tmp_path / "model"), tmp_path / "target", dequantize=True)
