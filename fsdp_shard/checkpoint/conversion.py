@@ -440,8 +440,9 @@ def _manifest(index: TensorIndex, plan: ConversionPlan, root: Path, names: list[
 
 
 def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
-    """Inode, size and modification time of each source file, which show whether it has changed."""
-    found = {str(path): path.stat() for path in index.files()}
+    """Inode, size and modification time of each source file, an adapter's too, which show whether it has changed."""
+    paths = {path for read in (index, *(part for part, _ in index.decoded_from())) for path in read.files()}
+    found = {str(path): path.stat() for path in paths}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 

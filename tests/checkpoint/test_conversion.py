@@ -546,6 +546,21 @@ def test_a_source_that_changes_is_not_converted(tmp_path: Path, monkeypatch: pyt
     assert names(tmp_path) == {"source"}
 
 
+def test_an_adapter_that_changes_is_not_converted(tiny_model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_model)
+    write = convert_module._write
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        path = adapter / "adapter_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+
+    monkeypatch.setattr(convert_module, "_write", slow)
+    with pytest.raises(CheckpointError, match="was changed while it was converted"):
+        convert(adapter, tmp_path / "target")
+    assert names(tmp_path) == {"adapter"}
+
+
 def test_side_files_that_are_not_what_was_sealed_are_not_sealed_anew(tiny_model: Path, tmp_path: Path) -> None:
     sealed = tmp_path / "sealed"
     convert(tiny_model, sealed)
