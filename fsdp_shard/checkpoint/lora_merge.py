@@ -26,12 +26,18 @@ from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch, torch_name
 from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
+from fsdp_shard.checkpoint.keys.model_names import (
+    CopiedTensor,
+    ModelNames,
+    names_of_files,
+    names_of_model,
+)
 from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, read_config
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
-from fsdp_shard.errors import CheckpointError, one_line
+from fsdp_shard.errors import CheckpointError, InputError, one_line
 from fsdp_shard.utils import format_count
 
 if TYPE_CHECKING:
@@ -85,7 +91,9 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     if recorded is not None:
         _refuse_other_base(adapter.root, base, side, recorded)
         base = base if recorded.head is None else _without(base, recorded.head.replaced)
-    merge = _Merge(adapter, base, side, settings, recorded is not None and recorded.head is not None)
+    has_new_head = recorded is not None and recorded.head is not None
+    names = _names(adapter, base, side, parts, has_new_head=has_new_head)
+    merge = _Merge(adapter, base, side, settings, names, has_new_head)
     whole = {fqn: name for fqn, name in parts.whole.items() if merge.is_read(fqn)}
     targets = {module: names for module, names in parts.factors.items() if merge.is_target(module)}
     notes = merge.check_modules(parts)
@@ -107,6 +115,34 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         parts=(adapter, base),
         notes=(*base.notes, *map(one_line, notes)),  # which have names of the file
     )
+
+
+def _names(
+    adapter: TensorIndex, base: TensorIndex, side: Path, parts: AdapterParts, *, has_new_head: bool
+) -> ModelNames:
+    """The names that the model has for the tensors of the base; its class is asked only if the adapter has others."""
+    names = names_of_files(base)
+    whole = {_in_base(fqn): name for fqn, name in parts.whole.items()}
+    changed = [f"{module}.weight" for module in parts.factors] + ([] if has_new_head else list(whole))
+    if all(_find(names, fqn) for fqn in changed):
+        return names
+    head = {fqn: adapter.tensors[name]._replace(name=fqn) for fqn, name in whole.items() if not _find(names, fqn)}
+    try:
+        return names_of_model(base, side, head if has_new_head else {})
+    except InputError:  # then the tensors that it lacks are named
+        return names
+
+
+def _in_base(fqn: str) -> str:
+    """The name that the base has for a tensor of an adapted module."""
+    return fqn.replace(".base_layer.", ".")
+
+
+def _find(names: ModelNames, fqn: str) -> list[str]:
+    """Which of the names the adapter may mean by `fqn`; a checkpoint of the bare model lacks the model's prefix."""
+    if fqn in names.tensors:
+        return [fqn]
+    return [name for name in names.tensors if fqn.endswith(f".{name}") or name.endswith(f".{fqn}")]
 
 
 def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
@@ -289,7 +325,8 @@ class _Merge:
     base: TensorIndex
     side: Path
     settings: LoraSettings
-    has_new_head: bool = False
+    names: ModelNames
+    has_new_head: bool
 
     def is_read(self, fqn: str) -> bool:
         """Whether peft reads a whole tensor: it wraps adapted modules, and keeps the base's below `base_layer`."""
@@ -299,24 +336,26 @@ class _Merge:
 
     def is_target(self, module: str) -> bool:
         """Whether the settings have a module of the base adapted."""
-        return self.settings.is_target(module) and (not self.settings.is_all_linear or self._is_layer(module))
+        if not self.settings.is_all_linear:
+            return self.settings.is_target(module)
+        is_linear = self._is_layer(module) if self.names.linear is None else module in self.names.linear
+        return is_linear and self.settings.is_target(module)
 
     def replaced(self, name: str, fqn: str) -> TensorEntry:
         """A tensor that the adapter has as a whole (modules_to_save, biases, embeddings with more rows)."""
         entry = self.adapter.tensors[name]
-        if self.has_new_head and not self._stored_names(fqn):
+        codec = CopiedTensor(self.adapter, name)
+        if self.has_new_head and not _find(self.names, fqn):
             of_base = next(iter(self.base.tensors.values()))
-            return _with_codec(
-                TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces), _Copied(self.adapter, name, entry.num_bytes)
-            )
-        kept = self._base_entry(fqn.replace(".base_layer.", "."))
+            return _with_codec(TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces), codec)
+        kept = self._base_entry(_in_base(fqn))
         if entry.shape != kept.shape:
             raise self._misfit(name, entry.shape, kept)
         if kind_of(entry.dtype) != kind_of(kept.dtype):
             raise CheckpointError(
                 f"{self.adapter.root}: {name} is stored as {entry.dtype}, but {kept.name} of its base as {kept.dtype}."
             )
-        return _with_codec(kept._replace(dtype=entry.dtype), _Copied(self.adapter, name, entry.num_bytes))
+        return _with_codec(kept._replace(dtype=entry.dtype), codec)
 
     def adapted(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
         """The weight of a module, which may be `replaced`, plus the product of its factors: `names` in the adapter."""
@@ -352,14 +391,15 @@ class _Merge:
         Raises:
             CheckpointError: A module cannot be adapted, or must be in the adapter and is not.
         """
-        owners = {name.rpartition(".")[0] for name in self.base.names}
+        names = self.names.tensors
+        owners = {name.rpartition(".")[0] for name in names}
         if not all(module in owners for module in parts.factors):
             return []  # the base has another prefix, or lacks one: of its names peft's rules say nothing
         settings, where = self.settings, self.settings.where
         modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
         settings.try_patterns(modules)
         for module in modules:
-            missing = (n for n in self.base.names if n.startswith(f"{module}.") and n not in parts.whole)
+            missing = (n for n in names if n.startswith(f"{module}.") and n not in parts.whole)
             if settings.is_saved(module) and (name := next(missing, None)):
                 raise CheckpointError(
                     f"{where}: modules_to_save has {module}, but the adapter does not hold its {name}."
@@ -380,34 +420,39 @@ class _Merge:
 
     def _is_layer(self, module: str) -> bool:
         """Whether a module of the base has a weight of at least two dimensions."""
-        entry = self.base.tensors.get(f"{module}.weight")
-        return entry is not None and len(entry.shape) > 1
+        found = self.names.tensors.get(f"{module}.weight")
+        return found is not None and len(found.shape) > 1
 
     def _base_entry(self, fqn: str) -> TensorEntry:
-        """The base's tensor that the adapter calls `fqn`; a checkpoint of the bare model lacks the model's prefix."""
-        base = self.base
+        """The base's tensor that the adapter calls `fqn`."""
+        self._refuse_tied(fqn)
+        names = _find(self.names, fqn)
+        if len(names) != 1:
+            raise CheckpointError(
+                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is no base of it."
+            )
+        shape, parts = self.names.tensors[names[0]]
+        if [part[1:] for part in parts] != [((0,) * len(shape), shape)]:
+            raise CheckpointError(
+                f"{self.adapter.root} changes {fqn}, which {self.base.path} stores in another form, as transformers "
+                f"converts; merge it with peft."
+            )
+        return self.base.tensors[parts[0].name]
+
+    def _refuse_tied(self, fqn: str) -> None:
         ties = {} if _IN_LAYER.search(fqn) else self._ties
         if fqn in ties or fqn in ties.values():
             raise CheckpointError(
-                f"{self.adapter.root} changes {fqn}, which {base.path} ties to another tensor; merging would change "
-                f"both."
+                f"{self.adapter.root} changes {fqn}, which {self.base.path} ties to another tensor; merging would "
+                f"change both."
             )
-        names = self._stored_names(fqn)
-        if len(names) != 1:
-            raise CheckpointError(
-                f"{self.adapter.root} changes {fqn}, but {base.path} has no such tensor: it is no base of it."
-            )
-        return base.tensors[names[0]]
 
     @functools.cached_property
-    def _ties(self) -> dict[str, str]:
+    def _ties(self) -> Mapping[str, str]:
         """What the base ties; without an entry in its config, its class is asked, which imports transformers."""
+        if self.names.ties is not None:
+            return self.names.ties
         return self.base.aliases or absent_ties(self.base, self.side)
-
-    def _stored_names(self, fqn: str) -> list[str]:
-        """The names of the base's tensors that `fqn` may mean."""
-        names = self.base.names
-        return [fqn] if fqn in names else [n for n in names if fqn.endswith(f".{n}") or n.endswith(f".{fqn}")]
 
     def _is_conv1d(self, module: str, rows: int, shape: tuple[int, ...]) -> bool:
         """Whether a weight of the base is stored transposed, as in transformers' Conv1D.
@@ -435,18 +480,6 @@ def _with_codec(entry: TensorEntry, codec: Codec) -> TensorEntry:
     """The entry as one piece that `codec` reads; the file only stands for those of the base."""
     first = entry.pieces[0]
     return entry._replace(pieces=(Piece(first.file, first.start, (0,) * len(entry.shape), entry.shape, codec),))
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A tensor that another index holds."""
-
-    index: TensorIndex
-    name: str
-    num_bytes: int
-
-    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
-        self.index.read_into(self.name, start, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,10 +251,10 @@ def made(root: Path, tmp_path: Path, case: Case) -> Path:
     return adapter
 
 
-def by_peft(adapter: Path, base: Path) -> Tensors:
+def by_peft(adapter: Path, base: Path, cls: Any = AutoModelForCausalLM) -> Tensors:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        model = peft.PeftModel.from_pretrained(cls.from_pretrained(base), adapter)
         found: Tensors = model.merge_and_unload().state_dict()
     return found
 

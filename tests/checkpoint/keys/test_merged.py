@@ -1,17 +1,20 @@
-"""Experts that are stored one by one are one tensor: the same values as transformers makes, and nothing is guessed."""
+"""Tensors that files name or divide otherwise than the model: the same values as transformers and peft make of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, MixtralConfig
 
+from fsdp_shard.checkpoint import convert, verify
 from fsdp_shard.checkpoint.keys.matching import match_names
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError
+from tests.checkpoint.keys.test_lora_settings import assert_same, by_peft, save
 
 
 @pytest.fixture
@@ -49,3 +52,56 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, mixtral: torch.nn.Mod
     words = "lacks some of the experts" if damage == "missing" else r"experts\.3\.w3"
     with open_checkpoint(tmp_path) as index, pytest.raises(CheckpointError, match=words):
         match_names(mixtral, index)  # type: ignore[arg-type]
+
+
+def gemma3(directory: Path) -> Path:
+    """A model that is stored as `language_model.model...`, and whose module is `model.language_model`."""
+    text = {
+        "vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "layer_types": ["full_attention"] * 2,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    tokens = {"image_token_index": 57, "boi_token_index": 58, "eoi_token_index": 59}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
+    Gemma3ForConditionalGeneration(config).save_pretrained(directory)
+    return directory
+
+
+def assert_merged_as_by_peft(adapter: Path, base: Path, cls: Any = AutoModelForCausalLM) -> None:
+    """What is written has the names of the base's files, and is loaded with the values that peft makes of it."""
+    theirs = by_peft(adapter, base, cls)
+    assert not convert(adapter, adapter.parent / "target").notes
+    assert (
+        load_file(adapter.parent / "target" / "model.safetensors").keys()
+        == load_file(base / "model.safetensors").keys()
+    )
+    assert_same(cls.from_pretrained(adapter.parent / "target").state_dict(), theirs)
+    before = cls.from_pretrained(base).state_dict()
+    assert any(not torch.equal(before[name], theirs[name]) for name in theirs)
+    assert verify(adapter).is_sound, verify(adapter).problems
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*language_model.*q_proj"])
+def test_an_adapter_of_a_model_that_is_stored_under_other_names(targets: str, tmp_path: Path) -> None:
+    base = gemma3(tmp_path / "base")
+    save(Gemma3ForConditionalGeneration.from_pretrained(base), {"target_modules": targets}, tmp_path / "adapter")
+    assert_merged_as_by_peft(tmp_path / "adapter", base, Gemma3ForConditionalGeneration)
+
+
+def test_an_embedding_that_is_stored_under_another_name_is_tied_nonetheless(tmp_path: Path) -> None:
+    base = gemma3(tmp_path / "base")
+    settings = {"target_modules": ["embed_tokens"]}
+    save(Gemma3ForConditionalGeneration.from_pretrained(base), settings, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"model\.language_model\.embed_tokens\.weight, which .* ties to another"):
+        convert(tmp_path / "adapter", tmp_path / "target")
+
+
+def test_a_router_that_is_stored_under_another_name(tmp_path: Path, mixtral: torch.nn.Module) -> None:
+    """Files of Mixtral have `block_sparse_moe.gate`, and its module is `mlp.gate`."""
+    mixtral.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}
+    save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
+    assert_merged_as_by_peft(tmp_path / "adapter", tmp_path / "base")

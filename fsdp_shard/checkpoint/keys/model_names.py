@@ -1,0 +1,120 @@
+"""Which stored tensors the tensors of a model are filled from, by the names that they have in the model.
+
+They are the same for most models. transformers renames tensors of others as it loads them, and stacks their experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
+
+
+class StoredPart(NamedTuple):
+    """The stored tensor `name`, and the box of a tensor of the model that it fills, at `offsets` and of `shape`."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class ModelTensor(NamedTuple):
+    """Shape and parts of a tensor of the model; without parts, it is computed from what is stored."""
+
+    shape: tuple[int, ...]
+    parts: Sequence[StoredPart]
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """What a checkpoint stores of a model.
+
+    Attributes:
+        tensors: Name of a tensor in the model -> where it is stored; of tied ones, the one that is kept.
+        ties: Tied name -> the one that is kept; None if the model was not asked.
+        linear: The modules that peft's `all-linear` adapts; None if the model was not asked.
+        transposed: Modules whose matrices for each expert are [inputs, outputs].
+    """
+
+    tensors: Mapping[str, ModelTensor]
+    ties: Mapping[str, str] | None = None
+    linear: frozenset[str] | None = None
+    transposed: frozenset[str] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedTensor:
+    """The codec of a tensor that another index holds."""
+
+    index: TensorIndex
+    name: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.index.entry(self.name).num_bytes
+
+    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
+        """Copy elements of the tensor, whatever the file of the piece is."""
+        self.index.read_into(self.name, start, out)
+
+
+def names_of_files(index: TensorIndex) -> ModelNames:
+    """The names of the stored tensors, as if they were those of the model."""
+    whole = {name: StoredPart(name, (0,) * len(entry.shape), entry.shape) for name, entry in index.tensors.items()}
+    return ModelNames({name: ModelTensor(part.shape, (part,)) for name, part in whole.items()})
+
+
+def names_of_model(index: TensorIndex, directory: Path, others: Mapping[str, TensorEntry]) -> ModelNames:
+    """Ask the class that a config names, as loading does; imports transformers.
+
+    Args:
+        index: The stored tensors.
+        directory: The directory of config.json.
+        others: What the model has and another checkpoint holds, by the names in the model.
+
+    Raises:
+        CheckpointError, ModelError: There is no such model, or the tensors are not its.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from fsdp_shard.checkpoint.keys.matching import match_names
+    from fsdp_shard.models import build_on_meta, load_config, tied_names
+
+    model = build_on_meta(load_config(directory), "float32")
+    stored = {name: _marked(entry, index) for name, entry in index.tensors.items()}
+    matched = replace(index, tensors=stored | dict(others))  # whose entries the match replaces by what it makes of them
+    try:
+        names = match_names(model, matched).stored
+    finally:
+        matched.reader.files.close()
+    entries = {name: matched.entry(found) for name, found in names.items() if found not in others}
+    head = model.get_output_embeddings()
+    modules = dict(model.named_modules())
+    return ModelNames(
+        {name: ModelTensor(entry.shape, _parts(entry)) for name, entry in entries.items()},
+        tied_names(model),
+        frozenset(n for n, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head),
+        frozenset(name for name, module in modules.items() if getattr(module, "is_transposed", False)),
+    )
+
+
+def _marked(entry: TensorEntry, index: TensorIndex) -> TensorEntry:
+    """The entry as one piece that says by its codec which stored tensor it is, whatever is made of it."""
+    first = entry.pieces[0]
+    piece = Piece(first.file, first.start, (0,) * len(entry.shape), entry.shape, CopiedTensor(index, entry.name))
+    return entry._replace(pieces=(piece,))
+
+
+def _parts(entry: TensorEntry) -> list[StoredPart]:
+    found = [
+        StoredPart(piece.codec.name, piece.offsets, piece.shape)
+        for piece in entry.pieces
+        if isinstance(piece.codec, CopiedTensor)
+    ]
+    return found if len(found) == len(entry.pieces) else []
