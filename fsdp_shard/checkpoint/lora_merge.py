@@ -9,8 +9,9 @@ are refused.
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from fsdp_shard.checkpoint.base_model import (
 )
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch, torch_name
+from fsdp_shard.checkpoint.io import CASTABLE, itemsize, kind_of, to_torch, torch_name
 from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
 from fsdp_shard.checkpoint.keys.model_names import (
     CopiedTensor,
@@ -92,13 +93,17 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         _refuse_other_base(adapter.root, base, side, recorded)
         base = base if recorded.head is None else _without(base, recorded.head.replaced)
     has_new_head = recorded is not None and recorded.head is not None
-    names = _names(adapter, base, side, parts, has_new_head=has_new_head)
+    names = _names(adapter, base, side, settings, parts, has_new_head=has_new_head)
     merge = _Merge(adapter, base, side, settings, names, has_new_head)
     whole = {fqn: name for fqn, name in parts.whole.items() if merge.is_read(fqn)}
     targets = {module: names for module, names in parts.factors.items() if merge.is_target(module)}
     notes = merge.check_modules(parts)
     entries = {entry.name: entry for entry in (merge.replaced(name, fqn) for fqn, name in whole.items())}
     entries |= {entry.name: entry for entry in (merge.adapted(*item, entries) for item in targets.items())}
+    stacks = {module: names for module, names in parts.factors.items() if module in merge.wrapped}
+    for item in stacks.items():
+        entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
+    targets |= stacks
     used = {*whole.values(), *(name for names in targets.values() for name in names.values())}
     if unused := [name for name in adapter.names if name not in used]:
         notes.append(_left_out(adapter, unused))
@@ -118,19 +123,33 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
 
 
 def _names(
-    adapter: TensorIndex, base: TensorIndex, side: Path, parts: AdapterParts, *, has_new_head: bool
+    adapter: TensorIndex,
+    base: TensorIndex,
+    side: Path,
+    settings: LoraSettings,
+    parts: AdapterParts,
+    *,
+    has_new_head: bool,
 ) -> ModelNames:
-    """The names that the model has for the tensors of the base; its class is asked only if the adapter has others."""
+    """The names that the model has for the tensors of the base.
+
+    Its class is asked only if the adapter has others, or adapts parameters: their order in a module decides which is
+    which in the adapter.
+    """
     names = names_of_files(base)
     whole = {_in_base(fqn): name for fqn, name in parts.whole.items()}
     changed = [f"{module}.weight" for module in parts.factors] + ([] if has_new_head else list(whole))
-    if all(_find(names, fqn) for fqn in changed):
+    if not settings.parameters and all(_find(names, fqn) for fqn in changed):
         return names
     head = {fqn: adapter.tensors[name]._replace(name=fqn) for fqn, name in whole.items() if not _find(names, fqn)}
     try:
         return names_of_model(base, side, head if has_new_head else {})
-    except InputError:  # then the tensors that it lacks are named
-        return names
+    except InputError as error:
+        if settings.parameters:
+            raise CheckpointError(
+                f"{settings.where}: target_parameters needs the model of the base, which cannot be had: {error}"
+            ) from error
+        return names  # then the tensors that it lacks are named
 
 
 def _in_base(fqn: str) -> str:
@@ -174,6 +193,8 @@ def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple
     """
     settings, parts = check_on_base(adapter, base, side)
     has = "the magnitudes of DoRA" if settings.is_dora else next(iter(parts.whole.values()), None)
+    if settings.parameters:
+        has = f"matrices for each expert ({settings.parameters[0]})"
     if has is not None:
         raise CheckpointError(
             f"{adapter.root} has {has}, and only adapters that are products of two matrices can be switched; read it "
@@ -207,11 +228,13 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
     )
     for module, names in parts.factors.items():
         if settings.is_target(module):
-            _check_factors(adapter, module, names, settings)
+            _check_factors(adapter, module, names, settings, settings.rank(module))
     return settings, parts
 
 
-def _check_factors(adapter: TensorIndex, module: str, names: Mapping[str, str], settings: LoraSettings) -> None:
+def _check_factors(
+    adapter: TensorIndex, module: str, names: Mapping[str, str], settings: LoraSettings, rank: int
+) -> None:
     if not names.keys() >= {"A", "B"}:
         raise CheckpointError(f"{adapter.root} has only one of lora_A and lora_B of {module}.")
     if settings.is_dora and "M" not in names:
@@ -225,7 +248,7 @@ def _check_factors(adapter: TensorIndex, module: str, names: Mapping[str, str], 
         if len(entry.shape) != (1 if factor == "M" else 2):
             expected = "expected a vector" if factor == "M" else "only matrices can be merged"
             raise CheckpointError(f"{adapter.root}: {name} has shape {list(entry.shape)}; {expected}.")
-    found, rank = (adapter.tensors[names["A"]].shape[0], adapter.tensors[names["B"]].shape[1]), settings.rank(module)
+    found = (adapter.tensors[names["A"]].shape[0], adapter.tensors[names["B"]].shape[1])
     if found != (rank, rank):
         raise CheckpointError(
             f"{adapter.root}: lora_A and lora_B of {module} have the ranks {found[0]} and {found[1]}, but r and "
@@ -360,12 +383,7 @@ class _Merge:
     def adapted(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
         """The weight of a module, which may be `replaced`, plus the product of its factors: `names` in the adapter."""
         adapter, kept = self.adapter, self._base_entry(f"{module}.weight")
-        kept = replaced.get(kept.name, kept)
-        if kept.dtype not in CASTABLE:
-            raise CheckpointError(
-                f"{adapter.root} changes {kept.name}, which {self.base.path} stores as {kept.dtype}; an adapter merges "
-                f"into floating-point weights of 16 or 32 bits only."
-            )
+        kept = self._castable(replaced.get(kept.name, kept))
         columns, rows = adapter.shapes[names["A"]][1], adapter.shapes[names["B"]][0]
         are_embeddings = {"lora_embedding_" in names[factor] for factor in "AB"}
         is_transposed = are_embeddings == {True} or self._is_conv1d(module, rows, kept.shape)
@@ -385,6 +403,80 @@ class _Merge:
             return _with_codec(kept, _Scaled(codec, functools.partial(adapter.read, names["M"]), is_transposed))
         return _with_codec(kept, codec)
 
+    @functools.cached_property
+    def wrapped(self) -> dict[str, str]:
+        """Name of a module in the adapter -> the adapted parameter whose factors it has.
+
+        peft puts a module around that of each parameter in turn: the last one is the outermost, and has its name.
+        """
+        found: dict[str, list[str]] = {}
+        for name in self.names.tensors:
+            if self.settings.is_target_parameter(name):
+                found.setdefault(name.rpartition(".")[0], []).append(name)
+        return {
+            owner + ".base_layer" * depth: name
+            for owner, names in found.items()
+            for depth, name in enumerate(reversed(names))
+        }
+
+    def adapted_parameter(
+        self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]
+    ) -> Iterator[TensorEntry]:
+        """The stored tensors of a parameter, which may be `replaced`, plus the products of its factors.
+
+        It has a matrix for each expert, or is one itself. A has the ranks of one expert after those of another; B has
+        rank 0 of all experts, then rank 1 of all (peft's `ParamWrapper`).
+        """
+        adapter, fqn = self.adapter, self.wrapped[module]
+        shape, parts = self.names.tensors[fqn]
+        self._refuse_tied(fqn)
+        if not parts or len(shape) not in (2, 3):
+            raise CheckpointError(
+                f"{adapter.root} changes {fqn}, which {self.base.path} stores in another form, as transformers "
+                f"converts, or which is no matrix and no stack of them; merge it with peft."
+            )
+        num_experts = shape[0] if len(shape) == 3 else 1
+        _check_factors(adapter, fqn, names, self.settings, self.settings.rank(fqn) * num_experts)
+        is_transposed = len(shape) == 3 and module.removesuffix(".base_layer") in self.names.transposed
+        sizes = (adapter.shapes[names["B"]][0], adapter.shapes[names["A"]][1])
+        if sizes != (shape[:-3:-1] if is_transposed else shape[-2:]):
+            what = f"lora_B @ lora_A of {fqn}"
+            raise CheckpointError(
+                f"{adapter.root}: {what} has shape {list(sizes)}, but {fqn} of its base has {list(shape)}: it is an "
+                f"adapter of another model."
+            )
+
+        @functools.lru_cache(maxsize=1)
+        def factors() -> tuple[torch.Tensor, torch.Tensor]:
+            return adapter.read(names["A"]).float(), adapter.read(names["B"]).float()
+
+        def of_box(expert: int, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = factors()
+            rank = len(a) // num_experts
+            a, b = a[expert * rank : (expert + 1) * rank], b[:, expert::num_experts]
+            left, right = (a.T, b.T) if is_transposed else (b, a)
+            return left[rows], right[:, columns]
+
+        for part in parts:
+            kept = self._castable(replaced.get(part.name, self.base.tensors[part.name]))
+            matrix = part.shape[-2:]
+            box = [slice(start, start + size) for start, size in zip(part.offsets[-2:], matrix, strict=True)]
+            pieces = []
+            for number in range(part.shape[0] if len(kept.shape) == 3 else 1):
+                expert = number + (part.offsets[0] if len(shape) == 3 else 0)
+                codec = _LowRankSum(
+                    self.base,
+                    kept,
+                    adapter.root,
+                    functools.partial(of_box, expert, *box),
+                    self.settings.scale(fqn),
+                    number * math.prod(matrix),
+                )
+                first, is_stack = kept.pieces[0], len(kept.shape) == 3
+                offsets, piece_shape = ((number, 0, 0), (1, *matrix)) if is_stack else ((0, 0), matrix)
+                pieces.append(Piece(first.file, first.start, offsets, piece_shape, codec))
+            yield kept._replace(pieces=tuple(pieces))
+
     def check_modules(self, parts: AdapterParts) -> list[str]:
         """Compare the modules that the settings name with the tensors; returns notes.
 
@@ -393,11 +485,11 @@ class _Merge:
         """
         names = self.names.tensors
         owners = {name.rpartition(".")[0] for name in names}
-        if not all(module in owners for module in parts.factors):
+        if not all(module in owners or module in self.wrapped for module in parts.factors):
             return []  # the base has another prefix, or lacks one: of its names peft's rules say nothing
         settings, where = self.settings, self.settings.where
         modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
-        settings.try_patterns(modules)
+        settings.try_patterns([*modules, *self.wrapped.values()])
         for module in modules:
             missing = (n for n in names if n.startswith(f"{module}.") and n not in parts.whole)
             if settings.is_saved(module) and (name := next(missing, None)):
@@ -407,8 +499,8 @@ class _Merge:
         targets = [module for module in modules if self.is_target(module)]
         if wrong := [module for module in targets if not self._is_layer(module)]:
             raise CheckpointError(f"{where}: target_modules has {wrong[0]}, which is no layer that LoRA can adapt.")
-        absent = [module for module in targets if module not in parts.factors]
-        if not targets:
+        absent = [module for module in (*targets, *self.wrapped) if module not in parts.factors]
+        if not targets and not self.wrapped:
             raise CheckpointError(f"{where}: its settings, such as target_modules, name no module of {self.base.path}.")
         if absent and not settings.starts_at_zero:
             raise CheckpointError(
@@ -417,6 +509,15 @@ class _Merge:
         return (
             [f"{where}: without tensors for {_some(absent)}, which stay as in the base, as in peft."] if absent else []
         )
+
+    def _castable(self, kept: TensorEntry) -> TensorEntry:
+        """The entry; CheckpointError if no product can be added to it."""
+        if kept.dtype not in CASTABLE:
+            raise CheckpointError(
+                f"{self.adapter.root} changes {kept.name}, which {self.base.path} stores as {kept.dtype}; an adapter "
+                f"merges into floating-point weights of 16 or 32 bits only."
+            )
+        return kept
 
     def _is_layer(self, module: str) -> bool:
         """Whether a module of the base has a weight of at least two dimensions."""
@@ -486,7 +587,8 @@ def _with_codec(entry: TensorEntry, codec: Codec) -> TensorEntry:
 class _LowRankSum:
     """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled after it as by peft.
 
-    What was finite must stay so: peft merges NaN and infinities in silence.
+    Of a stack of matrices it is the one that begins at element `first`. What was finite must stay so: peft merges NaN
+    and infinities in silence.
     """
 
     base: TensorIndex
@@ -494,25 +596,26 @@ class _LowRankSum:
     adapter: Path
     factors: Factors = field(repr=False)
     scale: float
+    first: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.entry.num_bytes
+        return math.prod(self.entry.shape[-2:]) * itemsize(self.entry.dtype)
 
     def decode_into(self, read: Any, start: int, out: memoryview) -> None:
         import torch
 
-        self.base.reader.read_into(self.entry, start, out)
+        self.base.reader.read_into(self.entry, self.first + start, out)
         values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
         self.check_finite(values, merged := self.plus_product(values, start).to(values.dtype))
         values.copy_(merged)
 
     def plus_product(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """The elements `values` of the base's matrix, from `start` on, plus those of the product, in float32."""
+        """The elements `values` of the matrix, from its `start` on, plus those of the product, in float32."""
         import torch
 
         left, right = self.factors()
-        columns, stop = self.entry.shape[1], start + len(values)
+        columns, stop = self.entry.shape[-1], start + len(values)
         first, last = start // columns, -(-stop // columns)
         product = (left[first:last] @ right).view(-1)[start - first * columns : stop - first * columns]
         wide = values.to(torch.promote_types(values.dtype, torch.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,10 @@ def test_mistakes(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None
     missing = save(tmp_path / "missing", base, r=2, target_modules=["q_proj"])
     config = json.loads((missing / "adapter_config.json").read_text())
     (missing / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
+    experts = Path(shutil.copytree(missing, tmp_path / "experts"))
+    (experts / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["experts.down_proj"]}))
     for path, said in (
+        (experts, r"has matrices for each expert \(experts\.down_proj\), and only adapters"),
         (dora, "has the magnitudes of DoRA, and only adapters"),
         (whole, "norm.weight, and only adapters that are products of two matrices"),
         (missing, "v_proj is adapted only in one of its adapter_config.json"),

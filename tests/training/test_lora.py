@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MixtralConfig
 
 from fsdp_shard.checkpoint import convert, locate, open_checkpoint, verify
 from fsdp_shard.data import DataConfig, Shuffled, prepare_data
@@ -24,7 +24,7 @@ from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.peft.initial_values import fill_new
 from tests.support.digests import digest_tensor, tensor_digests
 from tests.support.runs import Ended, run_recipe
-from tests.support.tiny import save_model, token_batch
+from tests.support.tiny import byte_tokenizer, save_model, token_batch
 
 # peft 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -175,6 +175,37 @@ def test_an_adapter_is_merged_wherever_weights_are_read(
     with open_checkpoint(tmp_path / "ranks") as index:
         for name, param in wanted.items():
             torch.testing.assert_close(index.read(name), param.detach().bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.filterwarnings(
+    r"ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
+)  # peft's own
+def test_an_adapter_of_experts_is_merged_wherever_weights_are_read(settings: list[str], tmp_path: Path) -> None:
+    """peft adapts the experts of Mixtral, each of them tensors of files and a part of the model's, and the router."""
+    sizes = {
+        "vocab_size": 257,
+        "hidden_size": 36,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_local_experts": 3,
+    }
+    config = MixtralConfig(**sizes, num_attention_heads=3, num_key_value_heads=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    given = [text for text in settings if "modules_to_save" not in text]
+    ended = run_recipe("finetune", tmp_path / "run", *given, f"model.path={tmp_path}/base", "train.steps=1")
+    assert ended.status == 0, ended.err
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wanted = peft.PeftModel.from_pretrained(base, ended.checkpoint).merge_and_unload()
+    convert(ended.checkpoint, tmp_path / "merged")
+    merged = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
+    before = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "base").named_parameters())
+    for name, param in wanted.named_parameters():
+        torch.testing.assert_close(merged[name], param, rtol=0, atol=1e-6)
+        assert torch.equal(param, before[name]) == any(part in name for part in ("norm", "embed", "lm_head")), name
+    for device_map in ("cpu", "disk"):
+        model = load_dispatched(ended.checkpoint, device_map=device_map)
+        torch.testing.assert_close(logits_of(model), logits_of(wanted), rtol=1e-4, atol=1e-5)
 
 
 def test_a_tokenizer_that_lies_beside_an_adapter_is_taken(

@@ -18,7 +18,6 @@ from fsdp_shard.utils import run_limited
 _OTHER_KINDS = (
     "use_qalora",
     "lora_bias",
-    "target_parameters",
     "trainable_token_indices",
     "layer_replication",
     "alora_invocation_tokens",
@@ -49,6 +48,7 @@ class LoraSettings:
         where: adapter_config.json, for messages.
         targets: Names of the adapted modules or their ends, a regular expression for whole names, or `all-linear`.
         excluded: The same for modules that are not adapted.
+        parameters: Names of adapted parameters or their ends (`target_parameters`), such as the experts of a layer.
         saved: Ends of the names of modules that are stored whole (`modules_to_save`).
         layers: Numbers of the layers that are adapted; None for all.
         layers_pattern: Names of the lists of layers.
@@ -62,6 +62,7 @@ class LoraSettings:
     where: Path
     targets: str | list[str]
     excluded: Names
+    parameters: list[str]
     saved: list[str]
     layers: list[int] | None
     layers_pattern: list[str]
@@ -80,6 +81,10 @@ class LoraSettings:
     def is_saved(self, module: str) -> bool:
         """Whether the adapter must have this module as a whole."""
         return any(module.endswith(end) for end in self.saved)
+
+    def is_target_parameter(self, name: str) -> bool:
+        """Whether this parameter is adapted by factors of its own, whatever its module is."""
+        return bool(self.parameters) and _is_named(name, self.parameters, self.where)
 
     def is_target(self, module: str) -> bool:
         """Whether this module is adapted."""
@@ -103,16 +108,16 @@ class LoraSettings:
         return None
 
     def rank(self, module: str) -> int:
-        """The rank of an adapted module."""
+        """The rank of an adapted module, or of a parameter for each expert."""
         return self.ranks[self._pattern_of(module, self.ranks)]
 
     def scale(self, module: str) -> float:
-        """The factor of the product of an adapted module's matrices."""
+        """The factor of the product of the matrices of an adapted module or parameter."""
         rank = self.rank(module)
         return self.alphas[self._pattern_of(module, self.alphas)] / (math.sqrt(rank) if self.root_of_rank else rank)
 
     def try_patterns(self, modules: Collection[str]) -> None:
-        """Match the patterns with names of modules in a process that is ended if that takes too long.
+        """Match the patterns with names of modules and parameters in a process that is ended if that takes too long.
 
         Raises:
             CheckpointError: It does, or one is no regular expression.
@@ -124,7 +129,7 @@ class LoraSettings:
 
         def match() -> None:
             for module in modules:
-                if self.is_target(module):
+                if self.is_target(module) or self.is_target_parameter(module):
                     self._pattern_of(module, self.ranks)
                     self._pattern_of(module, self.alphas)
 
@@ -144,10 +149,12 @@ def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
         CheckpointError: It is neither LoRA nor DoRA, or peft refuses the settings.
     """
     _refuse_other_kinds(where, config)
+    parameters = _list(where, "target_parameters", config.get("target_parameters"))
     settings = LoraSettings(
         where,
-        _targets(where, config.get("target_modules")),
+        _targets(where, config.get("target_modules")) if config.get("target_modules") or not parameters else [],
         _names(where, "exclude_modules", config.get("exclude_modules")),
+        parameters,
         _list(where, "modules_to_save", config.get("modules_to_save")),
         _layers(where, config.get("layers_to_transform")),
         _list(where, "layers_pattern", config.get("layers_pattern")),
@@ -178,6 +185,9 @@ def _refuse_other_kinds(where: Path, config: Mapping[str, Any]) -> None:
             where,
             f"init_lora_weights={start!r} changes the base model, so it cannot be merged here; merge it with peft",
         )
+    alone = ("use_dora", "fan_in_fan_out", "lora_dropout")  # which peft refuses together with it
+    if config.get("target_parameters") and (other := next((name for name in alone if config.get(name)), None)):
+        raise _wrong(where, f"target_parameters and {other} do not go together")
     if bias not in ("none", "all", "lora_only"):
         raise _wrong(where, f"bias is {bias!r}; expected none, all or lora_only")
 

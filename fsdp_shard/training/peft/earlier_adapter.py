@@ -115,6 +115,11 @@ def _check_same(
         recorded = checkpoint.read_base_model(earlier.weights)
     except CheckpointError as error:
         raise ConfigError(f"adapter.path={config.path}: {error}") from error
+    if settings.parameters:
+        raise ConfigError(
+            f"adapter.path={config.path} has matrices for each expert ({settings.parameters[0]}), and only an adapter "
+            f"of layers with one matrix can be trained on; train another one, without adapter.path."
+        )
     if recorded is not None and recorded.quantize != config.quantize:
         raise ConfigError(
             f"adapter.path={config.path} was trained with adapter.quantize={recorded.quantize}, and with "

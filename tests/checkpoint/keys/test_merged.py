@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GptOssConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from fsdp_shard.checkpoint import convert, verify
 from fsdp_shard.checkpoint.keys.matching import match_names
@@ -105,3 +113,53 @@ def test_a_router_that_is_stored_under_another_name(tmp_path: Path, mixtral: tor
     settings = {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}
     save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
     assert_merged_as_by_peft(tmp_path / "adapter", tmp_path / "base")
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
+# config, peft's settings
+STACKED: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "mixtral": (MixtralConfig(**SIZES, num_local_experts=3), {"target_modules": "all-linear"}),
+    "qwen3_moe": (
+        Qwen3MoeConfig(**SIZES, moe_intermediate_size=20, num_experts=5, num_experts_per_tok=2),
+        {"target_modules": "all-linear", "use_rslora": True},
+    ),
+    "one of two parameters": (
+        MixtralConfig(**SIZES, num_local_experts=3),
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["experts.down_proj"],
+            "rank_pattern": {r".*0\.mlp\.experts\.down_proj": 3},
+            "alpha_pattern": {"down_proj": 5},
+        },
+    ),
+    "no modules": (MixtralConfig(**SIZES, num_local_experts=3), {"target_parameters": ["gate_up_proj"]}),
+    "stored as stacks, transposed": (
+        GptOssConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_adapters_of_experts_are_merged_as_by_peft(name: str, tmp_path: Path) -> None:
+    config, settings = STACKED[name]
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    save(AutoModelForCausalLM.from_pretrained(base), settings, tmp_path / "adapter")
+    assert any("experts" in stored for stored in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    assert_merged_as_by_peft(tmp_path / "adapter", base)
+
+
+def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
+    config, settings = STACKED["no modules"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
+    AutoModelForCausalLM.from_config(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"gate_up_proj have the ranks 6 and 6, but .* give it 8"):
+        convert(tmp_path / "adapter", tmp_path / "target", base=tmp_path / "other")
+    (tmp_path / "base" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="target_parameters needs the model of the base, which cannot be had"):
+        convert(tmp_path / "adapter", tmp_path / "target")
