@@ -99,8 +99,15 @@ class Location:
         """The base model of an adapter."""
         path = self.base_path or peft.base_of(self.weights)
         is_typed = self.base_path is not None
+        revision = None if is_typed else peft.revision_of_base(self.weights)
         try:
-            found = locate(path, config=self.config_path, fetch_weights=self.fetch_weights, only_local=not is_typed)
+            found = locate(
+                path,
+                config=self.config_path,
+                fetch_weights=self.fetch_weights,
+                only_local=not is_typed,
+                revision=revision,
+            )
         except InputError as error:
             raise self._unreadable_base(path, error) from error
         if found.is_adapter:
@@ -260,6 +267,7 @@ def locate(
     tokenizer: str | os.PathLike[str] | None = None,
     fetch_weights: bool = True,
     only_local: bool = False,
+    revision: str | None = None,
 ) -> Location:
     """Locate what a path names. Opens no weights; downloads what is on a remote store or the hub.
 
@@ -272,6 +280,7 @@ def locate(
         tokenizer: The model whose tokenizer to use.
         fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
         only_local: Make no request, as for a name that a file has: an address is refused, a hub id must be cached.
+        revision: Branch, tag or commit of a hub id; None for the default one.
 
     Returns:
         The location. That there are neither weights nor a config is an error only when they are used.
@@ -284,7 +293,7 @@ def locate(
     root = local_path(path) if not only_local else _named_by_file(path)
     if not os.path.exists(root):  # Path.exists raises for a name that is too long
         _check_hub_id(path, root)
-        root = download_model(str(path), gguf_file, fetch_weights, only_cached=only_local)
+        root = download_model(str(path), gguf_file, fetch_weights, only_cached=only_local, revision=revision)
     if gguf_file is not None:
         root = root / gguf_file
         if not root.is_file():

@@ -10,6 +10,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,12 @@ _UNPRINTABLE = re.compile(rb"\\u00[0189]|\\u007f|\\u20[26]|\xc2[\x80-\x9f]|\xe2\
 
 
 def download_model(
-    name: str, gguf_file: str | None = None, fetch_weights: bool = True, *, only_cached: bool = False
+    name: str,
+    gguf_file: str | None = None,
+    fetch_weights: bool = True,
+    *,
+    only_cached: bool = False,
+    revision: str | None = None,
 ) -> Path:
     """Download a model from the hub; what is in its cache already is not downloaded again.
 
@@ -42,6 +48,7 @@ def download_model(
         gguf_file: A GGUF file to download instead of other weights.
         fetch_weights: Whether to download weights; config and tokenizer are always downloaded.
         only_cached: Make no request.
+        revision: Branch, tag or commit; None for the default one.
 
     Returns:
         The snapshot in the hub's cache.
@@ -52,16 +59,18 @@ def download_model(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    fetch = partial(snapshot_download, revision=revision, local_files_only=only_cached)
     weights = [gguf_file] if gguf_file else ["*.safetensors"] if fetch_weights else []
     try:
-        snapshot = Path(snapshot_download(name, allow_patterns=[*_FILES, *weights], local_files_only=only_cached))
+        snapshot = Path(fetch(name, allow_patterns=[*_FILES, *weights]))
         if fetch_weights and not gguf_file and not any(snapshot.glob("*.safetensors")):
             files = [*_FILES, *_PICKLES]
-            snapshot = Path(snapshot_download(name, allow_patterns=files, local_files_only=only_cached))
+            snapshot = Path(fetch(name, allow_patterns=files))
         return snapshot
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         if only_cached:
-            raise ModelError(f"{name} is neither a local directory nor in the hub's cache.") from error
+            what = name if revision is None else f"{name}, revision {revision},"
+            raise ModelError(f"{what} is neither a local directory nor in the hub's cache.") from error
         raise ModelError(
             f"{name} is neither a local directory nor a hub model that could be fetched: {first_line(error)}"
         ) from error

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -422,3 +423,28 @@ def test_links_of_a_hub_cache_are_followed_to_their_own_blobs(tiny_model: Path, 
     assert locate(snapshot).tokenizer == snapshot
     assert verify(snapshot).problems == ()
     load_dispatched(snapshot)
+
+
+def test_an_adapter_of_a_revision_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository, commits = tmp_path / "hub" / "models--org--m", {"main": "a" * 40, "v2": "b" * 40}
+    (repository / "refs").mkdir(parents=True)
+    for seed, (revision, commit) in enumerate(commits.items()):
+        save_model(repository / "snapshots" / commit, seed=seed)
+        (repository / "refs" / revision).write_text(commit)
+    adapter = save_adapter(tmp_path / "adapter", repository / "snapshots" / commits["v2"])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+
+    def base(revision: Any, given: str | None = None) -> str:
+        changed = config | {"base_model_name_or_path": "org/m", "revision": revision}
+        (adapter / "adapter_config.json").write_text(json.dumps(changed))
+        return locate(adapter, base=given).base.weights.name
+
+    assert [base(None), base("v2"), base("v2", "org/m")] == [commits["main"], commits["v2"], commits["main"]]
+    with pytest.raises(
+        CheckpointError, match="org/m, revision v3, is neither a local directory nor in the hub's cache"
+    ):
+        base("v3")
+    for revision in ("../../refs/v2", "/v2", 2):
+        with pytest.raises(CheckpointError, match=r"revision is .*; expected a branch, tag or commit"):
+            base(revision)

@@ -5,6 +5,7 @@ The index holds the adapter's own tensors under their stored names; `lora_merge`
 neither torch nor peft.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ NAME = "peft"
 KEEPS_NAMES = True  # they name the modules that are adapted
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LONGEST_PATH = 4096  # PATH_MAX of Linux
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)  # of which the hub's cache makes a path
 
 
 def is_adapter(path: Path) -> bool:
@@ -67,3 +69,13 @@ def base_of(path: Path) -> str:
             f"--base in verify and diff."
         )
     return base
+
+
+def revision_of_base(path: Path) -> str | None:
+    """The branch, tag or commit of the model that an adapter is for, if that is on the hub; None for the default."""
+    revision = read_adapter_config(path).get("revision") or None
+    if revision is not None and not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG}: revision is {repr(revision)[:80]}; expected a branch, tag or commit on the hub."
+        )
+    return revision
