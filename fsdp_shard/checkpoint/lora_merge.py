@@ -560,9 +560,9 @@ class _Merge:
 
         peft asks the class of the module and corrects `fan_in_fan_out` by it. Models with such layers name these alike.
         """
-        config = read_config(self.side)
-        if isinstance(model_type := config.get("model_type"), str) and "auto_map" not in config:
-            return model_type in _CONV1D_MODELS and module.rpartition(".")[2] in _CONV1D_LAYERS
+        types = _model_types(read_config(self.side))
+        if types:
+            return not _CONV1D_MODELS.isdisjoint(types) and module.rpartition(".")[2] in _CONV1D_LAYERS
         if shape == (rows, rows) and self.settings.fan_in_fan_out:
             raise CheckpointError(
                 f"{self.settings.where}: fan_in_fan_out is set, but whether the square weight of {module} is stored "
@@ -575,6 +575,19 @@ class _Merge:
             f"{self.adapter.root}: {what} has shape {list(shape)}, but {kept.name} of its base has {list(kept.shape)}: "
             f"it is an adapter of another model."
         )
+
+
+def _model_types(config: Mapping[str, Any]) -> set[str]:
+    """The types of a model and of its parts, such as a decoder; empty unless transformers defines all of them."""
+    found: set[str] = set()
+    left: list[Mapping[str, Any]] = [config] if isinstance(config.get("model_type"), str) else []
+    while left:
+        part = left.pop()
+        if "auto_map" in part:
+            return set()
+        found |= {part["model_type"]} if isinstance(part.get("model_type"), str) else set()
+        left += [value for value in part.values() if isinstance(value, Mapping)]
+    return found
 
 
 def _with_codec(entry: TensorEntry, codec: Codec) -> TensorEntry:

@@ -15,9 +15,16 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+)
 
-from fsdp_shard.checkpoint import verify
+from fsdp_shard.checkpoint import convert, verify
 from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.errors import CheckpointError
 from tests.support.tiny import save_model
@@ -344,6 +351,21 @@ def test_transposed_layers_are_known_by_their_class(says: bool, dora: bool, tmp_
     if says:  # without a class, only the shape tells
         with pytest.raises(CheckpointError, match=r"fan_in_fan_out is set, but .*attn\.c_proj is stored"):
             by_us(tmp_path / "adapter")
+
+
+def test_transposed_layers_of_a_part_are_known_by_its_class(tmp_path: Path) -> None:
+    vision = ViTConfig(
+        hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=20, image_size=8, patch_size=4
+    )
+    text = GPT2Config(n_embd=12, n_layer=1, n_head=2, n_positions=16, vocab_size=31, add_cross_attention=True)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, text)
+    VisionEncoderDecoderModel(config).save_pretrained(tmp_path / "base")
+    model = VisionEncoderDecoderModel.from_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["attn.c_proj", "q_attn", "q_proj", "query"], "fan_in_fan_out": True}
+    save(model, settings, tmp_path / "adapter")
+    theirs = by_peft(tmp_path / "adapter", tmp_path / "base", VisionEncoderDecoderModel)
+    convert(tmp_path / "adapter", tmp_path / "target")
+    assert_same(VisionEncoderDecoderModel.from_pretrained(tmp_path / "target").state_dict(), theirs)
 
 
 @pytest.mark.parametrize(
