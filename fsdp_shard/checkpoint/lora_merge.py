@@ -100,6 +100,8 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     notes = merge.check_modules(parts)
     entries = {entry.name: entry for entry in (merge.replaced(name, fqn) for fqn, name in whole.items())}
     entries |= {entry.name: entry for entry in (merge.adapted(*item, entries) for item in targets.items())}
+    if both := [module for module in targets if module in merge.wrapped]:
+        raise CheckpointError(f"{settings.where}: target_modules and target_parameters both have {both[0]}.")
     stacks = {module: names for module, names in parts.factors.items() if module in merge.wrapped}
     for item in stacks.items():
         entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
@@ -144,7 +146,7 @@ def _names(
     head = {fqn: adapter.tensors[name]._replace(name=fqn) for fqn, name in whole.items() if not _find(names, fqn)}
     try:
         return names_of_model(base, side, head if has_new_head else {})
-    except InputError as error:
+    except (InputError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # what odd configs raise
         if settings.parameters:
             raise CheckpointError(
                 f"{settings.where}: target_parameters needs the model of the base, which cannot be had: {error}"

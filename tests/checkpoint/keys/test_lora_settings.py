@@ -103,6 +103,7 @@ SAME: dict[str, Case] = {
         {"layers_to_transform": [1], "target_modules": ["model.layers.0.self_attn.q_proj", "down_proj"]},
         None,
     ),
+    "a parameter of none": ("plain", {"target_parameters": ["zzz"]}, None),
     "an unknown module to save": ("plain", {"modules_to_save": ["zzz"]}, None),
     "biases that are not there": ("plain", {"bias": "all"}, None),
     "an unknown setting": ("plain", {"of_a_later_version": 1}, None),
@@ -142,6 +143,8 @@ SAME: dict[str, Case] = {
 
 # peft raises an exception.
 REFUSED: dict[str, Case] = {
+    "a module, and its weight as a parameter": ("plain", {"target_parameters": ["q_proj.weight"]}, None),
+    "a parameter with dora": ("dora", {"target_parameters": ["k_proj.weight"]}, None),
     "alpha as text": ("plain", {"lora_alpha": "7"}, None),
     "alpha of 400 digits": ("plain", {"lora_alpha": 10**400}, None),
     "rank 3": ("plain", {"r": 3}, None),
