@@ -277,9 +277,9 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in plan.model_files.values())
         with atomicity.new_directory(target, num_bytes, replace=settings.overwrite, sync=settings.sync) as temporary:
             _write(index, plan, temporary)
-            if _stamps(index) != stamps:
+            if changed := sorted(name for name, _ in _stamps(index).items() ^ stamps.items()):
                 raise CheckpointError(
-                    f"{index.path} was changed while it was converted, so what was read may be of two saves; nothing "
+                    f"{changed[0]} was changed while it was converted, so what was read may be of two saves; nothing "
                     "was kept."
                 )
     return ConvertReport(

@@ -13,7 +13,14 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+)
 
 from fsdp_shard.checkpoint import convert, locate, open_checkpoint, verify
 from fsdp_shard.data import DataConfig, Shuffled, prepare_data
@@ -177,21 +184,21 @@ def test_an_adapter_is_merged_wherever_weights_are_read(
             torch.testing.assert_close(index.read(name), param.detach().bfloat16(), rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.filterwarnings(
-    r"ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
-)  # peft's own
+# peft sets patterns for fused experts, and looks for modules of these names.
+ignore_patterns = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+
+
+def save_mixtral(directory: Path) -> None:
+    sizes = {"vocab_size": 257, "hidden_size": 36, "intermediate_size": 20, "num_attention_heads": 3}
+    config = MixtralConfig(**sizes, num_hidden_layers=1, num_key_value_heads=1, num_local_experts=3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+
+
+@ignore_patterns
 def test_an_adapter_of_experts_is_merged_wherever_weights_are_read(settings: list[str], tmp_path: Path) -> None:
     """peft adapts the experts of Mixtral, each of them tensors of files and a part of the model's, and the router."""
-    sizes = {
-        "vocab_size": 257,
-        "hidden_size": 36,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "num_local_experts": 3,
-    }
-    config = MixtralConfig(**sizes, num_attention_heads=3, num_key_value_heads=1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
+    save_mixtral(tmp_path / "base")
     given = [text for text in settings if "modules_to_save" not in text]
     ended = run_recipe("finetune", tmp_path / "run", *given, f"model.path={tmp_path}/base", "train.steps=1")
     assert ended.status == 0, ended.err
@@ -206,6 +213,23 @@ def test_an_adapter_of_experts_is_merged_wherever_weights_are_read(settings: lis
     for device_map in ("cpu", "disk"):
         model = load_dispatched(ended.checkpoint, device_map=device_map)
         torch.testing.assert_close(logits_of(model), logits_of(wanted), rtol=1e-4, atol=1e-5)
+
+
+@ignore_patterns
+def test_an_adapter_of_experts_with_a_new_head_is_merged(settings: list[str], tmp_path: Path) -> None:
+    """The class of the base is asked for its names, and has a head that only the adapter holds."""
+    save_mixtral(tmp_path / "base")
+    rows = [{"text": "ab " * n, "label": ["neg", "pos"][n % 2]} for n in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [text for text in settings if "modules_to_save" not in text and "data.path" not in text]
+    given += [f"model.path={tmp_path}/base", "model.task=sequence_classification", "model.labels=[neg,pos]"]
+    ended = run_recipe("finetune", tmp_path / "run", *given, f"data.path={tmp_path}/rows.jsonl", "train.steps=1")
+    assert ended.status == 0, ended.err
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    wanted = peft.PeftModel.from_pretrained(base, ended.checkpoint).merge_and_unload().state_dict()
+    convert(ended.checkpoint, tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").state_dict()
+    torch.testing.assert_close(merged, wanted, rtol=0, atol=1e-6)
 
 
 def test_a_tokenizer_that_lies_beside_an_adapter_is_taken(
