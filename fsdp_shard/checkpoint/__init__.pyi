@@ -1,3 +1,8 @@
+from .adapters.adapter_checks import (
+    check_loadable as check_loadable,
+    check_on_base as check_on_base,
+    check_unmerged as check_unmerged,
+)
 from .base_model import (
     ADAPTER_BASE as ADAPTER_BASE,
     BASE_MODEL as BASE_MODEL,
@@ -71,11 +76,6 @@ from .location import (
     locate as locate,
     open_checkpoint as open_checkpoint,
     refuse_unused_base as refuse_unused_base,
-)
-from .lora_merge import (
-    check_loadable as check_loadable,
-    check_on_base as check_on_base,
-    check_unmerged as check_unmerged,
 )
 from .model_files import (
     CONFIG as CONFIG,

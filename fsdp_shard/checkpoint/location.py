@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint.adapters.adapter_checks import refuse_other_config, refuse_other_tokenizer
+from fsdp_shard.checkpoint.adapters.lora_merge import merge_adapter
 from fsdp_shard.checkpoint.base_model import HeadChanges, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.formats.registry import recognize
@@ -22,7 +24,6 @@ from fsdp_shard.checkpoint.keys.quantized_weights import (
     quantization,
     refuse_quantized,
 )
-from fsdp_shard.checkpoint.lora_merge import merge_adapter, refuse_other_config, refuse_other_tokenizer
 from fsdp_shard.checkpoint.model_files import (
     CONFIG,
     classifier_directory,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.checkpoint.adapters.adapter_checks import check_adapter
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import scan
@@ -19,7 +20,6 @@ from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
 from fsdp_shard.checkpoint.io import member
 from fsdp_shard.checkpoint.keys.quantized_weights import quantization
 from fsdp_shard.checkpoint.location import Location
-from fsdp_shard.checkpoint.lora_merge import check_adapter
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.utils import first_line, read_json

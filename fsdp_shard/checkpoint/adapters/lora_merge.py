@@ -11,64 +11,37 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.base_model import (
-    BaseModel,
-    config_changes,
-    is_base_model,
-    read_base_model,
-    vocabulary,
-)
+from fsdp_shard.checkpoint.adapters.adapter_checks import AdapterParts, check_adapter, check_factors, refuse_other_base
+from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ScaledSum, with_codec
+from fsdp_shard.checkpoint.base_model import read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import CASTABLE, itemsize, kind_of, to_torch, torch_name
-from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
+from fsdp_shard.checkpoint.io import CASTABLE, kind_of
+from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings
 from fsdp_shard.checkpoint.keys.model_names import (
     CopiedTensor,
     ModelNames,
     names_of_files,
     names_of_model,
 )
-from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, read_config
-from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
-from fsdp_shard.checkpoint.piece_reader import tensor_bytes
-from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError, InputError, one_line
-from fsdp_shard.utils import format_count
 
 if TYPE_CHECKING:
     import torch
 
-    Factors = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    Read = Callable[[], torch.Tensor]
 
-_PREFIX = "base_model.model."
-_LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
-_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 # Types of models that store some linear layers transposed (transformers' Conv1D), and the names of these layers.
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 _IN_LAYER = re.compile(r"\.\d+\.")  # the name of a tensor in one of several layers: those are not tied
-_CHUNK_ELEMENTS = 1 << 22  # of a matrix, read at a time for the norms of its columns
 _NUM_NAMED = 3  # names in a message; the rest is counted
-
-
-@dataclass(frozen=True)
-class AdapterParts:
-    """The tensors of an adapter file, by the names that modules have in the model.
-
-    Attributes:
-        factors: Module -> the names of its factors A and B, and of its magnitude M with DoRA.
-        whole: Name of a parameter in peft's model -> the name of the tensor that replaces it.
-    """
-
-    factors: dict[str, dict[str, str]]
-    whole: dict[str, str]
 
 
 def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
@@ -90,7 +63,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     settings, parts = check_adapter(adapter)
     recorded = read_base_model(adapter.root)
     if recorded is not None:
-        _refuse_other_base(adapter.root, base, side, recorded)
+        refuse_other_base(adapter.root, base, side, recorded)
         base = base if recorded.head is None else _without(base, recorded.head.replaced)
     has_new_head = recorded is not None and recorded.head is not None
     names = _names(adapter, base, side, settings, parts, has_new_head=has_new_head)
@@ -166,112 +139,6 @@ def _find(names: ModelNames, fqn: str) -> list[str]:
     return [name for name in names.tensors if fqn.endswith(f".{name}") or name.endswith(f".{fqn}")]
 
 
-def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
-    """Check an adapter as `check_adapter` does, and that it is for a base.
-
-    Args:
-        adapter: The adapter's own tensors.
-        base: The weights of the model that it is for.
-        side: The directory with the config of the base.
-
-    Raises:
-        CheckpointError: The adapter is not for this base, is neither LoRA nor DoRA, or contradicts itself.
-    """
-    settings, parts = check_adapter(adapter)
-    recorded = read_base_model(adapter.root)
-    if recorded is not None:
-        _refuse_other_base(adapter.root, base, side, recorded)
-    refuse_other_config(adapter.root, side)
-    return settings, parts
-
-
-def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
-    """Check an adapter that is one of several to be switched on and off, and so is not merged into its base.
-
-    The arguments are those of `check_on_base`.
-
-    Raises:
-        CheckpointError: The adapter is not for this base, or is more than products of two matrices.
-    """
-    settings, parts = check_on_base(adapter, base, side)
-    has = "the magnitudes of DoRA" if settings.is_dora else next(iter(parts.whole.values()), None)
-    if settings.parameters:
-        has = f"matrices for each expert ({settings.parameters[0]})"
-    if has is not None:
-        raise CheckpointError(
-            f"{adapter.root} has {has}, and only adapters that are products of two matrices can be switched; read it "
-            f"alone, as checkpoint={adapter.root}, where it is merged into its base."
-        )
-    return settings, parts
-
-
-def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
-    """Check what an adapter's files say without its base: settings, names, and the ranks of adapted modules.
-
-    Raises:
-        CheckpointError: It is neither LoRA nor DoRA, or its settings and tensors contradict each other.
-    """
-    settings = parse_lora(adapter.root / peft.ADAPTER_CONFIG, peft.read_adapter_config(adapter.root))
-    parts = AdapterParts({}, {})
-    for name in adapter.names:
-        fqn = name.removeprefix(_PREFIX)
-        match = _LOW_RANK.fullmatch(fqn) or (_MAGNITUDE.fullmatch(fqn) if settings.is_dora else None)
-        if fqn == name or ("lora_" in fqn and not match):
-            raise CheckpointError(f"{adapter.root} holds {name}, which is no part of LoRA or DoRA; merge it with peft.")
-        if match:
-            held, factor = parts.factors.setdefault(match["module"], {}), match.groupdict().get("factor", "M")
-            if other := held.get(factor):
-                raise CheckpointError(f"{adapter.root} holds both {other} and {name}, which are one tensor for peft.")
-            held[factor] = name
-        else:
-            parts.whole[fqn] = name
-    settings.try_patterns(
-        [*parts.factors, *(fqn.rpartition(".")[0].removesuffix(".base_layer") for fqn in parts.whole)]
-    )
-    for module, names in parts.factors.items():
-        if settings.is_target(module):
-            _check_factors(adapter, module, names, settings, settings.rank(module))
-    return settings, parts
-
-
-def _check_factors(
-    adapter: TensorIndex, module: str, names: Mapping[str, str], settings: LoraSettings, rank: int
-) -> None:
-    if not names.keys() >= {"A", "B"}:
-        raise CheckpointError(f"{adapter.root} has only one of lora_A and lora_B of {module}.")
-    if settings.is_dora and "M" not in names:
-        raise CheckpointError(f"{adapter.root} has no lora_magnitude_vector of {module}, which use_dora needs.")
-    for factor, name in names.items():
-        entry = adapter.tensors[name]
-        if kind_of(entry.dtype) != "floating-point":
-            raise CheckpointError(
-                f"{adapter.root}: {name} is stored as {entry.dtype}; a factor of LoRA is floating-point."
-            )
-        if len(entry.shape) != (1 if factor == "M" else 2):
-            expected = "expected a vector" if factor == "M" else "only matrices can be merged"
-            raise CheckpointError(f"{adapter.root}: {name} has shape {list(entry.shape)}; {expected}.")
-    found = (adapter.tensors[names["A"]].shape[0], adapter.tensors[names["B"]].shape[1])
-    if found != (rank, rank):
-        raise CheckpointError(
-            f"{adapter.root}: lora_A and lora_B of {module} have the ranks {found[0]} and {found[1]}, but r and "
-            f"rank_pattern of {settings.where.name} give it {rank}."
-        )
-
-
-def check_loadable(index: TensorIndex) -> None:
-    """Raise CheckpointError unless the stored weights are those that the model computes with.
-
-    Quantized weights are not, nor are those of a base model that are stored together with its LoRA.
-    """
-    refuse_quantized(index.path, quantization(index))
-    if ADAPTER in index.extras:
-        found = format_count(index.extras[ADAPTER].num_tensors, "tensor")
-        raise CheckpointError(
-            f"{index.path} holds {found} of an adapter together with the weights of its base, which alone are another "
-            f"model; merge the two with peft, or save the adapter by its save_pretrained."
-        )
-
-
 def _without(base: TensorIndex, names: Sequence[str]) -> TensorIndex:
     """The base without tensors that a new head replaces."""
     dropped = set(names)
@@ -280,54 +147,6 @@ def _without(base: TensorIndex, names: Sequence[str]) -> TensorIndex:
         tensors={name: entry for name, entry in base.tensors.items() if name not in dropped},
         aliases={name: kept for name, kept in base.aliases.items() if not {name, kept} & dropped},
     )
-
-
-def _refuse_other_base(root: Path, base: TensorIndex, side: Path, recorded: BaseModel) -> None:
-    """Refuse other weights of the same shapes than those that the adapter records as its own base."""
-    if not is_base_model(base, recorded, side):
-        raise CheckpointError(
-            f"{root} is an adapter that was trained on {recorded.path}, but the weights in {base.path} are others; "
-            f"give that model as base, with the names and dtypes that it had."
-        )
-
-
-def refuse_other_config(root: Path, side: Path) -> None:
-    """Refuse a base that has another config than it had when an adapter was trained on it.
-
-    Args:
-        root: The directory of the adapter.
-        side: The directory with the config of the base.
-
-    Raises:
-        CheckpointError: It computes something else.
-    """
-    recorded = read_base_model(root)
-    if recorded is not None and (changes := config_changes(recorded, side)):
-        raise CheckpointError(
-            f"{root} is an adapter that was trained on {recorded.path}, and config.json in {side} has other values "
-            f"than that had: {', '.join(changes)}. Set them back, or give another base; convert, generate and evaluate "
-            f"use another config where config=PATH names it."
-        )
-
-
-def refuse_other_tokenizer(root: Path, directory: Path) -> None:
-    """Refuse the tokenizer of a base if its tokens have other numbers than when an adapter was trained on it.
-
-    Args:
-        root: The directory of the adapter.
-        directory: The directory with the tokenizer.
-
-    Raises:
-        CheckpointError: A text would be other tokens.
-    """
-    recorded = read_base_model(root)
-    before = None if recorded is None else recorded.vocabulary
-    if recorded is not None and before is not None and vocabulary(directory) not in (before, None):
-        raise CheckpointError(
-            f"{root} is an adapter that was trained on {recorded.path}, and the tokenizer in {directory} has other "
-            f"tokens, or others of their numbers, than that had. Set it back, or name the tokenizer that it was "
-            f"trained with: tokenizer=PATH in convert, generate and evaluate."
-        )
 
 
 def _left_out(adapter: TensorIndex, names: Sequence[str]) -> str:
@@ -372,7 +191,7 @@ class _Merge:
         codec = CopiedTensor(self.adapter, name)
         if self.has_new_head and not _find(self.names, fqn):
             of_base = next(iter(self.base.tensors.values()))
-            return _with_codec(TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces), codec)
+            return with_codec(TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces), codec)
         kept = self._base_entry(_in_base(fqn))
         if entry.shape != kept.shape:
             raise self._misfit(name, entry.shape, kept)
@@ -380,7 +199,7 @@ class _Merge:
             raise CheckpointError(
                 f"{self.adapter.root}: {name} is stored as {entry.dtype}, but {kept.name} of its base as {kept.dtype}."
             )
-        return _with_codec(kept._replace(dtype=entry.dtype), codec)
+        return with_codec(kept._replace(dtype=entry.dtype), codec)
 
     def adapted(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
         """The weight of a module, which may be `replaced`, plus the product of its factors: `names` in the adapter."""
@@ -400,10 +219,10 @@ class _Merge:
             a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float()
             return (a.T.contiguous(), b.T.contiguous()) if is_transposed else (b, a)
 
-        codec = _LowRankSum(self.base, kept, adapter.root, factors, self.settings.scale(module))
+        codec = LowRankSum(self.base, kept, adapter.root, factors, self.settings.scale(module))
         if self.settings.is_dora:
-            return _with_codec(kept, _Scaled(codec, functools.partial(adapter.read, names["M"]), is_transposed))
-        return _with_codec(kept, codec)
+            return with_codec(kept, ScaledSum(codec, functools.partial(adapter.read, names["M"]), is_transposed))
+        return with_codec(kept, codec)
 
     @functools.cached_property
     def wrapped(self) -> dict[str, str]:
@@ -438,7 +257,7 @@ class _Merge:
                 f"converts, or which is no matrix and no stack of them; merge it with peft."
             )
         num_experts = shape[0] if len(shape) == 3 else 1
-        _check_factors(adapter, fqn, names, self.settings, self.settings.rank(fqn) * num_experts)
+        check_factors(adapter, fqn, names, self.settings, self.settings.rank(fqn) * num_experts)
         is_transposed = len(shape) == 3 and module.removesuffix(".base_layer") in self.names.transposed
         sizes = (adapter.shapes[names["B"]][0], adapter.shapes[names["A"]][1])
         if sizes != (shape[:-3:-1] if is_transposed else shape[-2:]):
@@ -466,7 +285,7 @@ class _Merge:
             pieces = []
             for number in range(part.shape[0] if len(kept.shape) == 3 else 1):
                 expert = number + (part.offsets[0] if len(shape) == 3 else 0)
-                codec = _LowRankSum(
+                codec = LowRankSum(
                     self.base,
                     kept,
                     adapter.root,
@@ -590,109 +409,3 @@ def _model_types(config: Mapping[str, Any]) -> set[str]:
         found |= {part["model_type"]} if isinstance(part.get("model_type"), str) else set()
         left += [value for value in part.values() if isinstance(value, Mapping)]
     return found
-
-
-def _with_codec(entry: TensorEntry, codec: Codec) -> TensorEntry:
-    """The entry as one piece that `codec` reads; the file only stands for those of the base."""
-    first = entry.pieces[0]
-    return entry._replace(pieces=(Piece(first.file, first.start, (0,) * len(entry.shape), entry.shape, codec),))
-
-
-@dataclass(frozen=True, slots=True)
-class _LowRankSum:
-    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled after it as by peft.
-
-    Of a stack of matrices it is the one that begins at element `first`. What was finite must stay so: peft merges NaN
-    and infinities in silence.
-    """
-
-    base: TensorIndex
-    entry: TensorEntry
-    adapter: Path
-    factors: Factors = field(repr=False)
-    scale: float
-    first: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.entry.shape[-2:]) * itemsize(self.entry.dtype)
-
-    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
-        import torch
-
-        self.base.reader.read_into(self.entry, self.first + start, out)
-        values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
-        self.check_finite(values, merged := self.plus_product(values, start).to(values.dtype))
-        values.copy_(merged)
-
-    def plus_product(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """The elements `values` of the matrix, from its `start` on, plus those of the product, in float32."""
-        import torch
-
-        left, right = self.factors()
-        columns, stop = self.entry.shape[-1], start + len(values)
-        first, last = start // columns, -(-stop // columns)
-        product = (left[first:last] @ right).view(-1)[start - first * columns : stop - first * columns]
-        wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        return wide + product * self.scale
-
-    def check_finite(self, values: torch.Tensor, merged: torch.Tensor) -> None:
-        """Raise CheckpointError if finite `values` of the base were merged into others."""
-        if not merged.isfinite().all() and (values.isfinite() & ~merged.isfinite()).any():
-            raise CheckpointError(
-                f"{self.adapter}: merged into {self.entry.name} of {self.base.path}, it makes values that are NaN, or "
-                f"too large for {torch_name(self.entry.dtype)}; its factors or its scale ({self.scale:g}) are damaged, "
-                f"or the base must be stored in a wider dtype."
-            )
-
-
-@dataclass(frozen=True)
-class _Scaled:
-    """A merged matrix whose weights of each output are scaled to a norm that was trained: DoRA.
-
-    The outputs are its rows, or its columns where it is stored transposed; for the norms of these all of it is read.
-    """
-
-    merged: _LowRankSum
-    read_magnitudes: Read = field(repr=False)
-    is_transposed: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return self.merged.num_bytes
-
-    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
-        import torch
-
-        dtype, columns = to_torch(self.merged.entry.dtype), self.merged.entry.shape[1]
-        values = torch.frombuffer(out, dtype=dtype)
-        rows = range(start // columns, -(-(start + len(values)) // columns))
-        base, sums = self._rows(rows)
-        if self.is_transposed:
-            factors = self._column_factors
-        else:
-            factors = (self.read_magnitudes().float()[rows.start : rows.stop] / torch.linalg.norm(sums, dim=1))[:, None]
-        first = start - rows.start * columns
-        merged = (factors * sums).to(dtype).view(-1)[first : first + len(values)]
-        self.merged.check_finite(base[first : first + len(values)], merged)
-        values.copy_(merged)
-
-    @functools.cached_property
-    def _column_factors(self) -> torch.Tensor:
-        import torch
-
-        num_rows, columns = self.merged.entry.shape
-        per_chunk = max(1, _CHUNK_ELEMENTS // columns)
-        squares = torch.zeros(columns, dtype=torch.float64)
-        for first in range(0, num_rows, per_chunk):
-            squares += self._rows(range(num_rows)[first : first + per_chunk])[1].double().square().sum(dim=0)
-        return self.read_magnitudes().float() / squares.sqrt().float()
-
-    def _rows(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the base, flat, and the same with the product added, in float32, [rows, columns]."""
-        import torch
-
-        entry, columns = self.merged.entry, self.merged.entry.shape[1]
-        base = torch.empty(len(rows) * columns, dtype=to_torch(entry.dtype))
-        self.merged.base.reader.read_into(entry, rows.start * columns, tensor_bytes(base))
-        return base, self.merged.plus_product(base, rows.start * columns).view(len(rows), columns)

@@ -1,0 +1,195 @@
+"""What an adapter's files say, checked by themselves and against the base that they are for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_shard.checkpoint.base_model import (
+    BaseModel,
+    config_changes,
+    is_base_model,
+    read_base_model,
+    vocabulary,
+)
+from fsdp_shard.checkpoint.formats import peft
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import kind_of
+from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
+from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
+from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
+from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import format_count
+
+_PREFIX = "base_model.model."
+_LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+
+
+@dataclass(frozen=True)
+class AdapterParts:
+    """The tensors of an adapter file, by the names that modules have in the model.
+
+    Attributes:
+        factors: Module -> the names of its factors A and B, and of its magnitude M with DoRA.
+        whole: Name of a parameter in peft's model -> the name of the tensor that replaces it.
+    """
+
+    factors: dict[str, dict[str, str]]
+    whole: dict[str, str]
+
+
+def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
+    """Check an adapter as `check_adapter` does, and that it is for a base.
+
+    Args:
+        adapter: The adapter's own tensors.
+        base: The weights of the model that it is for.
+        side: The directory with the config of the base.
+
+    Raises:
+        CheckpointError: The adapter is not for this base, is neither LoRA nor DoRA, or contradicts itself.
+    """
+    settings, parts = check_adapter(adapter)
+    recorded = read_base_model(adapter.root)
+    if recorded is not None:
+        refuse_other_base(adapter.root, base, side, recorded)
+    refuse_other_config(adapter.root, side)
+    return settings, parts
+
+
+def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
+    """Check an adapter that is one of several to be switched on and off, and so is not merged into its base.
+
+    The arguments are those of `check_on_base`.
+
+    Raises:
+        CheckpointError: The adapter is not for this base, or is more than products of two matrices.
+    """
+    settings, parts = check_on_base(adapter, base, side)
+    has = "the magnitudes of DoRA" if settings.is_dora else next(iter(parts.whole.values()), None)
+    if settings.parameters:
+        has = f"matrices for each expert ({settings.parameters[0]})"
+    if has is not None:
+        raise CheckpointError(
+            f"{adapter.root} has {has}, and only adapters that are products of two matrices can be switched; read it "
+            f"alone, as checkpoint={adapter.root}, where it is merged into its base."
+        )
+    return settings, parts
+
+
+def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
+    """Check what an adapter's files say without its base: settings, names, and the ranks of adapted modules.
+
+    Raises:
+        CheckpointError: It is neither LoRA nor DoRA, or its settings and tensors contradict each other.
+    """
+    settings = parse_lora(adapter.root / peft.ADAPTER_CONFIG, peft.read_adapter_config(adapter.root))
+    parts = AdapterParts({}, {})
+    for name in adapter.names:
+        fqn = name.removeprefix(_PREFIX)
+        match = _LOW_RANK.fullmatch(fqn) or (_MAGNITUDE.fullmatch(fqn) if settings.is_dora else None)
+        if fqn == name or ("lora_" in fqn and not match):
+            raise CheckpointError(f"{adapter.root} holds {name}, which is no part of LoRA or DoRA; merge it with peft.")
+        if match:
+            held, factor = parts.factors.setdefault(match["module"], {}), match.groupdict().get("factor", "M")
+            if other := held.get(factor):
+                raise CheckpointError(f"{adapter.root} holds both {other} and {name}, which are one tensor for peft.")
+            held[factor] = name
+        else:
+            parts.whole[fqn] = name
+    settings.try_patterns(
+        [*parts.factors, *(fqn.rpartition(".")[0].removesuffix(".base_layer") for fqn in parts.whole)]
+    )
+    for module, names in parts.factors.items():
+        if settings.is_target(module):
+            check_factors(adapter, module, names, settings, settings.rank(module))
+    return settings, parts
+
+
+def check_factors(
+    adapter: TensorIndex, module: str, names: Mapping[str, str], settings: LoraSettings, rank: int
+) -> None:
+    if not names.keys() >= {"A", "B"}:
+        raise CheckpointError(f"{adapter.root} has only one of lora_A and lora_B of {module}.")
+    if settings.is_dora and "M" not in names:
+        raise CheckpointError(f"{adapter.root} has no lora_magnitude_vector of {module}, which use_dora needs.")
+    for factor, name in names.items():
+        entry = adapter.tensors[name]
+        if kind_of(entry.dtype) != "floating-point":
+            raise CheckpointError(
+                f"{adapter.root}: {name} is stored as {entry.dtype}; a factor of LoRA is floating-point."
+            )
+        if len(entry.shape) != (1 if factor == "M" else 2):
+            expected = "expected a vector" if factor == "M" else "only matrices can be merged"
+            raise CheckpointError(f"{adapter.root}: {name} has shape {list(entry.shape)}; {expected}.")
+    found = (adapter.tensors[names["A"]].shape[0], adapter.tensors[names["B"]].shape[1])
+    if found != (rank, rank):
+        raise CheckpointError(
+            f"{adapter.root}: lora_A and lora_B of {module} have the ranks {found[0]} and {found[1]}, but r and "
+            f"rank_pattern of {settings.where.name} give it {rank}."
+        )
+
+
+def check_loadable(index: TensorIndex) -> None:
+    """Raise CheckpointError unless the stored weights are those that the model computes with.
+
+    Quantized weights are not, nor are those of a base model that are stored together with its LoRA.
+    """
+    refuse_quantized(index.path, quantization(index))
+    if ADAPTER in index.extras:
+        found = format_count(index.extras[ADAPTER].num_tensors, "tensor")
+        raise CheckpointError(
+            f"{index.path} holds {found} of an adapter together with the weights of its base, which alone are another "
+            f"model; merge the two with peft, or save the adapter by its save_pretrained."
+        )
+
+
+def refuse_other_base(root: Path, base: TensorIndex, side: Path, recorded: BaseModel) -> None:
+    """Refuse other weights of the same shapes than those that the adapter records as its own base."""
+    if not is_base_model(base, recorded, side):
+        raise CheckpointError(
+            f"{root} is an adapter that was trained on {recorded.path}, but the weights in {base.path} are others; "
+            f"give that model as base, with the names and dtypes that it had."
+        )
+
+
+def refuse_other_config(root: Path, side: Path) -> None:
+    """Refuse a base that has another config than it had when an adapter was trained on it.
+
+    Args:
+        root: The directory of the adapter.
+        side: The directory with the config of the base.
+
+    Raises:
+        CheckpointError: It computes something else.
+    """
+    recorded = read_base_model(root)
+    if recorded is not None and (changes := config_changes(recorded, side)):
+        raise CheckpointError(
+            f"{root} is an adapter that was trained on {recorded.path}, and config.json in {side} has other values "
+            f"than that had: {', '.join(changes)}. Set them back, or give another base; convert, generate and evaluate "
+            f"use another config where config=PATH names it."
+        )
+
+
+def refuse_other_tokenizer(root: Path, directory: Path) -> None:
+    """Refuse the tokenizer of a base if its tokens have other numbers than when an adapter was trained on it.
+
+    Args:
+        root: The directory of the adapter.
+        directory: The directory with the tokenizer.
+
+    Raises:
+        CheckpointError: A text would be other tokens.
+    """
+    recorded = read_base_model(root)
+    before = None if recorded is None else recorded.vocabulary
+    if recorded is not None and before is not None and vocabulary(directory) not in (before, None):
+        raise CheckpointError(
+            f"{root} is an adapter that was trained on {recorded.path}, and the tokenizer in {directory} has other "
+            f"tokens, or others of their numbers, than that had. Set it back, or name the tokenizer that it was "
+            f"trained with: tokenizer=PATH in convert, generate and evaluate."
+        )

@@ -1,0 +1,130 @@
+"""A matrix of a merged model, computed range by range as it is read: W + scale * B @ A, in float32, rounded once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import itemsize, to_torch, torch_name
+from fsdp_shard.checkpoint.piece_reader import tensor_bytes
+from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
+from fsdp_shard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    Factors = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    Read = Callable[[], torch.Tensor]
+
+_CHUNK_ELEMENTS = 1 << 22  # of a matrix, read at a time for the norms of its columns
+
+
+def with_codec(entry: TensorEntry, codec: Codec) -> TensorEntry:
+    """The entry as one piece that `codec` reads; the file only stands for those of the base."""
+    first = entry.pieces[0]
+    return entry._replace(pieces=(Piece(first.file, first.start, (0,) * len(entry.shape), entry.shape, codec),))
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankSum:
+    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled after it as by peft.
+
+    Of a stack of matrices it is the one that begins at element `first`. What was finite must stay so: peft merges NaN
+    and infinities in silence.
+    """
+
+    base: TensorIndex
+    entry: TensorEntry
+    adapter: Path
+    factors: Factors = field(repr=False)
+    scale: float
+    first: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.entry.shape[-2:]) * itemsize(self.entry.dtype)
+
+    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
+        import torch
+
+        self.base.reader.read_into(self.entry, self.first + start, out)
+        values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
+        self.check_finite(values, merged := self.plus_product(values, start).to(values.dtype))
+        values.copy_(merged)
+
+    def plus_product(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        """The elements `values` of the matrix, from its `start` on, plus those of the product, in float32."""
+        import torch
+
+        left, right = self.factors()
+        columns, stop = self.entry.shape[-1], start + len(values)
+        first, last = start // columns, -(-stop // columns)
+        product = (left[first:last] @ right).view(-1)[start - first * columns : stop - first * columns]
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        return wide + product * self.scale
+
+    def check_finite(self, values: torch.Tensor, merged: torch.Tensor) -> None:
+        """Raise CheckpointError if finite `values` of the base were merged into others."""
+        if not merged.isfinite().all() and (values.isfinite() & ~merged.isfinite()).any():
+            raise CheckpointError(
+                f"{self.adapter}: merged into {self.entry.name} of {self.base.path}, it makes values that are NaN, or "
+                f"too large for {torch_name(self.entry.dtype)}; its factors or its scale ({self.scale:g}) are damaged, "
+                f"or the base must be stored in a wider dtype."
+            )
+
+
+@dataclass(frozen=True)
+class ScaledSum:
+    """A merged matrix whose weights of each output are scaled to a norm that was trained: DoRA.
+
+    The outputs are its rows, or its columns where it is stored transposed; for the norms of these all of it is read.
+    """
+
+    merged: LowRankSum
+    read_magnitudes: Read = field(repr=False)
+    is_transposed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.merged.num_bytes
+
+    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
+        import torch
+
+        dtype, columns = to_torch(self.merged.entry.dtype), self.merged.entry.shape[1]
+        values = torch.frombuffer(out, dtype=dtype)
+        rows = range(start // columns, -(-(start + len(values)) // columns))
+        base, sums = self._rows(rows)
+        if self.is_transposed:
+            factors = self._column_factors
+        else:
+            factors = (self.read_magnitudes().float()[rows.start : rows.stop] / torch.linalg.norm(sums, dim=1))[:, None]
+        first = start - rows.start * columns
+        merged = (factors * sums).to(dtype).view(-1)[first : first + len(values)]
+        self.merged.check_finite(base[first : first + len(values)], merged)
+        values.copy_(merged)
+
+    @functools.cached_property
+    def _column_factors(self) -> torch.Tensor:
+        import torch
+
+        num_rows, columns = self.merged.entry.shape
+        per_chunk = max(1, _CHUNK_ELEMENTS // columns)
+        squares = torch.zeros(columns, dtype=torch.float64)
+        for first in range(0, num_rows, per_chunk):
+            squares += self._rows(range(num_rows)[first : first + per_chunk])[1].double().square().sum(dim=0)
+        return self.read_magnitudes().float() / squares.sqrt().float()
+
+    def _rows(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the base, flat, and the same with the product added, in float32, [rows, columns]."""
+        import torch
+
+        entry, columns = self.merged.entry, self.merged.entry.shape[1]
+        base = torch.empty(len(rows) * columns, dtype=to_torch(entry.dtype))
+        self.merged.base.reader.read_into(entry, rows.start * columns, tensor_bytes(base))
+        return base, self.merged.plus_product(base, rows.start * columns).view(len(rows), columns)
