@@ -6,12 +6,10 @@ import json
 import math
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,10 +25,8 @@ from transformers import (
 from fsdp_shard.checkpoint import convert, verify
 from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.errors import CheckpointError
+from tests.checkpoint.keys.peft_adapters import Change, Tensors, assert_same, by_peft, edit, save
 from tests.support.tiny import save_model
-
-Tensors = dict[str, torch.Tensor]
-Change = Callable[[Tensors], Tensors]
 
 _P = "base_model.model."
 _Q = f"{_P}model.layers.0.self_attn.q_proj."
@@ -231,29 +227,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def save(model: Any, settings: dict[str, Any], directory: Path) -> None:
-    torch.manual_seed(3)
-    config = peft.LoraConfig(r=2, lora_alpha=7, init_lora_weights=False, **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapted = peft.get_peft_model(model, config)
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.data += torch.randn_like(parameter) / 100
-        adapted.save_pretrained(directory)
-    edit(directory, {"init_lora_weights": True}, None)  # as files of real training have it
-
-
-def edit(directory: Path, settings: dict[str, Any], change: Change | None) -> None:
-    config = json.loads((directory / "adapter_config.json").read_text()) | settings
-    kept = {key: value for key, value in config.items() if key not in settings or value is not None}
-    (directory / "adapter_config.json").write_text(json.dumps(kept))
-    if change is not None:
-        tensors = change(load_file(directory / "adapter_model.safetensors"))
-        copied = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-        save_file(copied, directory / "adapter_model.safetensors", {"format": "pt"})
-
-
 def made(root: Path, tmp_path: Path, case: Case) -> Path:
     start, settings, change = case
     adapter = Path(shutil.copytree(root / start, tmp_path / "adapter"))
@@ -261,23 +234,9 @@ def made(root: Path, tmp_path: Path, case: Case) -> Path:
     return adapter
 
 
-def by_peft(adapter: Path, base: Path, cls: Any = AutoModelForCausalLM) -> Tensors:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(cls.from_pretrained(base), adapter)
-        found: Tensors = model.merge_and_unload().state_dict()
-    return found
-
-
 def by_us(adapter: Path) -> Tensors:
     with locate(adapter).model_index as index:
         return {name: index.read(name) for name in index.names}
-
-
-def assert_same(ours: Tensors, theirs: Tensors) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint import convert, verify
 from fsdp_shard.checkpoint.keys.matching import match_names
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError
-from tests.checkpoint.keys.test_lora_settings import assert_same, by_peft, save
+from tests.checkpoint.keys.peft_adapters import assert_same, by_peft, save
 
 
 @pytest.fixture
