@@ -141,9 +141,10 @@ def run_jobs(
         if joined_rank() == 0:
             for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
                 print(line, file=sys.stderr, flush=True)
-        is_checked_later = schema.ranks_are == "started" and is_joined_rank()  # by one rank of each machine
-        for job in [] if is_checked_later else jobs:
-            _check(find(), job.config)
+        later = [job for job in jobs if schema.ranks_are == "started" and is_joined_rank(job.config.launch)]
+        for job in jobs:
+            if job not in later:  # those are checked by one rank of each machine
+                _check(find(), job.config)
         if len(jobs) > 1:
             refuse_other_sweep(jobs)
     if is_program:
@@ -152,7 +153,7 @@ def run_jobs(
         _run_sweep(find, jobs)
         return jobs
     for job in jobs:
-        with report() if is_checked_later else nullcontext():
+        with report() if job in later else nullcontext():
             _run(find(), job.config, may_fork=is_program)
     return jobs
 
@@ -180,7 +181,7 @@ def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
     """Refuse a sweep whose ranks meet only once, and so for one job only."""
     if schema.ranks_are != "started":
         return
-    if is_joined_rank():
+    if any(is_joined_rank(job.config.launch) for job in jobs):
         raise ConfigError(
             f"-m asks for {len(jobs)} runs one after the other, but ranks started by torchrun or srun meet only "
             f"once; start each run separately, or have fsdp-shard start the ranks (launch.ranks)."

@@ -217,7 +217,7 @@ def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool
         return False
     if (of_step := environment.get("SLURM_STEP_NUM_TASKS")) is not None:
         return int(of_step) > 1
-    return int(environment.get("SLURM_NTASKS", 1)) > 1 and settings.num_ranks == 1
+    return int(environment.get("SLURM_NTASKS", 1)) > 1 and settings.ranks == settings.max_nodes == 1
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -267,9 +267,13 @@ def rendezvous_endpoint(settings: LaunchConfig, environment: Mapping[str, str]) 
     return None
 
 
-def is_joined_rank() -> bool:
-    """Return whether this process is one of several ranks that others started."""
-    return joins(LaunchConfig(), os.environ)
+def is_joined_rank(settings: LaunchConfig | None = None) -> bool:
+    """Return whether this process is one of several ranks that others started.
+
+    Args:
+        settings: Those of the run, if they are known: a batch script of Slurm may start the ranks itself.
+    """
+    return joins(settings or LaunchConfig(), os.environ)
 
 
 def joined_rank() -> int:

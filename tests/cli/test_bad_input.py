@@ -75,6 +75,19 @@ def test_one_clear_error(case: str, tiny_model: Path, texts: Path, tmp_path: Pat
     assert not (tmp_path / "run").exists(), "nothing may be written before the input is known to be good"
 
 
+def test_ranks_that_a_batch_script_of_slurm_starts_are_checked_for(
+    tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the variables of a task too, but nobody else would check."""
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    good = [f"model.path={tiny_model}", f"data.path={texts}/train.txt", "launch.ranks=2", "train.steps=1"]
+    ended = run_recipe("finetune", tmp_path / "run", *good, "train.global_batch_size=7")
+    assert ended.status == 2, ended.err
+    assert ended.err.startswith("error: train.global_batch_size=7"), ended.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_debug_shows_the_traceback(tiny_model: Path, tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path, f"model.path={tiny_model}", "data.path=missing.txt", "debug=true")
     assert ended.status == 2

@@ -442,15 +442,24 @@ def _fail(config: FinetuneConfig) -> None:
     pytest.fail("nothing is to run")
 
 
+def _refuse(config: FinetuneConfig) -> None:
+    raise ConfigError("checked")
+
+
 def test_ranks_that_meet_once_have_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(*given: str) -> str:
         with pytest.raises(ConfigError) as raised:
-            Recipe(FinetuneConfig, _fail).run([*_GIVEN["finetune"], "-m", "train.steps=1,2", *given], "finetune")
+            Recipe(FinetuneConfig, _fail, _refuse).run([*_GIVEN["finetune"], "-m", "train.steps=1,2", *given], "finetune")
         return str(raised.value)
 
     assert "asks for 2 runs one after the other, but 3 machines (launch.nodes) meet only once" in refusal(
         "launch.nodes=3", "launch.rendezvous=a:1"
     )
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert "ranks started by torchrun or srun meet only once" in refusal()
+    # A batch script of Slurm starts the ranks of each run itself.
+    assert refusal("launch.ranks=2") == "checked"
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "ranks started by torchrun or srun meet only once" in refusal()

@@ -42,6 +42,7 @@ _SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", 
         (_SRUN, LaunchConfig(ranks=4), True),
         (_SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, LaunchConfig(ranks=4), False),  # one task a machine, ranks started here
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, LaunchConfig(ranks=4), False),  # a batch script
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, LaunchConfig(nodes="1:4", rendezvous="a:1"), False),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, LaunchConfig(), True),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, LaunchConfig(), False),
     ],

@@ -272,7 +272,9 @@ def _resumed(ended: Ended) -> str:
     return line
 
 
-def test_other_commands_leave_a_training_run_alone(run_dir: Path, tiny_model: Path, texts: Path) -> None:
+def test_other_commands_leave_a_training_run_alone(
+    run_dir: Path, tiny_model: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = _contents(run_dir)
     held_out = f"data.path={texts}/held_out.txt"
     for command, given in (
@@ -288,6 +290,11 @@ def test_other_commands_leave_a_training_run_alone(run_dir: Path, tiny_model: Pa
     ):
         ended = run_recipe("evaluate", inside, f"checkpoint={run_dir}", held_out)
         assert (ended.status, words in ended.err, inside.exists()) == (2, True, False), ended.err
+    with monkeypatch.context() as patch:  # a batch script that starts ranks itself
+        patch.setenv("SLURM_PROCID", "0")
+        patch.setenv("SLURM_NTASKS", "2")
+        ended = run_recipe("evaluate", run_dir, f"checkpoint={run_dir}", held_out, "launch.ranks=2")
+        assert (ended.status, "is the directory of a training run" in ended.err) == (2, True), ended.err
     plan = run_recipe("plan", run_dir, f"model.path={tiny_model}")
     assert (plan.status, "nothing was written" in plan.out) == (0, True), plan.err
     assert _contents(run_dir) == before
