@@ -6,11 +6,12 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_shard.config.command_configs import command_of
 from fsdp_shard.config.reference import groups_of, settings_of
+from fsdp_shard.config.yaml_values import load_yaml
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import in_yaml
 
@@ -67,12 +68,13 @@ def read_settings(file: str) -> dict[str, Any]:
         ConfigError: The file cannot be read, or is not a mapping in YAML.
     """
     try:
-        content = OmegaConf.load(Path(file).expanduser())
+        content = load_yaml(Path(file).expanduser().read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            OmegaConf.create(content)  # refuses what no setting can be
     except FileNotFoundError:
         raise ConfigError(f"{file}: there is no such file of settings.") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(content, DictConfig):
+    if not isinstance(content, dict | None):
         raise ConfigError(f"{file} must have settings such as `train: {{steps: 100}}`, and has a list or a text.")
-    settings: Any = OmegaConf.to_container(content)
-    return {str(name): value for name, value in settings.items()}
+    return {str(name): value for name, value in (content or {}).items()}

@@ -332,9 +332,30 @@ def test_a_file_of_ones_own_is_the_first_argument(tmp_path: Path) -> None:
     assert compose_jobs(GenerateConfig, ["checkpoint=a", "prompt=b.yaml"], "x")[0].config.prompt == "b.yaml"
 
 
+def test_values_in_a_file_of_ones_own_are_those_of_the_command_line(tmp_path: Path) -> None:
+    """YAML 1.1 has numbers to the base 60 and 8, and seven words for true and false."""
+    labels = "[no, on, 010, 2:30, 2024-01-01]"
+    (tmp_path / "mine.yaml").write_text(
+        "launch: {nodes: 2:4, rendezvous: a:1}\n"
+        f"model: {{path: a, task: sequence_classification, labels: {labels}}}\n"
+        "data: {path: b, subset: ~}\ntrain: {steps: 010, log_every: 1_0}\noptim: {lr: 1e-5}\n"
+        "debug: yes\nshard: {reshard_after_forward: false}\n"
+    )
+    (job,) = compose_jobs(FinetuneConfig, [str(tmp_path / "mine.yaml")], "finetune")
+    config: Any = job.config
+    assert config.launch.nodes == "2:4"
+    assert config.model.labels == ["no", "on", "010", "2:30", "2024-01-01"]
+    assert (config.train.steps, config.train.log_every, config.optim.lr, config.data.subset) == (10, 10, 1e-5, None)
+    assert (config.debug, config.shard.reshard_after_forward) == (True, False)
+    (tmp_path / "written.yaml").write_text(config.to_yaml())
+    (again,) = compose_jobs(FinetuneConfig, [str(tmp_path / "written.yaml")], "finetune")
+    assert again.config == config
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("train: {steps: 3, steps: 4}", "FILE cannot be read as YAML: found duplicate key steps"),
         ("train: {stepz: 3}", "FILE: train.stepz is not a setting of finetune (did you mean train.steps?)"),
         ("train: {steps: abc}", "FILE: train.steps=abc is not a whole number."),
         ("train: 3", "FILE: train is 3, and must have an option or settings"),
@@ -449,7 +470,8 @@ def _refuse(config: FinetuneConfig) -> None:
 def test_ranks_that_meet_once_have_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(*given: str) -> str:
         with pytest.raises(ConfigError) as raised:
-            Recipe(FinetuneConfig, _fail, _refuse).run([*_GIVEN["finetune"], "-m", "train.steps=1,2", *given], "finetune")
+            recipe = Recipe(FinetuneConfig, _fail, _refuse)
+            recipe.run([*_GIVEN["finetune"], "-m", "train.steps=1,2", *given], "finetune")
         return str(raised.value)
 
     assert "asks for 2 runs one after the other, but 3 machines (launch.nodes) meet only once" in refusal(
