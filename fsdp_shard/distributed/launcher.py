@@ -34,6 +34,8 @@ _GPU_VARIABLES = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
+# Of a process that is no rank of others, in the place of what schedulers set for machines, or another program has left.
+_ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _computed: list[str] = []  # the runs of which this process has been the only rank
 
 
@@ -98,7 +100,8 @@ def launch(
         else:
             begin(config)
             _computed.append(config.run_dir)
-            work(config)
+            with set_environment({name: value for name, value in _ONE_RANK.items() if name in os.environ}):
+                work(config)
 
 
 def variables_for_torch(settings: LaunchConfig) -> dict[str, str]:

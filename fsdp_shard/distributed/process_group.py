@@ -313,7 +313,7 @@ def _backend(device: torch.device) -> str:
 
 def _init_process_group(rendezvous: str, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
     backend, seconds = _backend(device), timeout.total_seconds()
-    store = join_store(rendezvous, seconds) if "RANK" in os.environ else HashStore()
+    store = join_store(rendezvous, seconds) if world_size > 1 else HashStore()
     bound = device if device.type == "cuda" else None  # or NCCL would guess the device from the rank
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
 

@@ -468,9 +468,10 @@ def _refuse(config: FinetuneConfig) -> None:
 
 
 def test_ranks_that_meet_once_have_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe(FinetuneConfig, _fail, _refuse)
+
     def refusal(*given: str) -> str:
         with pytest.raises(ConfigError) as raised:
-            recipe = Recipe(FinetuneConfig, _fail, _refuse)
             recipe.run([*_GIVEN["finetune"], "-m", "train.steps=1,2", *given], "finetune")
         return str(raised.value)
 

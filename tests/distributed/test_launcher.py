@@ -18,7 +18,7 @@ import torch
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.distributed import LaunchConfig, launch, launcher, num_cores
+from fsdp_shard.distributed import LaunchConfig, init_distributed, launch, launcher, num_cores
 from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
 from fsdp_shard.distributed.local_workers import numa_options
 from fsdp_shard.distributed.rank_reports import RankFailure, first_cause, reports_directory
@@ -71,6 +71,25 @@ def test_how_ranks_are_started_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     launcher.launch(lambda _: None, two)
     share = max(1, num_cores() // 2)
     assert asked == [("fork", share), ("spawn", share), ("spawn", 7)]
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}])
+def test_the_only_rank_waits_for_no_others(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some schedulers set WORLD_SIZE to the number of machines; what is set afterwards is as it was."""
+    monkeypatch.setattr(launcher, "_computed", [])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found: list[tuple[int, int]] = []
+
+    def work(config: FinetuneConfig) -> None:
+        with init_distributed("cpu", timeout_seconds=config.launch.timeout_seconds) as context:
+            found.append((context.rank, context.world_size))
+
+    launch(work, FinetuneConfig(launch=LaunchConfig(device="cpu", timeout_seconds=2)))
+    assert found == [(0, 1)]
+    assert {name: os.environ.get(name) for name in variables} == variables
 
 
 def test_slurm_variables_become_those_of_torchrun() -> None:
