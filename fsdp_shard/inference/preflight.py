@@ -7,6 +7,7 @@ from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.generation.completions_file import open_completions
 from fsdp_shard.inference.generation.prompts import check_standard_input, read_prompts
 from fsdp_shard.models import check_model_config
+from fsdp_shard.utils import refuse_changed
 
 
 def check_checkpoint(source: Location) -> None:
@@ -29,13 +30,16 @@ def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: 
         seed: Seed of sampling; an output file of another seed is not resumed.
 
     Raises:
-        ConfigError: The settings do not suit the number of ranks.
+        ConfigError: The settings do not suit the number of ranks, or scores would be written nowhere.
         DataError: Prompts cannot be read, or the output file cannot be used.
 
     Example:
         >>> fs.check_generation(config, config.launch, config.kept_run_dir, config.seed)  # doctest: +SKIP
     """
     num_ranks = max(world_sizes(launch))
+    if run_dir is None and settings.output is None and not settings.is_conversation:
+        why = "has no effect: scores are written to a file, and this run only prints; add output=FILE.jsonl or run_dir."
+        refuse_changed(settings.generation, ["output_scores"], "generation.", why)
     for name, location in settings.adapter_sources.items():
         try:
             check_unmerged(location.index, settings.source.index, settings.source.model_directory)

@@ -49,6 +49,12 @@ def test_the_examples_of_the_docs_run(name: str, tiny_model: Path, texts: Path, 
     assert doctest.DocTestRunner(checker=_AfterWhatIsPrinted()).run(found).failed == 0
 
 
+def test_scores_are_in_the_completions(tiny_model: Path) -> None:
+    given = ["prompt=Once", "generation.max_new_tokens=2", "generation.output_scores=true"]
+    (row,) = fs.generate([f"checkpoint={tiny_model}", *given])["completions"]
+    assert len(row["log_probabilities"]) == row["num_new_tokens"]
+
+
 @pytest.mark.long
 def test_what_a_run_leaves_is_evaluated_and_generated_from(
     tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -139,6 +139,7 @@ MISTAKES = [
     (f"{_GENERATE} prompt=a output={{d}}/o.txt", "must end in .jsonl"),
     (f"{_GENERATE} prompt=a output={{t}}/o.jsonl", "is a file, not a directory"),
     (f"{_GENERATE} prompt=a generation.temperature=0.5", "do_sample"),
+    ("generate checkpoint={m} prompt=a generation.output_scores=true", "this run only prints; add output=FILE.jsonl"),
     (f"{_GENERATE} prompt=a max_new_tokens=5", "generation.max_new_tokens"),
     (f"{_GENERATE} prompt=a model_name_or_path=x", "here it is checkpoint"),
     (f"{_GENERATE} prompt=a dispatch.device_map=gpu", "dispatch.device_map=gpu"),
