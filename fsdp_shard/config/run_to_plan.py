@@ -15,7 +15,7 @@ from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
 
 # What else may be set: nothing that changes what is planned.
-_FREE = ("run", "run_dir", "debug", "device", "dispatch", "adapters", "hydra")
+_FREE = ("run", "run_dir", "debug", "device", "dispatch", "adapters", "trace", "hydra")
 
 
 def split_run(arguments: Sequence[str], schema: type[RunConfig]) -> tuple[str | None, list[str]]:

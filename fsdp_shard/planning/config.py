@@ -141,6 +141,10 @@ class PlanSettings:
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for a range of ranks that nothing would search, or a search without a limit."""
+        if self.search and self.trace:
+            raise ConfigError(
+                f"{prefix}trace=true is for one plan, and {prefix}search=true makes many; leave one of them out."
+            )
         if self.adapter_paths and self.dispatch.device_map is None:
             raise ConfigError(
                 f"{prefix}adapters are those of generate, which is not planned without {prefix}dispatch.device_map; "

@@ -172,6 +172,7 @@ MISTAKES = [
     (f"{_PLAN} data.path=x", "data.path is not a setting of plan"),
     (f"{_PLAN} dispatch.device_map=everywhere", "dispatch.device_map=everywhere"),
     ("plan model.path={d}/none", "does not exist"),
+    (f"{_PLAN} search=true device.memory=80GB trace=true", "trace=true is for one plan, and search=true makes many"),
     ("doctor train.stepz=1", "train.stepz is not a setting of doctor"),
 ]
 

@@ -495,6 +495,14 @@ def test_composing_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_is_planned_as_it_was(tmp_path: Path) -> None:
+    write_config(_one("finetune", f"run_dir={tmp_path}", "optim=sgd"))
+    (job,) = compose_jobs(PlanConfig, [str(tmp_path), "trace=true", "device.memory=1GB"], "plan")
+    assert (job.config.run, job.config.trace, type(job.config.optim)) == (str(tmp_path), True, OPTIONS["optim"]["sgd"])
+    with pytest.raises(ConfigError, match=r"train\.steps would plan another run"):
+        compose_jobs(PlanConfig, [str(tmp_path), "train.steps=3"], "plan")
+
+
 @dataclass
 class _Extended(FinetuneConfig):
     """A recipe's own config: the settings of finetune and one more."""
