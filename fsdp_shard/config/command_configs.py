@@ -16,7 +16,6 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import (
     AutoDeviceConfig,
     DeviceConfig,
-    PlannedDispatchConfig,
     PlannedLaunchConfig,
     PlanSettings,
 )
@@ -313,8 +312,11 @@ class PlanConfig(RunConfig, PlanSettings):
     headline: ClassVar[tuple[str, ...]] = ("peak_bytes", "fits")
     ranks_are: ClassVar[Ranks] = "planned"
     takes_training_run: ClassVar[bool] = True
-    # The activations of fused kernels cannot be measured; batches are not planned.
-    unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels", "dispatch.schedule")
+    # The activations of fused kernels cannot be measured; batches are not planned; no ranks are started.
+    unused: ClassVar[tuple[str, ...]] = (
+        *("seed", "model.kernels", "dispatch.schedule", "launch.timeout_seconds", "launch.max_restarts"),
+        *("launch.grace_seconds", "launch.numa_binding"),
+    )
 
     run_dir: str = default_run_dir("plan")
     launch: PlannedLaunchConfig = field(default_factory=PlannedLaunchConfig)
@@ -366,7 +368,7 @@ OPTIONS: dict[str, dict[str, type]] = {
     "adapter": {"none": AdapterConfig, "lora": LoraConfig},
     "train": {"default": TrainConfig},
     "device": {"auto": AutoDeviceConfig, "custom": DeviceConfig},
-    "dispatch": {"default": DispatchConfig, "planned": PlannedDispatchConfig},
+    "dispatch": {"default": DispatchConfig},
     "generation": {"default": GenerationSettings},
 }
 

@@ -1,5 +1,4 @@
 from .config import (
-    PlannedDispatchConfig as PlannedDispatchConfig,
     PlannedLaunchConfig as PlannedLaunchConfig,
     PlanSettings as PlanSettings,
 )

@@ -172,6 +172,11 @@ MISTAKES = [
     (f"{_PLAN} data.path=x", "data.path is not a setting of plan"),
     (f"{_PLAN} dispatch.device_map=everywhere", "dispatch.device_map=everywhere"),
     ("plan model.path={d}/none", "does not exist"),
+    (f"{_PLAN} dispatch=default", "dispatch=default: dispatch is a section of settings and has no value itself"),
+    (f"{_PLAN} launch.timeout_seconds=5", "launch.timeout_seconds=5.0 has no effect: plan does not use it"),
+    (f"{_PLAN} launch.max_restarts=3", "launch.max_restarts=3 has no effect: plan does not use it"),
+    (f"{_GENERATE} prompt=a dispatch=planned", "dispatch=planned: there is no such option; dispatch has default"),
+    (f"{_EVALUATE} data.path={{t}} dispatch=planned", "dispatch=planned: there is no such option"),
     (f"{_PLAN} search=true device.memory=80GB trace=true", "trace=true is for one plan, and search=true makes many"),
     ("doctor train.stepz=1", "train.stepz is not a setting of doctor"),
 ]
