@@ -7,6 +7,7 @@ from .launcher import (
     is_joined_rank as is_joined_rank,
     joined_rank as joined_rank,
     launch as launch,
+    num_local_ranks as num_local_ranks,
     rendezvous_endpoint as rendezvous_endpoint,
     shares_memory as shares_memory,
     uses_gpus as uses_gpus,

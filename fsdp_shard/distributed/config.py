@@ -9,7 +9,10 @@ from fsdp_shard.utils import setting
 
 @dataclass
 class LaunchConfig:
-    """How many processes a run has, and where. Inside torchrun or srun, their numbers count instead."""
+    """How many processes a run has, and where. Inside torchrun or srun, their numbers count instead.
+
+    Settings that contradict them, or are for ranks that are started here, are refused by `check_machine`.
+    """
 
     ranks: int = setting(
         1, "Number of processes on this machine; each uses one GPU, or its part of the cores.", minimum=1

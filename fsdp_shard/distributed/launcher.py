@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus, num_cores
 from fsdp_shard.errors import ConfigError, RunError
-from fsdp_shard.utils import first_line, format_count, set_environment
+from fsdp_shard.utils import first_line, format_count, refuse_changed, set_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -291,6 +291,14 @@ def world_sizes(settings: LaunchConfig) -> list[int]:
     return [int((dict(os.environ) | slurm_variables(os.environ))["WORLD_SIZE"])]
 
 
+def num_local_ranks(settings: LaunchConfig) -> int:
+    """Return the number of ranks on this machine; all ranks, if whoever started them does not say."""
+    if not joins(settings, os.environ):
+        return settings.ranks
+    variables = dict(os.environ) | slurm_variables(os.environ)
+    return int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]))
+
+
 def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
     """Check that this machine has a GPU for each rank, where the ranks use GPUs.
 
@@ -299,12 +307,14 @@ def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
         prefix: What the settings are called in messages.
 
     Raises:
-        ConfigError: If there are fewer GPUs than ranks, or none at all, or a setting is for GPUs only.
+        ConfigError: If there are fewer GPUs than ranks, or none at all, or a setting has no effect: one for GPUs only,
+            or for ranks that are started here.
     """
     if settings.numa_binding == "node" and not uses_gpus(settings):
         raise ConfigError(
             f"{prefix}numa_binding=node has no effect without GPUs, to which processors are near; leave it out."
         )
+    _refuse_settings_of_others(settings, prefix)
     needs_none = settings.device == "cpu" or (settings.device == "auto" and settings.ranks == 1)
     if needs_none or joins(settings, os.environ):
         return
@@ -316,6 +326,23 @@ def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
             f"{prefix}ranks={settings.ranks} is more than the {format_count(num_gpus, 'GPU')} of this machine, and "
             f"each rank needs one; use {prefix}ranks={num_gpus}, or {prefix}device=cpu to run on the CPU."
         )
+
+
+def _refuse_settings_of_others(settings: LaunchConfig, prefix: str) -> None:
+    """Raise ConfigError for settings of our launcher where it starts no ranks."""
+    if is_joined := joins(settings, os.environ):
+        why = "has no effect on ranks that torchrun or srun has started; leave it out, and give it to them."
+        refuse_changed(settings, ("rendezvous", "max_restarts"), prefix, why)
+        found = world_sizes(settings)[0], num_local_ranks(settings)
+        if settings.ranks not in (1, *found):
+            raise ConfigError(
+                f"{prefix}ranks={settings.ranks}, but torchrun or srun has started {found[0]}, {found[1]} of them on "
+                f"this machine, and their number counts; leave {prefix}ranks out, or have fsdp-shard start all."
+            )
+    if is_joined or settings.ranks == settings.max_nodes == 1 > settings.max_restarts:
+        why = "has no effect: it is for ranks that fsdp-shard starts (launch.ranks), and it starts none; leave it out."
+        names = ["grace_seconds"] + ["numa_binding"] * (settings.numa_binding == "node")
+        refuse_changed(settings, names, prefix, why)
 
 
 def uses_gpus(settings: LaunchConfig) -> bool:

@@ -165,6 +165,44 @@ def test_more_ranks_than_gpus(
         check_machine(settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            LaunchConfig(nodes="3", rendezvous="a:1"),
+            "launch.rendezvous=a:1 has no effect on ranks that torchrun or srun",
+        ),
+        (LaunchConfig(max_restarts=3), "launch.max_restarts=3 has no effect on ranks that torchrun or srun"),
+        (LaunchConfig(grace_seconds=1), "launch.grace_seconds=1 has no effect: it is for ranks that fsdp-shard starts"),
+        (LaunchConfig(numa_binding="node"), "launch.numa_binding=node has no effect: it is for ranks that fsdp-shard"),
+        (LaunchConfig(ranks=3), "launch.ranks=3, but torchrun or srun has started 8, 4 of them on this machine"),
+        (LaunchConfig(ranks=4, numa_binding="none", timeout_seconds=3), ""),
+        (LaunchConfig(ranks=8), ""),
+    ],
+)
+@pytest.mark.parametrize("starter", ["torchrun", "srun"])
+def test_settings_for_ranks_that_others_started(
+    starter: str, settings: LaunchConfig, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_srun = _SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "0"}
+    monkeypatch.setattr(launcher, "count_gpus", lambda: 8)
+    variables = of_srun if starter == "srun" else _TORCHRUN | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not said:
+        check_machine(settings)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_machine(settings)
+
+
+def test_settings_for_started_ranks_with_one_in_this_process() -> None:
+    with pytest.raises(ConfigError, match=r"launch\.grace_seconds=1 has no effect"):
+        check_machine(LaunchConfig(grace_seconds=1))
+    check_machine(LaunchConfig(grace_seconds=1, max_restarts=1))
+    check_machine(LaunchConfig(grace_seconds=1, ranks=2, device="cpu"))
+
+
 def test_ranks_are_bound_to_the_processors_near_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numa_options(LaunchConfig()) is None, "no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
