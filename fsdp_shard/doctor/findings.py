@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from fsdp_shard.distributed import joined_rank
+from fsdp_shard.distributed import LaunchConfig, is_joined_rank, joined_rank, num_local_ranks
 from fsdp_shard.errors import FsdpShardError, RunError
 from fsdp_shard.utils import format_count, say
 
@@ -41,6 +41,12 @@ def noted(line: str) -> Finding:
 def problem(text: str) -> Finding:
     """Return a finding that would make a run fail."""
     return Finding(PROBLEM, text)
+
+
+def local_ranks(launch: LaunchConfig) -> tuple[int, str]:
+    """Return the number of ranks on this machine, and what it is called: the setting, or the variable of a launcher."""
+    count = num_local_ranks(launch)
+    return count, f"{'LOCAL_WORLD_SIZE' if is_joined_rank(launch) else 'launch.ranks'}={count}"
 
 
 class Report:

@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from fsdp_shard.distributed import LaunchConfig, check_machine, count_gpus, num_cores, uses_gpus
-from fsdp_shard.doctor.findings import Finding, ok, problem, warning
+from fsdp_shard.doctor.findings import Finding, local_ranks, ok, problem, warning
 from fsdp_shard.inference import free_cpu_bytes
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.utils import format_count, format_size
@@ -99,10 +99,11 @@ def _gpus() -> str:
 
 
 def _gpu_limits(launch: LaunchConfig) -> Iterator[Finding]:
-    if (count := count_gpus()) > launch.ranks:
-        yield warning(f"launch.ranks={launch.ranks} leaves {count - launch.ranks} of {count} GPUs idle.")
+    num_ranks, named = local_ranks(launch)
+    if (count := count_gpus()) > num_ranks:
+        yield warning(f"{named} leaves {count - num_ranks} of {count} GPUs idle.")
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else _SHARED_MEMORY_BYTES
-    if launch.ranks > 1 and shared < _SHARED_MEMORY_BYTES:
+    if num_ranks > 1 and shared < _SHARED_MEMORY_BYTES:
         yield warning(
             f"/dev/shm has only {format_size(shared)}; GPUs of a machine that cannot access each other communicate "
             f"through it. Give the container more (docker run --shm-size=8g)."
@@ -110,8 +111,9 @@ def _gpu_limits(launch: LaunchConfig) -> Iterator[Finding]:
 
 
 def _cpu_limits(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
-    if launch.ranks > num_cores():
-        yield warning(f"launch.ranks={launch.ranks} is more than the {format_count(num_cores(), 'core')} they run on.")
+    num_ranks, named = local_ranks(launch)
+    if num_ranks > num_cores():
+        yield warning(f"{named} is more than the {format_count(num_cores(), 'core')} they run on.")
     if shard.param_dtype != "float32" and not _computes_in(shard.param_dtype):
         yield warning(
             f"this CPU has no instructions for shard.param_dtype={shard.param_dtype}, which is many times slower than "

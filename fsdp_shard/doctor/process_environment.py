@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_shard.distributed import LaunchConfig, num_cores, uses_gpus
-from fsdp_shard.doctor.findings import Finding, warning
+from fsdp_shard.doctor.findings import Finding, local_ranks, warning
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import check_writable, format_count, format_size
 
@@ -80,9 +80,10 @@ def check_environment(settings: LaunchConfig) -> Iterator[Finding]:
 
 def _threads(settings: LaunchConfig) -> Iterator[Finding]:
     given, cores = os.environ.get("OMP_NUM_THREADS", ""), num_cores()
-    if given.isdecimal() and int(given) * settings.ranks > max(cores, settings.ranks):
+    num_ranks, named = local_ranks(settings)
+    if given.isdecimal() and int(given) * num_ranks > max(cores, num_ranks):
         yield warning(
-            f"OMP_NUM_THREADS={given} with launch.ranks={settings.ranks} asks for {int(given) * settings.ranks} "
+            f"OMP_NUM_THREADS={given} with {named} asks for {int(given) * num_ranks} "
             f"threads on {format_count(cores, 'core')}, which then wait for each other; unset it, and each rank takes "
             f"its part."
         )

@@ -22,7 +22,7 @@ from fsdp_shard import inference, models, sharding, training
 from fsdp_shard.checkpoint import CheckpointConfig, Location, RemoteStore
 from fsdp_shard.config import FinetuneConfig, refuse_nested
 from fsdp_shard.data import Samples, Task, Tokenized, open_samples, tokenize_all
-from fsdp_shard.distributed import gpu_number, uses_gpus, world_sizes
+from fsdp_shard.distributed import gpu_number, num_local_ranks, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, noted, ok, problem, skipped, warning
 from fsdp_shard.planning import (
     HostMemory,
@@ -168,7 +168,7 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
     if plan.peak_bytes is None:
         yield warning(f"{what}; the activations of its forward pass could not be measured ({plan.problem})")
         return
-    on_gpu, num_ranks, free_host = uses_gpus(config.launch), config.launch.ranks, inference.free_cpu_bytes()
+    on_gpu, num_ranks, free_host = uses_gpus(config.launch), num_local_ranks(config.launch), inference.free_cpu_bytes()
     free = (
         min(torch.cuda.mem_get_info(gpu)[0] for gpu in {gpu_number(rank) for rank in range(num_ranks)})
         if on_gpu
@@ -194,7 +194,7 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
         sections = {name: getattr(run, name) for name in ("model", "shard", "train", "optim", "adapter", "objective")}
         check_sections(replace(config, **sections))
 
-    host = HostMemory(inference.free_cpu_bytes(), config.launch.ranks)
+    host = HostMemory(inference.free_cpu_bytes(), num_local_ranks(config.launch))
     planner = Planner(
         model_config(config), on_gpu=on_gpu, check_together=check_together, max_plans=_MAX_PLANS, host=lambda run: host
     )

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.checkpoint import CheckpointConfig
+from fsdp_shard.config import DoctorConfig, compose_jobs
+from fsdp_shard.distributed import num_cores
+from fsdp_shard.doctor import check_environment, check_memory, plan_run
+from fsdp_shard.doctor.findings import OK, PROBLEM
 from fsdp_shard.doctor.run import max_num_checkpoints
 from fsdp_shard.training import LOCK, TrainConfig, holder
 from tests.support.runs import Ended, run_recipe
@@ -53,6 +57,26 @@ def test_a_run_that_would_work(settings: list[str], tmp_path: Path, monkeypatch:
     assert "2 ranks (cpu) met" in lines["ranks"]
     assert ended.out.endswith("\nNo problem found.\n")
     assert list(place.iterdir()) == []  # no run directory, and nothing of what was tried
+
+
+def test_memory_is_divided_among_the_ranks_of_this_machine_that_others_started(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (job,) = compose_jobs(DoctorConfig, [*settings, f"run_dir={tmp_path}/run"], "doctor")
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
+    for name, value in (variables | {"MASTER_PORT": "29777"}).items():
+        monkeypatch.setenv(name, value)
+    plan = plan_run(job.config)
+    assert plan is not None
+    assert plan.needed_bytes is not None
+    found = {}
+    for times in (3, 50):
+        monkeypatch.setattr("fsdp_shard.inference.free_cpu_bytes", lambda times=times: times * plan.needed_bytes)
+        (found[times], *_) = check_memory(job.config, lambda: plan)
+    assert (found[3].mark, found[50].mark) == (PROBLEM, OK), found
+    monkeypatch.setenv("OMP_NUM_THREADS", str(num_cores()))
+    (threads,) = check_environment(job.config.launch)
+    assert f"with LOCAL_WORLD_SIZE=4 asks for {4 * num_cores()} threads" in threads.text
 
 
 def test_every_problem_is_told_and_the_status_is_one(settings: list[str], tmp_path: Path) -> None:
