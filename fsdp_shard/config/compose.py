@@ -203,18 +203,23 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
 def _fill_alternatives(composed: Any) -> None:
     """Set required settings to "" where their dataclass has an alternative (`instead`) that is set.
 
-    `instead` maps a setting to `other` (which has any value), `other=value` or `other=value|value`.
+    `instead` maps a setting to alternatives: `other` (which has any value), `other=value` or `other=value|value`.
     """
-    for name, other in getattr(OmegaConf.get_type(composed), "instead", {}).items():
-        key, _, value = other.partition("=")
+    for name, others in getattr(OmegaConf.get_type(composed), "instead", {}).items():
         section, _, leaf = name.rpartition(".")
         if section and section not in composed:  # removed by ~section, which is reported later
             continue
         holder = composed[section] if section else composed
-        if OmegaConf.is_missing(holder, leaf) and (composed[key] in value.split("|") if value else composed[key]):
+        if OmegaConf.is_missing(holder, leaf) and any(_is_chosen(composed, other) for other in others):
             holder[leaf] = ""
     for _, section in _sections(composed):
         _fill_alternatives(section)
+
+
+def _is_chosen(composed: Any, other: str) -> bool:
+    key, _, values = other.partition("=")
+    found = OmegaConf.select(composed, key)
+    return found in values.split("|") if values else bool(found)
 
 
 def _unknown_keys(composed: Any, prefix: str = "") -> Iterator[str]:

@@ -20,7 +20,7 @@ class DataConfig(KindSettings):
     """Settings of the training data and of the held-out data."""
 
     # Settings that another one replaces.
-    instead: ClassVar[dict[str, str]] = {"path": "mixture"}
+    instead: ClassVar[dict[str, tuple[str, ...]]] = {"path": ("mixture",)}
 
     subset: str | None = setting(None, "Configuration of a dataset on the hub, such as wikitext-2-raw-v1.")
     split: str = setting("train", "Split of the dataset in data.path, on the hub or with saved splits.")

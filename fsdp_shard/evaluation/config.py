@@ -14,6 +14,7 @@ from fsdp_shard.data import (
     DataConfig,
     check_source,
     check_task,
+    open_source,
 )
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
@@ -155,7 +156,7 @@ class EvaluateSettings(SourceSettings):
     """The settings of `evaluate`: which model, which metric, on which text or questions."""
 
     # Required settings that are not needed with another setting.
-    instead: ClassVar[dict[str, str]] = {"data.path": f"task={LM_EVAL}|{SPEED}"}
+    instead: ClassVar[dict[str, tuple[str, ...]]] = {"data.path": (f"task={LM_EVAL}|{SPEED}", "data.eval_path")}
 
     checkpoint: str = setting(
         REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
@@ -323,4 +324,6 @@ def check_text(data: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> Non
     if data.streaming:
         raise ConfigError("data.streaming=true is for training: an evaluation reads all of data.path. Remove it.")
     check_task(task, data, samples)
+    if data.eval_path is not None and data.path:
+        open_source(data, held_out=False)  # it is not read, but one that does not exist is a mistake
     check_source(data, held_out=data.eval_path is not None, task=task, samples=samples)

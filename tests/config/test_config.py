@@ -272,6 +272,15 @@ def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
     assert said <= known, "a name that was changed"
 
 
+def test_held_out_data_alone_are_enough_to_evaluate_on() -> None:
+    (job,) = compose_jobs(COMMANDS["evaluate"], ["checkpoint=a", "data.eval_path=held.txt"], "evaluate")
+    assert (job.config.data.path, job.config.data.eval_path) == ("", "held.txt")
+    with pytest.raises(ConfigError, match=r"data\.path is not set"):
+        compose_jobs(COMMANDS["evaluate"], ["checkpoint=a"], "evaluate")
+    with pytest.raises(ConfigError, match=r"data\.path is not set"):
+        compose_jobs(FinetuneConfig, ["model.path=a", "data.eval_path=held.txt"], "finetune")
+
+
 def test_settings_that_must_be_given_are_asked_for_by_name() -> None:
     with pytest.raises(ConfigError, match=r"data\.path and model\.path are not set\. Add data\.path=VALUE model"):
         compose_jobs(FinetuneConfig, [], "fsdp-shard finetune")

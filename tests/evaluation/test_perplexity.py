@@ -123,8 +123,11 @@ def test_result_names_what_the_figures_come_from(tiny_model: Path, data: DataCon
 def test_the_held_out_file_is_evaluated_alone(tiny_model: Path, data: DataConfig) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     expected, _ = prepare_held_out(data, tokenizer)
-    beside = replace(data, path="never/looked/at.txt", eval_path=data.path)
+    beside = replace(data, path="", eval_path=data.path)
     check_text(beside)
+    check_text(replace(beside, path=data.path))
+    with pytest.raises(DataError, match=r"data\.path=./nowhere"):
+        check_text(replace(beside, path="./nowhere.txt"))
     assert prepare_held_out(beside, tokenizer)[0].identity == expected.identity
     with pytest.raises(DataError, match=r"data\.eval_path=./nowhere"):
         check_text(replace(data, eval_path="./nowhere.txt"))
