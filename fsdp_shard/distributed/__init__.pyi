@@ -4,6 +4,7 @@ from .fake_ranks import FakeContext as FakeContext, as_fake_rank as as_fake_rank
 from .hardware import count_gpus as count_gpus, gpu_number as gpu_number, num_cores as num_cores
 from .launcher import (
     check_machine as check_machine,
+    is_allocation_only as is_allocation_only,
     is_joined_rank as is_joined_rank,
     joined_rank as joined_rank,
     launch as launch,

@@ -142,7 +142,7 @@ def _join_ranks(
     work: Callable[[C], None], begin: Callable[[C], None], config: C, check: Check[C] | None = None
 ) -> None:
     """As one of several ranks described by the environment: check, take the run_dir of rank 0, begin once, and work."""
-    from torch.distributed import DistNetworkError
+    from torch.distributed import DistNetworkError, DistStoreError
 
     from fsdp_shard.distributed.process_group import join_store, leave_store
 
@@ -151,11 +151,13 @@ def _join_ranks(
     try:
         store = join_store(timeout_seconds=config.launch.timeout_seconds)
     except DistNetworkError as error:
-        address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RunError(
-            f"Rank {rank} of {world_size} has not reached rank 0 at MASTER_ADDR:MASTER_PORT={address} within "
-            f"launch.timeout_seconds={config.launch.timeout_seconds:g} ({first_line(error).rstrip('.')}). Check that "
-            f"the name is that of the machine of rank 0, that rank 0 runs, and that no firewall closes the port."
+            f"Rank {rank} of {world_size} has not reached rank 0 at {_meeting(config.launch, error)} Check that the "
+            f"name is that of the machine of rank 0, that rank 0 runs, and that no firewall closes the port."
+        ) from error
+    except DistStoreError as error:
+        raise RunError(
+            f"Not all of {world_size} ranks have met at {_meeting(config.launch, error)} {_why_alone(world_size)}"
         ) from error
     try:
         if check is not None:
@@ -174,6 +176,29 @@ def _join_ranks(
         work(config)
     finally:
         leave_store(store, world_size, serves=rank == 0, seconds=_SECONDS_TO_LEAVE)
+
+
+def _meeting(settings: LaunchConfig, error: Exception) -> str:
+    """Where the ranks were to meet, until when, and what kept them from it, as the end of a sentence."""
+    address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return (
+        f"MASTER_ADDR:MASTER_PORT={address} within launch.timeout_seconds={settings.timeout_seconds:g} "
+        f"({first_line(error).rstrip('.')})."
+    )
+
+
+def _why_alone(world_size: int) -> str:
+    if is_allocation_only(os.environ):
+        return (
+            f"SLURM_NTASKS={world_size} are the tasks of the allocation, and srun has not started this process as one "
+            f"of them: start it with srun, or set launch.ranks to start ranks from here."
+        )
+    return "Check that all of them were started, and that none has failed."
+
+
+def is_allocation_only(environment: Mapping[str, str]) -> bool:
+    """Return whether Slurm says how many tasks an allocation has, but not that srun has started them."""
+    return "SLURM_PROCID" in environment and not {"SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID"} & environment.keys()
 
 
 def _check_once_a_machine(check: Check[C], config: C, store: "Store", world_size: int) -> None:

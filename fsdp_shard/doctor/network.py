@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from datetime import timedelta
 
-from fsdp_shard.distributed import LaunchConfig, is_this_machine, rendezvous_endpoint, uses_gpus, world_sizes
+from fsdp_shard.distributed import (
+    LaunchConfig,
+    is_allocation_only,
+    is_joined_rank,
+    is_this_machine,
+    rendezvous_endpoint,
+    uses_gpus,
+    world_sizes,
+)
 from fsdp_shard.doctor.findings import Finding, problem, warning
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,6 +41,12 @@ def check_network(settings: LaunchConfig) -> Iterator[Finding]:
     if contradictions:
         return
     yield from _ignored_variables(settings, os.environ)
+    if is_joined_rank(settings) and is_allocation_only(os.environ):
+        yield warning(
+            f"the allocation has SLURM_NTASKS={os.environ.get('SLURM_NTASKS')} tasks, for which this run waits, but "
+            f"srun has not started this process as one of them (SLURM_STEP_NUM_TASKS is not set). Start it with srun, "
+            f"or set launch.ranks to start ranks from here."
+        )
     if max(world_sizes(settings)) > 1:
         yield from _missing_interfaces(settings, os.environ)
     if (point := rendezvous_endpoint(settings, os.environ)) is not None:

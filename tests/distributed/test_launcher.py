@@ -22,7 +22,7 @@ from fsdp_shard.distributed import LaunchConfig, init_distributed, launch, launc
 from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
 from fsdp_shard.distributed.local_workers import numa_options
 from fsdp_shard.distributed.rank_reports import RankFailure, first_cause, reports_directory
-from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
+from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError, RunError
 from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
 
 _TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -90,6 +90,21 @@ def test_the_only_rank_waits_for_no_others(variables: dict[str, str], monkeypatc
     launch(work, FinetuneConfig(launch=LaunchConfig(device="cpu", timeout_seconds=2)))
     assert found == [(0, 1)]
     assert {name: os.environ.get(name) for name in variables} == variables
+
+
+def test_tasks_that_nobody_has_started_are_not_waited_for_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    variables = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match=r"Not all of 2 ranks have met at .*SLURM_NTASKS=2 .* start it with srun"):
+        launch(lambda _: None, FinetuneConfig(run_dir=str(tmp_path), launch=LaunchConfig(timeout_seconds=1)))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(RunError, match=r"Not all of 2 ranks have met at .* Check that all of them were started"):
+        launch(lambda _: None, FinetuneConfig(run_dir=str(tmp_path), launch=LaunchConfig(timeout_seconds=1)))
 
 
 def test_slurm_variables_become_those_of_torchrun() -> None:

@@ -68,6 +68,16 @@ def test_variables_that_cannot_be(variables: dict[str, str], said: str, monkeypa
     assert said in finding.text
 
 
+def test_an_allocation_whose_tasks_nobody_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    (finding,) = check_network(LaunchConfig())
+    assert finding.mark == WARNING
+    assert "SLURM_NTASKS=2 tasks, for which this run waits, but srun has not started" in finding.text
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert list(check_network(LaunchConfig())) == []
+
+
 def test_an_interface_by_its_beginning_is_for_nccl_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "l")  # of lo
     (finding,) = check_network(LaunchConfig(ranks=2, device="cpu"))
