@@ -50,6 +50,7 @@ _FOR_JOBS = (
 
 # Overrides of Hydra itself, which only hydra.main applies.
 _HYDRA_PREFIXES = ("hydra.", "hydra/", "+hydra", "~hydra")
+_HYDRA_SETTINGS = ("hydra.mode", "hydra.searchpath")  # that have a meaning where it runs nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
         ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
     """
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
+    _refuse_hydra_settings(arguments)
     run, arguments = split_run(arguments, schema)
     preset_file, arguments = split_preset_file(arguments)
     if run is not None and preset_file is not None:
@@ -99,6 +101,18 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     for job in jobs:
         check(job.config)
     return jobs
+
+
+def _refuse_hydra_settings(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for settings and flags of Hydra about jobs, which it does not run."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        setting = name.lstrip("+~")
+        if name in ("--package", "-p") or (setting.startswith("hydra.") and setting not in _HYDRA_SETTINGS):
+            raise ConfigError(
+                f"{argument} has no effect: Hydra only composes the settings, and runs nothing. Leave it out; "
+                f"run_dir=DIR is the directory of a run, and that of a sweep."
+            )
 
 
 def _compose(schema: type, arguments: list[str], program: str, config_name: str) -> list[_Composed]:

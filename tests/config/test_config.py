@@ -228,6 +228,10 @@ def test_mappings_can_be_given_whole() -> None:
             "hydra/launcher=joblib -m",
             "hydra/launcher=joblib: plugins of Hydra are not supported, and the runs of -m follow",
         ),
+        ("hydra.run.dir=x", "hydra.run.dir=x has no effect: Hydra only composes the settings"),
+        ("hydra.sweep.dir=x -m train.steps=1,2", "run_dir=DIR is the directory of a run, and that of a sweep."),
+        ("++hydra.job.chdir=true", "++hydra.job.chdir=true has no effect"),
+        ("--package=foo", "--package=foo has no effect"),
         ("hydra/sweeper=optuna optim=sgd,adamw -m", "hydra/sweeper=optuna: plugins of Hydra are not supported, and"),
         (
             "-m optim=adamw,sgdd",
@@ -457,6 +461,7 @@ def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_p
     assert [job.config.run_dir for job in jobs] == [f"{tmp_path}/sweep/{number}" for number in range(4)]
     assert "train.steps=2" in jobs[2].overrides
     assert not list(tmp_path.iterdir()), "composing writes nothing"
+    assert len(_compose("finetune", "hydra.mode=MULTIRUN", "train.steps=1,2")) == 2
 
 
 def test_a_wrong_run_of_a_sweep_is_named() -> None:
