@@ -27,7 +27,10 @@ class CheckpointConfig:
         "step changes it: at most a rank's shards of weights and optimizer state. false: training waits for the disk.",
     )
     timeout_seconds: float = setting(
-        1800.0, "Timeout for the ranks to finish a save together, in seconds; after it the run fails.", above=0.0
+        1800.0,
+        "Timeout for the ranks to finish a save together, in seconds; after it the run fails.",
+        above=0.0,
+        maximum=30 * 24 * 3600.0,
     )
     max_failures: int = setting(
         3,

@@ -246,19 +246,20 @@ def _refuse_unused(config: configs.RunConfig) -> None:
 def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
     if recipe.file.parent != shipped("recipes").resolve():
         config.own_recipe = recipe.file.name
-    if config.ranks_are == "started":
-        begin = _make_run_dir if recipe.writes_config else configs.write_config
-        check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
-        launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)
-    else:
-        missing = _missing_directories(Path(config.run_dir).absolute())
-        if not recipe.writes_config:
-            configs.write_config(config)
-        try:
+    missing = _missing_directories(Path(config.run_dir).absolute())
+    try:
+        if config.ranks_are == "started":
+            begin = _make_run_dir if recipe.writes_config else configs.write_config
+            check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
+            launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)
+        else:
+            if not recipe.writes_config:
+                configs.write_config(config)
             recipe.perform(config)
-        except InputError:
+    except InputError:
+        if joined_rank() == 0:
             _remove_made(missing)
-            raise
+        raise
 
 
 def _missing_directories(run_dir: Path) -> list[Path]:

@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import close_to_flag, composition_error, unknown_setting
-from fsdp_shard.config.preset_file import CONFIG_NAME, register_preset_file, split_preset_file
-from fsdp_shard.config.reference import settings_of
+from fsdp_shard.config.preset_file import CONFIG_NAME, check_whole_config, register_preset_file, split_preset_file
+from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.run_to_plan import register_run, split_run
 from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
@@ -77,6 +77,8 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     """
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
     _refuse_hydra_settings(arguments)
+    if removed := next((group for group in groups_of(schema) if f"~{group}" in arguments), None):
+        raise ConfigError(f"~{removed} would leave {command_of(schema)} without {removed}, which it needs; remove it.")
     run, arguments = split_run(arguments, schema)
     preset_file, arguments = split_preset_file(arguments)
     if run is not None and preset_file is not None:
@@ -150,7 +152,7 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str, config_nam
         number = None if OmegaConf.is_missing(job, "num") else int(job.num)  # only a sweep counts
         composed.append((config, number, tuple(HydraConfig.get().overrides.task)))
 
-    conf, arguments = _preset_directories(arguments)
+    conf, arguments = _preset_directories(arguments, schema)
     # argparse accepts positional arguments only in one sequence, and users put -m anywhere.
     arguments = sorted(arguments, key=lambda argument: "=" in argument and not argument.startswith("-"))
     said, own_argv = io.StringIO(), sys.argv
@@ -171,23 +173,25 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str, config_nam
     return composed
 
 
-def _preset_directories(arguments: list[str]) -> tuple[Path, list[str]]:
+def _preset_directories(arguments: list[str], schema: type) -> tuple[Path, list[str]]:
     """The directory that Hydra searches first, and the arguments with --config-dir as the one that it searches next.
 
     A file in the user's directory takes precedence over a shipped one of the same name; in Hydra it is the other way.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn")
     try:
         options, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError:
         return shipped("conf"), arguments  # Hydra reports the error
-    if options.config_dir is None:
-        return shipped("conf"), arguments
-    own = Path(options.config_dir).expanduser().absolute()
+    own = shipped("conf") if options.config_dir is None else Path(options.config_dir).expanduser().absolute()
     if not own.is_dir():
         raise ConfigError(f"--config-dir {options.config_dir}: there is no such directory.")
-    return own, [*rest, f"--config-dir={shipped('conf')}"]
+    if options.config_name is not None:
+        check_whole_config(own / f"{options.config_name.removesuffix('.yaml')}.yaml", schema)
+        rest = [*rest, f"--config-name={options.config_name}"]
+    return own, rest if options.config_dir is None else [*rest, f"--config-dir={shipped('conf')}"]
 
 
 def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: type[C]) -> Job[C]:

@@ -177,6 +177,8 @@ def _wrong_value(error: BaseException, schema: type) -> str | None:
     name = str(getattr(cause, "full_key", None) or "")
     match = re.match(r"In '([^']+)'", str(error))  # the YAML file: `In 'group/option': ...`
     where = f"{match[1]}.yaml: " if match else ""
+    if match and isinstance(cause, ConfigAttributeError | ConfigKeyError) and name in groups_of(schema):
+        return f"{where}its settings are taken for a section {name}; make `# @package _global_` its first line."
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and name:
         return f"{where}{unknown_setting(name, schema)}"
     if isinstance(cause, ValidationError) and name:

@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_shard.config.command_configs import command_of
+from fsdp_shard.config.command_configs import COMMANDS, command_of
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.yaml_values import load_yaml
 from fsdp_shard.errors import ConfigError
@@ -59,6 +59,21 @@ def register_preset_file(file: str, schema: type) -> None:
     for name, value in content.items():
         OmegaConf.update(node, name, value)  # a name may have dots, as on the command line
     ConfigStore.instance().store(name=CONFIG_NAME, node=node)
+
+
+def check_whole_config(file: Path, schema: type) -> None:
+    """Raise ConfigError if a file for --config-name is not the whole config of a command, or is that of another."""
+    if not file.is_file():
+        return  # Hydra reports it
+    command, defaults = command_of(schema), read_settings(str(file)).get("defaults")
+    if not defaults:
+        raise ConfigError(
+            f"{file} has some settings, and --config-name is for a whole config. Give the file as the first argument, "
+            f"or begin it with `defaults: [{command}, _self_]`."
+        )
+    named = [entry.removesuffix("_schema") for entry in defaults if isinstance(entry, str)]
+    if other := next((name for name in named if name in COMMANDS and name != command), None):
+        raise ConfigError(f"{file} is a config of {other}, not of {command}.")
 
 
 def read_settings(file: str) -> dict[str, Any]:

@@ -88,6 +88,15 @@ def test_ranks_that_a_batch_script_of_slurm_starts_are_checked_for(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_is_refused_late_leaves_no_directory(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "good"}\n{"text": "b", "label": "other"}\n')
+    given = [f"model.path={tiny_model}", f"data.path={tmp_path}/rows.jsonl", f"data.cache_dir={tmp_path}/cache"]
+    given += ["model.task=sequence_classification", "model.labels=[good,bad]", "train.steps=1"]
+    ended = run_recipe("finetune", tmp_path / "runs" / "one", *given)
+    assert (ended.status, "other" in ended.err) == (2, True), ended.err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_debug_shows_the_traceback(tiny_model: Path, tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path, f"model.path={tiny_model}", "data.path=missing.txt", "debug=true")
     assert ended.status == 2

@@ -221,6 +221,9 @@ def test_mappings_can_be_given_whole() -> None:
             "own; set train.steps instead.",
         ),
         ("~train.steps", "train.steps"),
+        ("~optim", "~optim would leave finetune without optim, which it needs"),
+        ("launch.timeout_seconds=inf", "launch.timeout_seconds=inf is out of range: it must be at most 2592000.0."),
+        ("--config-name=evaluate", "evaluate.yaml is a config of evaluate, not of finetune."),
         ("--foo", "Unrecognized arguments: --foo"),
         ("--cfg nothing", "Argument --cfg/-c: invalid choice: 'nothing'"),
         ("--config-dir nowhere", "--config-dir nowhere: there is no such directory."),
@@ -310,6 +313,17 @@ def test_a_wrong_key_in_a_preset_of_the_user_is_named_with_its_file(tmp_path: Pa
     said = _refusal("finetune", "--config-dir", str(tmp_path), "experiment=mine")
     assert "experiment/mine" in said
     assert "train.stepz is not a setting of finetune (did you mean train.steps?)" in said
+
+
+def test_files_of_the_user_that_lack_what_hydra_needs_are_named(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    for name in ("experiment/mine", "mine"):
+        (tmp_path / f"{name}.yaml").write_text("train:\n  steps: 3\n")
+    said = _refusal("finetune", f"--config-dir={tmp_path}", "experiment=mine")
+    assert said.startswith("experiment/mine.yaml: its settings are taken for a section experiment; make `# @package")
+    for given in ([], ["train.steps=2"]):
+        with pytest.raises(ConfigError, match=r"mine\.yaml has some settings, .* begin it with `defaults: \[finetune,"):
+            compose_jobs(FinetuneConfig, [f"--config-dir={tmp_path}", "--config-name", "mine", *given], "finetune")
 
 
 def test_presets_of_the_user_go_before_shipped_ones(tmp_path: Path) -> None:
