@@ -160,6 +160,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
             check_earlier(added, adapter, shapes, earlier, source.model_index, source.model_directory)
         quantize_base(model, adapter.quantize, shard, {})
         sharding.check_shardable(model, shard)  # quantized weights may be units of their own
+    config.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
     check_trained(model, shard, adapter)
     chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
 

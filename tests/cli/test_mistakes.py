@@ -123,6 +123,7 @@ MISTAKES = [
     (f"{_TRAIN} checkpoint.max_shard_size=big", "is not a size"),
     (f"{_TRAIN} launch.ranks=3 train.global_batch_size=4", "train.global_batch_size=4"),
     (f"{_TRAIN} launch.device=tpu", "launch.device=tpu"),
+    (f"{_TRAIN} optim=muon optim.not_muon=[lm_haed,score]", "optim.not_muon has lm_haed, and no module of the model"),
     (f"{_TRAIN} train.neftune_alpha=5 shard.context_parallel=2", "train.neftune_alpha=5.0 does not go together with"),
     (f"{_TRAIN} launch.device=cpu launch.numa_binding=node", "launch.numa_binding=node has no effect without GPUs"),
     (f"{_TRAIN} launch.device=cpu train.tf32=true", "train.tf32=true has no effect: the ranks of this run are on the"),

@@ -253,3 +253,11 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_matrices_that_muon_updates(name: str, hidden: bool) -> None:
     assert MuonConfig()._is_hidden(name, (4, 4)) is hidden
+
+
+def test_what_muon_leaves_out_is_there_unless_it_is_so_by_default() -> None:
+    names = ["model.embed_tokens.weight", "model.layers.0.q_proj.weight"]
+    MuonConfig().check_parameters(names)
+    MuonConfig(not_muon=["*embed*", "wte", "q_*"]).check_parameters(names)
+    with pytest.raises(ConfigError, match=r"optim\.not_muon has o_proj, and no module"):
+        MuonConfig(not_muon=["*embed*", "o_proj"]).check_parameters(names)

@@ -5,7 +5,7 @@ An optimizer is a subclass of `OptimConfig` and one line in `registry.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +35,9 @@ class OptimConfig:
 
     def check_installed(self) -> None:
         """Raise ConfigError if a package of this optimizer is not installed."""
+
+    def check_parameters(self, names: Iterable[str]) -> None:
+        """Raise ConfigError if the settings name what none of the model's parameters, whose FQNs these are, is in."""
 
     def build(
         self,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.optim.config import decay_groups, decay_setting
 from fsdp_shard.training.optim.torch_optim import AdamConfig, AdamWConfig
 from fsdp_shard.utils import setting
@@ -39,6 +40,16 @@ class MuonConfig(AdamConfig):
         "Names of modules whose matrices AdamW updates, with * as a wildcard: embeddings and output heads. Parameters "
         "that are not matrices always go to AdamW.",
     )
+
+    def check_parameters(self, names: Iterable[str]) -> None:
+        """Raise ConfigError if a pattern that the user has added to `not_muon` fits nothing: Muon would update it."""
+        parts, known = {part for name in names for part in name.split(".")}, type(self)().not_muon
+        for pattern in self.not_muon:
+            if pattern not in known and not fnmatch.filter(parts, pattern):
+                raise ConfigError(
+                    f"optim.not_muon has {pattern}, and no module of the model has such a name; correct it, or leave "
+                    f"it out. The default is [{','.join(known)}], which a list of yours replaces."
+                )
 
     def build(
         self,
