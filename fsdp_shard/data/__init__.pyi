@@ -80,4 +80,5 @@ from .validate import (
     check_source as check_source,
     check_tokenizer as check_tokenizer,
     encode_prompts as encode_prompts,
+    refuse_unread as refuse_unread,
 )

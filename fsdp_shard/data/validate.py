@@ -35,9 +35,9 @@ def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> N
         DataError: There is no such file, no row, or no such column.
         ConfigError: Settings for datasets on the hub are given for a local path.
     """
-    for source in sources_of(config).values():
-        check_source(source, held_out=False, task=task, samples=samples)
-    sets = [check_source(own, held_out=False, task=task, samples=samples) for own in held_out_sets_of(config).values()]
+    given = [*sources_of(config).values(), *(own := [*held_out_sets_of(config).values()])]
+    found = [check_source(source, held_out=False, task=task, samples=samples) for source in given]
+    sets = found[len(found) - len(own) :]
     if (
         sets
         and config.eval_split != default_of("eval_split")
@@ -48,7 +48,26 @@ def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> N
             f"has none; leave it out."
         )
     if config.eval_path is not None:
-        check_source(config, held_out=True, task=task, samples=samples)
+        given.append(config)
+        found.append(check_source(config, held_out=True, task=task, samples=samples))
+    refuse_unread(given, found)
+
+
+def refuse_unread(given: Sequence[DataConfig], found: Sequence[Source]) -> None:
+    """Raise ConfigError for a setting of texts that no source has for which it is set.
+
+    Args:
+        given: The settings of sources.
+        found: The sources, in the same order.
+    """
+    for name, rows, plain in (("sample_by", "plain text files", True), ("text_column", "rows with columns", False)):
+        set_for = [n for n, one in enumerate(given) if getattr(one, name) != default_of(name)]
+        if set_for and not any(found[n].has_rows(plain=plain) for n in set_for):
+            first = set_for[0]
+            raise ConfigError(
+                f"data.{name}={getattr(given[first], name)} is for {rows}, and {found[first].name} has none; leave it "
+                f"out."
+            )
 
 
 def check_source(config: DataConfig, held_out: bool, task: str = CAUSAL, samples: str = ROWS) -> Source:

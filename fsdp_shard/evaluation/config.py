@@ -15,6 +15,7 @@ from fsdp_shard.data import (
     check_source,
     check_task,
     open_source,
+    refuse_unread,
 )
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
@@ -326,4 +327,5 @@ def check_text(data: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> Non
     check_task(task, data, samples)
     if data.eval_path is not None and data.path:
         open_source(data, held_out=False)  # it is not read, but one that does not exist is a mistake
-    check_source(data, held_out=data.eval_path is not None, task=task, samples=samples)
+    found = check_source(data, held_out=data.eval_path is not None, task=task, samples=samples)
+    refuse_unread([data], [found])

@@ -113,6 +113,8 @@ MISTAKES = [
     (f"{_TRAIN} data.roles=bot", "is not a mapping"),
     (f"{_TRAIN} data.kind=preference", "Choose one, such as objective=dpo, or another data.kind."),
     (f"{_TRAIN} data.kind=preferences", "(did you mean preference?)"),
+    (f"{_TRAIN} data.text_column=content", "data.text_column=content is for rows with columns, and data.path="),
+    (f"{_EVALUATE} data.path={{t}} data.text_column=content", "data.text_column=content is for rows with columns"),
     (f"{_TRAIN} data.chosen_column=good", "data.chosen_column=good is for data.kind=preference, not text"),
     (f"{_TRAIN} data.kind=preference data.label_column=x", "data.label_column=x is for data.kind=text, not preference"),
     (f"{_TRAIN} resume=yes", "give a run directory, a step directory, auto or never"),

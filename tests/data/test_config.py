@@ -71,6 +71,24 @@ def test_held_out_text_is_checked_too(tmp_path: Path) -> None:
         check_data(DataConfig(path=good, eval_path="missing.txt"))
 
 
+def test_settings_of_texts_that_no_source_has(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", "text")
+    rows = write(tmp_path / "a.jsonl", '{"text": "a", "content": "b"}\n')
+    for path, given, said in (
+        (text, {"text_column": "content"}, "text_column=content is for rows with columns"),
+        (rows, {"sample_by": "line"}, "sample_by=line is for plain text files"),
+    ):
+        with pytest.raises(ConfigError, match=f"data.{said}, and data.path="):
+            check_data(DataConfig(path=path, **given))
+    # One of several sources is enough.
+    check_data(DataConfig(path=text, eval_path=rows, text_column="content"))
+    check_data(DataConfig(path=str(tmp_path), text_column="content", sample_by="line"))
+    mixture = {"a": {"path": text}, "b": {"path": rows}}
+    check_data(DataConfig(path="", mixture=mixture, text_column="content", sample_by="line"))
+    with pytest.raises(ConfigError, match=r"data\.sample_by=line is for plain text files, and data\.mixture\.b\.path="):
+        check_data(DataConfig(path="", mixture={"a": {"path": text}, "b": {"path": rows, "sample_by": "line"}}))
+
+
 def test_directories(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     write(tmp_path / "none" / "a.bin", "x")

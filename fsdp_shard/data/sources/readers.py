@@ -69,10 +69,14 @@ def read_rows(file: DataFile, sample_by: str, columns: Sequence[str], start: Pos
         raise DataError(f"{file} cannot be {how}{after}: {redact(first_line(error))}") from error
 
 
+def is_plain_text(file: DataFile) -> bool:
+    """Return whether the rows of `file` are documents, without columns."""
+    return _READERS[file.format[0]] is _read_text
+
+
 def check_size(file: DataFile, sample_by: str) -> None:
     """Raise DataError if `file` is a single document that is too large for streaming."""
-    is_document = sample_by == "document" and _READERS[file.format[0]] is _read_text
-    if is_document and (_size(file) or 0) > LARGEST_DOCUMENT:
+    if sample_by == "document" and is_plain_text(file) and (_size(file) or 0) > LARGEST_DOCUMENT:
         raise too_large(str(file))
 
 

@@ -12,7 +12,7 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.sources import data_files as files
 from fsdp_shard.data.sources.data_files import DataFile
 from fsdp_shard.data.sources.datasets_private import fingerprint, quiet_datasets
-from fsdp_shard.data.sources.readers import START, check_size, read_rows
+from fsdp_shard.data.sources.readers import START, check_size, is_plain_text, read_rows
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.utils import first_line, format_count, missing_file_system, redact
@@ -50,6 +50,10 @@ class Source(ABC):
     @abstractmethod
     def stream_fingerprint(self) -> Any:
         """Return, as JSON, what identifies the rows as far as that is known without reading all of them."""
+
+    def has_rows(self, *, plain: bool) -> bool:
+        """Return whether any rows are documents of plain text files, or, unless `plain`, have columns."""
+        return not plain
 
     def check_stream(self) -> None:  # noqa: B027  # most rows are small
         """Raise DataError if the rows are too large for streaming."""
@@ -139,6 +143,9 @@ class FileSource(Source):
     def stream_fingerprint(self) -> Any:
         """Names, sizes and first bytes of the files."""
         return [self.sample_by, [[file.name, file.info().get("size"), file.digest(_HEAD_BYTES)] for file in self.files]]
+
+    def has_rows(self, *, plain: bool) -> bool:
+        return any(is_plain_text(file) == plain for file in self.files)
 
     def check_stream(self) -> None:
         for file in self.files:
