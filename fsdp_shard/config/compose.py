@@ -26,7 +26,13 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import close_to_flag, composition_error, unknown_setting
-from fsdp_shard.config.preset_file import CONFIG_NAME, check_whole_config, register_preset_file, split_preset_file
+from fsdp_shard.config.preset_file import (
+    CONFIG_NAME,
+    check_values,
+    check_whole_config,
+    register_preset_file,
+    split_preset_file,
+)
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.run_to_plan import register_run, split_run
 from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
@@ -151,6 +157,9 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str, config_nam
         job = HydraConfig.get().job
         number = None if OmegaConf.is_missing(job, "num") else int(job.num)  # only a sweep counts
         composed.append((config, number, tuple(HydraConfig.get().overrides.task)))
+        if conf != shipped("conf"):
+            for file in _chosen_files(conf):
+                check_values(file)
 
     conf, arguments = _preset_directories(arguments, schema)
     # argparse accepts positional arguments only in one sequence, and users put -m anywhere.
@@ -171,6 +180,17 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str, config_nam
     finally:
         sys.argv = own_argv
     return composed
+
+
+def _chosen_files(conf: Path) -> list[Path]:
+    """The files of a directory that the config is composed of."""
+    hydra_config = HydraConfig.get()
+    names = [str(hydra_config.job.config_name)]
+    for group, chosen in hydra_config.runtime.choices.items():
+        options = chosen if isinstance(chosen, Sequence) and not isinstance(chosen, str) else [chosen]
+        names += [f"{group.partition('@')[0]}/{option}" for option in options]
+    files = (conf / f"{name.removesuffix('.yaml')}.yaml" for name in names)
+    return [file for file in files if file.is_file()]
 
 
 def _preset_directories(arguments: list[str], schema: type) -> tuple[Path, list[str]]:

@@ -76,6 +76,27 @@ def check_whole_config(file: Path, schema: type) -> None:
         raise ConfigError(f"{file} is a config of {other}, not of {command}.")
 
 
+def check_values(file: Path) -> None:
+    """Raise ConfigError for a value that Hydra, which reads YAML 1.1, takes for another than the command line does."""
+    values, of_hydra = read_settings(str(file)), OmegaConf.to_container(OmegaConf.load(file))
+    if (found := _first_difference(values, of_hydra)) is not None:
+        name, value, other = found
+        raise ConfigError(
+            f"{file}: {name} is the text {value!r} as on the command line, but Hydra reads it as {other!r}; put it in "
+            f"quotes, or give the file as the first argument."
+        )
+
+
+def _first_difference(value: Any, other: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    if isinstance(value, dict) and isinstance(other, dict):
+        pairs = ((f"{name}.{key}" if name else str(key), one, other.get(key)) for key, one in value.items())
+    elif isinstance(value, list) and isinstance(other, list):
+        pairs = ((f"{name}[{n}]", one, two) for n, (one, two) in enumerate(zip(value, other, strict=True)))
+    else:
+        return None if repr(value) == repr(other) else (name, value, other)
+    return next((found for of, one, two in pairs if (found := _first_difference(one, two, of)) is not None), None)
+
+
 def read_settings(file: str) -> dict[str, Any]:
     """The settings in a YAML file, by name.
 

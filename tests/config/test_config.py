@@ -326,6 +326,29 @@ def test_files_of_the_user_that_lack_what_hydra_needs_are_named(tmp_path: Path) 
             compose_jobs(FinetuneConfig, [f"--config-dir={tmp_path}", "--config-name", "mine", *given], "finetune")
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("launch: {nodes: 2:4}", "launch.nodes is the text '2:4' as on the command line, but Hydra reads it as 124;"),
+        (
+            "shard: {blocks: [a, no]}",
+            "shard.blocks[1] is the text 'no' as on the command line, but Hydra reads it as F",
+        ),
+    ],
+)
+def test_values_that_hydra_reads_otherwise_are_refused(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    file, unused = (tmp_path / "experiment" / f"{name}.yaml" for name in ("mine", "unused"))
+    unused.write_text(line)
+    file.write_text(f"# @package _global_\n{line}\n")
+    given = ["finetune", "--config-dir", str(tmp_path), "experiment=mine"]
+    assert f"{file}: {said}" in _refusal(*given)
+    quoted = "launch: {nodes: '2:4', rendezvous: 'a:1'}\noptim: {lr: 1e-5}\nshard: {blocks: [a, 'no']}\n"
+    file.write_text(f"# @package _global_\n{quoted}")
+    config = _one(*given)
+    assert (config.launch.nodes, config.shard.blocks, config.optim.lr) == ("2:4", ["a", "no"], 1e-5)
+
+
 def test_presets_of_the_user_go_before_shipped_ones(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "small_cpu.yaml").write_text("# @package _global_\ntrain:\n  steps: 61\n")
