@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_shard.checkpoint.torch_pickle.metadata_classes import ChunkStorageMetadata, MetadataIndex, StorageInfo
-from fsdp_shard.checkpoint.torch_pickle.unpickler import KnownGlobal, Shortcut
+from fsdp_shard.checkpoint.torch_pickle.unpickler import Global, Shortcut
 
 Memo = dict[int, Any]
 
@@ -32,10 +32,10 @@ _LONG1 = 0x8A
 _CHUNK_CLASS = "torch.distributed.checkpoint.metadata.ChunkStorageMetadata"
 _INDEX_CLASS = "torch.distributed.checkpoint.metadata.MetadataIndex"
 _INFO_CLASS = "torch.distributed.checkpoint.filesystem._StorageInfo"
-_SIZE = KnownGlobal, "torch.Size"
-_CHUNK_GETS = [(KnownGlobal, _CHUNK_CLASS), (str, "offsets"), _SIZE, (str, "sizes"), _SIZE]
-_INDEX_GETS = [(KnownGlobal, _INDEX_CLASS), (str, "fqn"), (str, "index"), (str, "offset"), _SIZE]
-_INFO_GETS = [(KnownGlobal, _INFO_CLASS), (str, "relative_path"), (str, "offset"), (str, "length")]
+_SIZE = Global, "torch.Size"
+_CHUNK_GETS = [(Global, _CHUNK_CLASS), (str, "offsets"), _SIZE, (str, "sizes"), _SIZE]
+_INDEX_GETS = [(Global, _INDEX_CLASS), (str, "fqn"), (str, "index"), (str, "offset"), _SIZE]
+_INFO_GETS = [(Global, _INFO_CLASS), (str, "relative_path"), (str, "offset"), (str, "length")]
 _MAX_PIECES = 1000  # in one call, after which the machine looks at its limits; a batch of the pickler has as many
 
 
@@ -91,7 +91,7 @@ def _learn(
 ) -> bool:
     """Whether the memo has what is expected where `gets` recall it; then they are known, as they do not change."""
     found = [memo.get(_number(get)) for get in gets]
-    if [(type(one), one.name if isinstance(one, KnownGlobal) else one) for one in found] != expected:
+    if [(type(one), one.name if isinstance(one, Global) else one) for one in found] != expected:
         return False
     known.add(gets)
     return True

@@ -76,13 +76,13 @@ class Machine:
                 left -= _MEMO_BYTES
             elif opcode == 0x68 and data[at + 1] in memo:  # BINGET
                 self.end = at + 2
-                if type(value := memo[data[at + 1]]) is KnownGlobal:
+                if type(value := memo[data[at + 1]]) is Global:
                     left -= self._push_class(value, at)
                 else:
                     self._stack.append(value)
             elif opcode == 0x6A and (key := int.from_bytes(data[at + 1 : at + 5], "little")) in memo:  # LONG_BINGET
                 self.end = at + 5
-                if type(value := memo[key]) is KnownGlobal:
+                if type(value := memo[key]) is Global:
                     left -= self._push_class(value, at)
                 else:
                     self._stack.append(value)
@@ -115,7 +115,7 @@ class Machine:
                 left -= _BYTES_OF.get(opcode, _OBJECT_BYTES)
         raise Malformed("consists of more tiny objects than any checkpoint of its size")
 
-    def _push_class(self, cls: KnownGlobal, at: int) -> int:
+    def _push_class(self, cls: Global, at: int) -> int:
         """Push a class that was recalled at byte `at`, or what a shortcut reads from there; the memory that it took."""
         shortcut, before = self._shortcuts.get(cls.name), len(self._memo)
         if shortcut is None or (end := shortcut(self.data, at, self._memo, self._stack)) == at:
@@ -302,12 +302,12 @@ class Calls:
             if found is None:
                 asked = f"{module}.{name}"[:200]
                 raise Malformed(f"asks to run {asked!r}, which no state dict consists of, so nothing of it is read")
-            self._globals[key] = KnownGlobal(f"{module}.{name}", found) if callable(found) else found
+            self._globals[key] = Global(f"{module}.{name}", found) if callable(found) else found
         return self._globals[key]
 
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> Any:
         """Call the constructor of the stand-in for a class or function."""
-        if not isinstance(function, KnownGlobal) or not isinstance(arguments, tuple):
+        if not isinstance(function, Global) or not isinstance(arguments, tuple):
             raise Malformed("calls what is no class or function")
         if function.name == "builtins.getattr":
             return self._attribute(*arguments)
@@ -331,7 +331,7 @@ class Calls:
 
     def _attribute(self, owner: Any = None, name: Any = None, *rest: Any) -> Any:
         """`getattr`, by which protocols below 4 name a nested class or the member of an enum."""
-        if rest or not isinstance(owner, KnownGlobal) or not isinstance(name, str):
+        if rest or not isinstance(owner, Global) or not isinstance(name, str):
             raise Malformed("asks to run 'builtins.getattr' on something else than a class on the allow-list")
         module, _, outer = owner.name.rpartition(".")
         return self.find(module, f"{outer}.{name}")
@@ -368,7 +368,7 @@ class StandIn:
         """Store the argument of the object's `__setstate__`; TypeError or ValueError if it cannot be one."""
 
 
-class KnownGlobal:
+class Global:
     """A class or function that a pickle names, and the constructor of its stand-in."""
 
     __slots__ = ("make", "name")
