@@ -377,7 +377,7 @@ def test_streams_of_a_mixture_use_their_tokenizer_in_turn(tmp_path: Path, monkey
 
 END = """
 import sys, time, pyarrow
-from fsdp_shard.data.streaming.block_reader import Block, encode_blocks
+from fsdp_shard.data.streaming.block_reader import RowBlock, encode_blocks
 from fsdp_shard.data.sources.row import Row
 
 def encode(rows):
@@ -385,8 +385,8 @@ def encode(rows):
     print(len(rows), flush=True)
     return pyarrow.table({"tokens": pyarrow.array([0] * len(rows), pyarrow.int64())})
 
-ahead = Block([Row("here", {"text": "x" * (1 << 20)})] * 400, None, False)
-next(encode_blocks("name", iter([Block([], None, True)] * 300 + [ahead]), encode, None))
+ahead = RowBlock([Row("here", {"text": "x" * (1 << 20)})] * 400, None, False)
+next(encode_blocks("name", iter([RowBlock([], None, True)] * 300 + [ahead]), encode, None))
 raise SystemExit("the main thread ends")
 """
 
