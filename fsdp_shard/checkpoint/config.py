@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.remote.hub_push import HubTarget
 from fsdp_shard.checkpoint.remote.store import check_remote, refuse_remote
+from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import REQUIRED, Parsed, parse_size, setting
 
@@ -30,7 +31,7 @@ class CheckpointConfig:
         1800.0,
         "Timeout for the ranks to finish a save together, in seconds; after it the run fails.",
         above=0.0,
-        maximum=30 * 24 * 3600.0,
+        maximum=LONGEST_TIMEOUT_SECONDS,
     )
     max_failures: int = setting(
         3,

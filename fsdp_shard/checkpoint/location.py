@@ -99,23 +99,18 @@ class Location:
     def base(self) -> Location:
         """The base model of an adapter."""
         path = self.base_path or peft.base_of(self.weights)
-        is_typed = self.base_path is not None
-        revision = None if is_typed else peft.revision_of_base(self.weights)
         try:
-            found = locate(
-                path,
-                config=self.config_path,
-                fetch_weights=self.fetch_weights,
-                only_local=not is_typed,
-                revision=revision,
-            )
+            if self.base_path is None:
+                found = _locate_named_by_file(path, peft.revision_of_base(self.weights), self.fetch_weights)
+            else:
+                found = locate(path, fetch_weights=self.fetch_weights)
         except InputError as error:
             raise self._unreadable_base(path, error) from error
         if found.is_adapter:
             raise CheckpointError(
                 f"{self.weights} is an adapter of {path}, which is an adapter itself; convert that to a model first."
             )
-        return found
+        return dataclasses.replace(found, config_path=self.config_path)
 
     def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
         file = self.weights / peft.ADAPTER_CONFIG
@@ -267,8 +262,6 @@ def locate(
     config: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     fetch_weights: bool = True,
-    only_local: bool = False,
-    revision: str | None = None,
 ) -> Location:
     """Locate what a path names. Opens no weights; downloads what is on a remote store or the hub.
 
@@ -280,8 +273,6 @@ def locate(
         config: The model whose config to use, for weights that have none, or instead of theirs.
         tokenizer: The model whose tokenizer to use.
         fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
-        only_local: Make no request, as for a name that a file has: an address is refused, a hub id must be cached.
-        revision: Branch, tag or commit of a hub id; None for the default one.
 
     Returns:
         The location. That there are neither weights nor a config is an error only when they are used.
@@ -291,22 +282,16 @@ def locate(
             an adapter.
         ModelError: A hub id cannot be downloaded.
     """
-    root = local_path(path) if not only_local else _named_by_file(path)
+    root = local_path(path)
     if not os.path.exists(root):  # Path.exists raises for a name that is too long
         _check_hub_id(path, root)
-        root = download_model(str(path), gguf_file, fetch_weights, only_cached=only_local, revision=revision)
+        root = download_model(str(path), gguf_file, fetch_weights)
     if gguf_file is not None:
         root = root / gguf_file
         if not root.is_file():
             raise CheckpointError(f"There is no GGUF file {root}.")
-    found = find_checkpoint(latest_step_directory(root), lambda candidate: recognize(candidate) is not None)
-    known = recognize(found.weights)
-    location = Location(
-        os.fspath(path),
-        found.weights,
-        known.NAME if known else None,
-        found.side,
-        found.step,
+    location = dataclasses.replace(
+        _locate_in(root, path),
         base_path=None if base is None else os.fspath(base),
         config_path=None if config is None else os.fspath(config),
         tokenizer_path=None if tokenizer is None else os.fspath(tokenizer),
@@ -314,15 +299,33 @@ def locate(
     )
     if base is not None and not location.is_adapter:
         raise CheckpointError(
-            f"base={base} is for an adapter, but {found.weights} holds the weights of a model itself."
+            f"base={base} is for an adapter, but {location.weights} holds the weights of a model itself."
         )
     return location
 
 
-def _named_by_file(path: str | os.PathLike[str]) -> Path:
-    if "://" in os.fspath(path):
+def _locate_named_by_file(path: str, revision: str | None, fetch_weights: bool) -> Location:
+    """Locate the model that only a file names, without a request: an address is refused, a hub id must be cached.
+
+    Args:
+        path: Its path or hub id.
+        revision: Branch, tag or commit of a hub id; None for the default one.
+        fetch_weights: As of `locate`.
+    """
+    if "://" in path:
         raise CheckpointError("it is an address, and none is opened that only a file names.")
-    return local_path(path)
+    root = local_path(path)
+    if not os.path.exists(root):
+        _check_hub_id(path, root)
+        root = download_model(path, None, fetch_weights, only_cached=True, revision=revision)
+    return dataclasses.replace(_locate_in(root, path), fetch_weights=fetch_weights)
+
+
+def _locate_in(root: Path, path: str | os.PathLike[str]) -> Location:
+    """Locate the checkpoint in a directory or file of this machine, which `path` names."""
+    found = find_checkpoint(latest_step_directory(root), lambda candidate: recognize(candidate) is not None)
+    known = recognize(found.weights)
+    return Location(os.fspath(path), found.weights, known.NAME if known else None, found.side, found.step)
 
 
 def _check_hub_id(path: str | os.PathLike[str], root: Path) -> None:

@@ -35,9 +35,10 @@ def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> N
         DataError: There is no such file, no row, or no such column.
         ConfigError: Settings for datasets on the hub are given for a local path.
     """
-    given = [*sources_of(config).values(), *(own := [*held_out_sets_of(config).values()])]
-    found = [check_source(source, held_out=False, task=task, samples=samples) for source in given]
-    sets = found[len(found) - len(own) :]
+    trained = list(sources_of(config).values())
+    held_out: list[DataConfig] = list(held_out_sets_of(config).values())
+    found = [check_source(source, held_out=False, task=task, samples=samples) for source in trained]
+    sets = [check_source(source, held_out=False, task=task, samples=samples) for source in held_out]
     if (
         sets
         and config.eval_split != default_of("eval_split")
@@ -48,9 +49,9 @@ def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> N
             f"has none; leave it out."
         )
     if config.eval_path is not None:
-        given.append(config)
-        found.append(check_source(config, held_out=True, task=task, samples=samples))
-    refuse_unread(given, found)
+        held_out.append(config)
+        sets.append(check_source(config, held_out=True, task=task, samples=samples))
+    refuse_unread([*trained, *held_out], [*found, *sets])
 
 
 def refuse_unread(given: Sequence[DataConfig], found: Sequence[Source]) -> None:

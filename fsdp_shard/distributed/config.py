@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import setting
 
-MAX_SECONDS = 30 * 24 * 3600.0  # of a timeout; torch takes none that is infinite
+LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # torch takes none that is infinite
 
 
 @dataclass
@@ -33,7 +33,9 @@ class LaunchConfig:
         "Processors of a rank: node are those nearest to its GPU; auto is node where several GPUs can be told apart.",
         choices=("auto", "node", "none"),
     )
-    timeout_seconds: float = setting(600.0, "Timeout for collectives, in seconds.", above=0.0, maximum=MAX_SECONDS)
+    timeout_seconds: float = setting(
+        600.0, "Timeout for collectives, in seconds.", above=0.0, maximum=LONGEST_TIMEOUT_SECONDS
+    )
     max_restarts: int = setting(0, "Maximum number of restarts of all ranks after one has failed.", minimum=0)
     grace_seconds: int = setting(
         120, "Seconds that ranks have to save after Ctrl-C or SIGTERM before they are killed.", minimum=0

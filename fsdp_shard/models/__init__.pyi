@@ -22,9 +22,11 @@ from .loading import (
     check_vocabulary as check_vocabulary,
     classifier_name as classifier_name,
     computed_tensor as computed_tensor,
+    end_tokens as end_tokens,
     load_config as load_config,
     load_tokenizer as load_tokenizer,
     rebuild_buffers as rebuild_buffers,
+    until_end as until_end,
 )
 from .model_directory import check_model_config as check_model_config, download_model as download_model
 from .packing_check import (

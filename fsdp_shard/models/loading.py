@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,24 @@ def load_tokenizer(
         with set_environment({"TOKENIZERS_PARALLELISM": "false"}):
             tokenizer("a")
     return tokenizer
+
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end an answer: those of the model's generation config, and that which ended training's.
+
+    Args:
+        model: The model, whose generation config may name one token, several or none.
+        tokenizer: Its tokenizer, whose end-of-text token `finetune` puts after each answer.
+    """
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    given = [*own] if isinstance(own, (list, tuple)) else [own]
+    return list(dict.fromkeys(token for token in (*given, tokenizer.eos_token_id) if isinstance(token, int)))
+
+
+def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Return the tokens of an answer up to the first that ends it, which is the last one."""
+    stop = next((position for position, token in enumerate(tokens) if token in ends), len(tokens))
+    return list(tokens[: stop + 1])
 
 
 def check_vocabulary(ids: Any, config: PretrainedConfig) -> None:

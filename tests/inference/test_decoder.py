@@ -122,24 +122,32 @@ def test_sampling_follows_the_seed_and_the_settings(model: PreTrainedModel) -> N
 
 
 def test_settings_reach_the_generation_config(model: PreTrainedModel) -> None:
-    model.generation_config.update(temperature=0.3, top_p=0.5, do_sample=True)
+    model.generation_config.update(temperature=0.3, top_p=0.5, do_sample=True, max_time=0.01)
     try:
         greedily = generation_config(model, TOKENIZER, GenerationSettings(repetition_penalty=1.3))
         assert (greedily.do_sample, greedily.temperature, greedily.top_p) == (False, None, None)
         assert greedily.repetition_penalty == 1.3
+        assert greedily.max_time is None, "no answer depends on the speed of a machine"
         drawn = generation_config(model, TOKENIZER, GenerationSettings(do_sample=True, top_p=0.9))
         assert (drawn.do_sample, drawn.temperature, drawn.top_p) == (True, 0.3, 0.9)
     finally:
-        model.generation_config.update(temperature=None, top_p=None, do_sample=None)
+        model.generation_config.update(temperature=None, top_p=None, do_sample=None, max_time=None)
 
 
-def test_an_answer_ends_where_training_ended_it_too(model: PreTrainedModel) -> None:
+def test_an_answer_ends_where_training_ended_it_too(tiny_model: Path, model: PreTrainedModel) -> None:
     """The tokenizer's token ends what is trained, and a config need not name it."""
-    own = model.generation_config.eos_token_id
+    own, tokens = model.generation_config.eos_token_id, greedy(tiny_model, "abc", 8)
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokens[-1])
+    expected = tokens.index(tokens[-1]) + 1
     try:
         for named, ends in ((2, [2, 256]), ([256, 2], [256, 2]), (None, [256])):
             model.generation_config.eos_token_id = named
             assert generation_config(model, TOKENIZER, GenerationSettings()).eos_token_id == ends
+        model.generation_config.eos_token_id = 256
+        decoder, prompt = Decoder(model, tokenizer, GenerationSettings(max_new_tokens=30)), PROMPTS[:1]
+        (answer,) = complete(decoder, prompt, [TOKENIZER("abc")["input_ids"]], seed=0, num_done=0)
+        assert answer.num_new_tokens == expected < 30
     finally:
         model.generation_config.eos_token_id = own
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,3 +120,10 @@ def test_names_from_files_neither_move_the_cursor_nor_fill_the_screen() -> None:
     assert (long.startswith("tensor xxx"), long.endswith("give another one.")) == (True, True)
     assert printable("a\x1b\nb") == "a\\x1b\nb"
     assert format_table([["name"], ["a\nb"]]) == ["name", "a\\nb"]
+
+
+def test_what_the_encoding_of_the_terminal_lacks_is_escaped() -> None:
+    program = "from fsdp_shard.utils import make_output_printable; make_output_printable(); print('caf\u00e9')"
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, check=False)
+    assert (done.stdout, done.returncode) == (b"caf\\xe9\n", 0)

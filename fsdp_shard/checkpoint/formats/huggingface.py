@@ -56,9 +56,10 @@ def _single(path: Path) -> str | None:
     if has_file(path, file_plan.SINGLE_FILE):
         return file_plan.SINGLE_FILE
     found = [entry.name for entry in path.iterdir() if entry.suffix == ".safetensors"]
-    is_one = len(found) == 1 and not (has_file(path, file_plan.INDEX_FILE) or num_files(found[0]) > 1)
-    is_one = is_one and not file_plan.parse_shard_name(found[0])
-    return found[0] if is_one and not _is_part(path) else None
+    if len(found) != 1 or has_file(path, file_plan.INDEX_FILE) or _is_part(path):
+        return None
+    is_whole = num_files(found[0]) == 1 and file_plan.parse_shard_name(found[0]) is None
+    return found[0] if is_whole else None
 
 
 def _is_part(path: Path) -> bool:

@@ -102,9 +102,8 @@ def encode_blocks(
             rows = rows[size:]
 
 
-_Part: TypeAlias = (
-    "tuple[list[RowBlock[int]], pyarrow.Table]"  # the number of rows of each block, and those of one rank
-)
+# The number of rows of each block, and the rows of one rank.
+_Part: TypeAlias = "tuple[list[RowBlock[int]], pyarrow.Table]"
 
 
 @dataclass(frozen=True)

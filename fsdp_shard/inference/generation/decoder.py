@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
-from fsdp_shard.models import running
+from fsdp_shard.models import end_tokens, running, until_end
 from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 
 # Decoding methods in a model's own config that need another model, return several answers, or guess several tokens at
@@ -142,10 +142,11 @@ class Decoder:
         if prefix_cache is not None:
             prefix_cache.put(output.sequences[0].tolist(), output.get("past_key_values"))
         start = 1 if is_encoder_decoder else length
-        ends = set(_end_tokens(self.config))
+        named: Any = self.config.eos_token_id  # a list, or None
+        ends = set(named or ())
         stops = self._stops(output.sequences, start)
         tokens = [
-            _until_end(row, ends)[:stop] for row, stop in zip(output.sequences[:, start:].tolist(), stops, strict=True)
+            until_end(row, ends)[:stop] for row, stop in zip(output.sequences[:, start:].tolist(), stops, strict=True)
         ]
         scores = watch.scores()
         return [Answer(row, None if scores is None else scores[n][: len(row)]) for n, row in enumerate(tokens)]
@@ -197,9 +198,7 @@ def generation_config(
             )
         config.cache_implementation = "offloaded"
     vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or sys.maxsize
-    own = _end_tokens(config)
-    # Training ends answers with the tokenizer's token, which the config need not name.
-    ends = own if tokenizer.eos_token_id in own else [*own, *_known([tokenizer.eos_token_id], vocab_size)]
+    ends = _known(end_tokens(model, tokenizer), vocab_size)
     config.eos_token_id = ends or None
     config.pad_token_id = _known([config.pad_token_id, tokenizer.pad_token_id, *ends, 0], vocab_size)[0]
     return config
@@ -230,16 +229,6 @@ def _own_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
         yield
     finally:
         model.generation_config = before
-
-
-def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
-    stop = next((position for position, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: stop + 1]
-
-
-def _end_tokens(config: GenerationConfig) -> list[int]:
-    ends: Any = config.eos_token_id
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
 class _Streamer(transformers.TextStreamer):

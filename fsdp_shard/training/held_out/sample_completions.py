@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_shard.data import encode_prompts
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import Context, running
+from fsdp_shard.models import Context, end_tokens, running, until_end
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loss.custom_functions import SamplesFunction
@@ -34,7 +34,7 @@ def sample_completions(
     prompts = encode_prompts(config.data, texts, tokenizer)
 
     def samples(model: ShardedModel) -> list[tuple[str, str]]:
-        ends = _end_tokens(model, tokenizer)
+        ends = end_tokens(model.module, tokenizer)
         answers = complete_greedily(model, prompts, num_new, ends, context)
         return [
             (text, str(tokenizer.decode(ids, skip_special_tokens=True)))
@@ -91,7 +91,7 @@ def complete_greedily(
         new = _continue(model, prompts[own], max_new_tokens, context.device)
         for number, ids in context.all_gather_object((own, new)):
             answers[number] = ids
-    return [_until_end(answers[number], ends) for number in range(len(prompts))]
+    return [until_end(answers[number], ends) for number in range(len(prompts))]
 
 
 def _continue(model: ShardedModel, prompt: Sequence[int], count: int, device: torch.device) -> list[int]:
@@ -107,15 +107,3 @@ def _continue(model: ShardedModel, prompt: Sequence[int], count: int, device: to
             cache = getattr(output, "past_key_values", None)
             given = ids if cache is None else new  # recurrent models keep their state elsewhere
     return [int(token) for token in ids[0, len(prompt) :].tolist()]
-
-
-def _until_end(ids: list[int], ends: Collection[int]) -> list[int]:
-    stop = next((position for position, token in enumerate(ids) if token in ends), len(ids))
-    return ids[: stop + 1]
-
-
-def _end_tokens(model: ShardedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end an answer, by the model's generation config and by its tokenizer."""
-    own = getattr(getattr(model.module, "generation_config", None), "eos_token_id", None)
-    given = [*own] if isinstance(own, (list, tuple)) else [own]
-    return {token for token in (*given, tokenizer.eos_token_id) if isinstance(token, int)}
