@@ -8,6 +8,7 @@ from .config import (
     GenerationSettings as GenerationSettings,
     locate_adapters as locate_adapters,
     parse_adapters as parse_adapters,
+    parse_budgets as parse_budgets,
 )
 from .device_map.device_plan import DevicePlan as DevicePlan, device_name as device_name
 from .dispatch import (
@@ -15,6 +16,7 @@ from .dispatch import (
     dispatch_model as dispatch_model,
     load_dispatched as load_dispatched,
     model_from_config as model_from_config,
+    plan_dispatch as plan_dispatch,
     plan_from_config as plan_from_config,
     with_adapters as with_adapters,
 )

@@ -65,6 +65,11 @@ def of_parameters(shard: ShardConfig) -> ShardConfig:
     return replace(of_one_rank(shard), activation_checkpointing=False, activation_offload=False)
 
 
+def of_activations(model: ModelConfig) -> ModelConfig:
+    """`model` without the dtype that weights are stored in: what is computed has those of the units."""
+    return replace(model, dtype="float32")
+
+
 def with_any_loss(model: ModelConfig) -> ModelConfig:
     """`model` without what its parameters do not depend on."""
     return replace(model, chunked_loss="auto")

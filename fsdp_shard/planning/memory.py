@@ -6,9 +6,11 @@ step, an evaluation and a save, simulated unit by unit (`step/simulators`) from 
 (`device_overhead`) is shown apart.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -41,6 +43,10 @@ from fsdp_shard.planning.step.snapshot import (
     highest,
 )
 from fsdp_shard.planning.step.step_snapshots import SimulatedStep, plan_step
+from fsdp_shard.planning.step.unit_holdings import UnitShards
+
+if TYPE_CHECKING:
+    from fsdp_shard.planning.step.teacher_pass import PlannedTeacher
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:
@@ -61,13 +67,10 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     sharding.check_mesh(run.shard, run.num_ranks)
     facts = Facts() if facts is None else facts
     model, blocks, units = built_model(config, run, facts)
-    of_model = (with_any_loss(run.model), run.adapter)
-    facts.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
+    of_check = (with_any_loss(run.model), run.adapter, of_one_rank(run.shard))
+    facts.of("check", of_check, lambda: sharding.check_shardable(model, run.shard))
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
-    part = facts.of("part", (*of_model, of_parameters(run.shard)), lambda: part_of_rank(config, run, units, model))
-    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
-    shards = facts.of("shards", of_state, lambda: unit_shards(part, run))
-    states = facts.of("state", of_state, lambda: shard_states(shards, part, run))
+    part, shards, states = _sharded(config, run, facts)
     shared = _Shared.of(plan_step(config, part, run, facts))
     staged = staged_bytes(part, states, run) if run.saves_asynchronously else [0] * run.num_ranks
     per_rank = [
@@ -78,6 +81,30 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), shared.problem, tree
     others = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
     return MemoryPlan(type(model).__name__, *sizes, *others)
+
+
+def state_bytes(config: PretrainedConfig, run: PlannedRun, facts: Facts) -> int:
+    """The most that a rank's device has of parameters, gradients, optimizer state and averages; no peak is below it.
+
+    It costs little where `facts` has a plan of the same parameters. Args and errors are those of `plan_memory`.
+    """
+    sharding.check_mesh(run.shard, run.num_ranks)
+    if run.shard.cpu_offload:
+        return 0
+    _, _, states = _sharded(config, run, facts)
+    return max(state.parameters + state.gradients + state.optimizer + state.average for state in states)
+
+
+def _sharded(
+    config: PretrainedConfig, run: PlannedRun, facts: Facts
+) -> tuple[RankPart, UnitShards, Sequence[ShardState]]:
+    """What a rank has before the model is sharded, the shards of each unit, and the state of each shard."""
+    model, _, units = built_model(config, run, facts)
+    of_model = (with_any_loss(run.model), run.adapter)
+    part = facts.of("part", (*of_model, of_parameters(run.shard)), lambda: part_of_rank(config, run, units, model))
+    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
+    shards = facts.of("shards", of_state, lambda: unit_shards(part, run))
+    return part, shards, facts.of("state", of_state, lambda: shard_states(shards, part, run))
 
 
 def built_model(
@@ -116,6 +143,7 @@ class _Shared:
         problem: Why activations could not be measured, if so.
         uncounted: As in `MemoryPlan`.
         directions: As in `SimulatedStep`.
+        teacher: As in `SimulatedStep`.
     """
 
     snapshots: tuple[Snapshot, ...]
@@ -126,6 +154,7 @@ class _Shared:
     problem: str | None
     uncounted: Mapping[str, str]
     directions: Sequence[int]
+    teacher: PlannedTeacher | None
 
     @classmethod
     def of(cls, step: SimulatedStep) -> Self:
@@ -137,9 +166,8 @@ class _Shared:
         activations = max((_sum(snapshot, ACTIVATIONS, LOSS_TERM) for snapshot in snapshots), default=0)
         known = None if step.problem else activations
         tops = tuple(map(highest, by_phase.values()))
-        return cls(
-            snapshots, tops, unsharded, known, step.offloaded_bytes, step.problem, step.uncounted, step.directions
-        )
+        others = step.offloaded_bytes, step.problem, step.uncounted, step.directions, step.teacher
+        return cls(snapshots, tops, unsharded, known, *others)
 
 
 def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:
@@ -150,6 +178,8 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared,
     if run.saves_every and not run.on_gpu:  # one memory; a save that nothing follows touches no page of the copy
         own["staging"] = staging
     host = state.pinned + state.optimizer + state.average if is_offloaded else 0
+    teacher = shared.teacher
+    host += 0 if teacher is None else teacher.host_bytes
     return RankMemory(
         rank,
         state.parameters,
@@ -162,6 +192,7 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared,
         needed_host_bytes=host + staging + shared.offloaded if run.on_gpu else 0,
         reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
         average_bytes=state.average,
+        teacher_bytes=0 if teacher is None else teacher.held_bytes,
         schedule=shared.snapshots,
         highest_snapshots=shared.highest,
         own={name: num for name, num in own.items() if num},

@@ -30,6 +30,7 @@ class RankMemory:
             that copy, page-locked memory as torch allocates it; Python and libraries are not counted.
         reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
+        teacher_bytes: What a teacher that runs alongside holds on its device.
         schedule: The snapshots of a run, without what only some ranks have; shared by ranks.
         highest_snapshots: Those of `schedule` with the most bytes in their phase: what a rank adds is the same
             within a phase, so that its peak is one of them.
@@ -48,6 +49,7 @@ class RankMemory:
     needed_host_bytes: int = 0
     reference_bytes: int = 0
     average_bytes: int = 0
+    teacher_bytes: int = 0
     schedule: tuple[Snapshot, ...] = ()
     highest_snapshots: tuple[Snapshot, ...] = ()
     own: Mapping[str, int] = field(default_factory=dict)

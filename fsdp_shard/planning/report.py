@@ -9,14 +9,14 @@ from fsdp_shard.models import Block
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, RankMemory
 from fsdp_shard.utils import format_count, format_number, format_size, format_table, printable
 
-_COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
+_OPTIONAL = ("average", "reference", "teacher")  # shown where a run has them
+_COLUMNS = ("parameters", "gradients", "optimizer", *_OPTIONAL, "unsharded", "activations", "peak")
 _NOT_COUNTED = (
     "Planned for ranks on CPUs. Not counted: what is not a tensor, such as Python and libraries. For GPUs, set "
     "launch.device=cuda or a preset such as device=h100."
 )
 _MAX_UNEVEN = 3  # that are named
 _UNEVEN_RATIO = 1.005
-_OPTIONAL = ("average", "reference")  # shown where a run has them
 
 
 def figures(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None) -> dict[str, Any]:
@@ -41,7 +41,8 @@ def figures(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None)
 
 _FIGURES = (
     "rank", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "unsharded_bytes", "activations_bytes",
-    "host_bytes", "staging_bytes", "needed_host_bytes", "reference_bytes", "average_bytes", "peak_bytes",
+    "host_bytes", "staging_bytes", "needed_host_bytes", "reference_bytes", "average_bytes", "teacher_bytes",
+    "peak_bytes",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ from fsdp_shard.errors import InputError
 from fsdp_shard.planning.devices import check_device
 from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings, switched_off
 from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
-from fsdp_shard.utils import format_size
+from fsdp_shard.training import DistillConfig
+from fsdp_shard.utils import format_size, say
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,8 +33,8 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     plan, cost, host = planner.plan(run), planner.cost(run), planner.host_of(run)
     check_device(config.device, hardware, missing_figures(cost, hardware))
     lines, found, misfit = [plan_report(plan, memory_bytes, host)], None, None
-    if run.objective.name == "distill":
-        lines.append("This is without the memory that the teacher takes while it runs.")
+    if isinstance(run.objective, DistillConfig):
+        lines.append(_teacher_line(run.objective))
     try:
         planner.check(run)
     except InputError as error:
@@ -42,17 +44,19 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     lacks_host = host is not None and not host.fits(plan)
     if plan.fits(memory_bytes) is False or (lacks_host and memory_bytes is not None and plan.peak_bytes is not None):
         assert memory_bytes is not None, "else it is not known"
+        needs = (
+            f"The run needs {format_size(plan.needed_bytes)} on a rank, more than the {format_size(memory_bytes)} of "
+            f"device.memory"
+        )
+        if plan.fits(memory_bytes) and host is not None:
+            needs = f"The run does not fit in host memory: {host_misfit(plan, host)}"
+        say(f"{needs}; looking for settings that fit, which may take minutes", sys.stderr)
         nodes, starts = config.launch.min_nodes, model.resumed_from is None
         chosen, off = chosen_settings(config), switched_off(config)
         found = advise(planner, run, memory_bytes, chosen, num_nodes=nodes, fixed=off, trains_other=starts)
         lines += advice_lines(found)
         shown = "the plan shows settings that fit" if found else "no settings were found that fit"
-        misfit = (
-            f"The run needs {format_size(plan.needed_bytes)} on a rank, more than the {format_size(memory_bytes)} of "
-            f"device.memory; {shown}."
-        )
-        if plan.fits(memory_bytes) and host is not None:
-            misfit = f"The run does not fit in host memory: {host_misfit(plan, host)}; {shown}."
+        misfit = f"{needs}; {shown}."
     elif lacks_host and host is not None:
         misfit = f"The run does not fit in host memory: {host_misfit(plan, host)}."
     dispatch_text, dispatched = _plan_dispatch(config, model, run.sequence_length)
@@ -67,6 +71,16 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
     }
     text = "\n".join(lines) + trace_text + dispatch_text
     return RunPlan(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes, host=host)
+
+
+def _teacher_line(distill: DistillConfig) -> str:
+    """What a plan lacks of a teacher."""
+    if distill.is_precomputed:
+        return (
+            "The teacher runs before training, in the memory that is free then or that of "
+            "objective.teacher_max_memory; neither that nor its time is in this plan."
+        )
+    return "The teacher runs alongside: its memory is in this plan, its time is not."
 
 
 def _trace(config: PretrainedConfig, run: PlannedRun, plan: MemoryPlan) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,6 @@ _UNPLANNED: Mapping[str, tuple[Any, str]] = {
     "data.target_length": (None, "targets have another length"),
     "train.neftune_alpha": (None, "the noise"),
     "train.profile": ([], "profiling takes memory of its own"),
-    "objective.teacher": (None, "the memory of the teacher"),
 }
 
 

@@ -45,7 +45,7 @@ from .loss.custom_functions import (
     StepSums as StepSums,
 )
 from .loss.device_batch import DeviceBatch as DeviceBatch, PackedAnswers as PackedAnswers
-from .loss.distillation import Targets as Targets
+from .loss.distillation import Targets as Targets, TopTokens as TopTokens, split_targets as split_targets
 from .loss.forward_loss import forward_answers as forward_answers, forward_log_probs as forward_log_probs
 from .loss.linear_cross_entropy import (
     giving_loss as giving_loss,
@@ -64,6 +64,7 @@ from .model_origin import (
     origin_config as origin_config,
 )
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
+from .objectives.dispatched_model import dispatched_rows as dispatched_rows
 from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig, Pass as Pass
 from .objectives.objective_checks import check_objective as check_objective, check_task as check_task

@@ -284,6 +284,7 @@ def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, su
         # Ranks that divide sequences each have the whole loss, and the gradient of their own tokens.
         num_copies = run.context.num_context_ranks if objective.compares_whole_sequences else 1
         losses.append(loss.detach() / num_copies)
+        del loss  # with what its graph still refers to, such as a teacher's tokens, before the next forward pass
     return losses
 
 

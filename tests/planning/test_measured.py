@@ -148,9 +148,6 @@ def test_the_term_that_is_off_by_most_is_named() -> None:
 def test_a_plan_says_which_of_its_settings_it_does_not_plan(model: Path, tmp_path: Path) -> None:
     typed = [f"model.path={model}", "data.sequence_length=16", "train.neftune_alpha=5", "shard.compile=true"]
     ended = run_recipe("plan", tmp_path / "run", *typed)
-    taught = run_recipe("plan", tmp_path / "taught", *typed[:2], "objective=distill", f"objective.teacher={model}")
-    assert "Not planned: objective.teacher=" in taught.out
-    assert "This is without the memory that the teacher takes while it runs." in taught.out
     assert "Not planned: shard.compile=true (a compiler decides what is kept); train.neftune_alpha=5.0 (the noise)" in (
         ended.out
     )

@@ -263,6 +263,32 @@ def test_what_a_teacher_has_said_is_planned(name: str, home: Path, tmp_path: Pat
         assert 1.0 <= (rank.peak.total_bytes - unseen) / found.peak <= 1.05
 
 
+_ALONGSIDE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, shard, objective
+    "all of it": (2, {}, {}),
+    "sequences over 2": (2, {"context_parallel": 2}, {}),
+    "whole vocabulary": (1, {}, {"top_k": None}),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sampled(_ALONGSIDE, 2))
+def test_a_teacher_that_runs_alongside_is_planned(name: str, home: Path, tmp_path: Path) -> None:
+    num_ranks, shard, objective = _ALONGSIDE[name]
+    config = LlamaConfig(**{**_LLAMA.to_dict(), "hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 3})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    teacher = {"teacher": str(tmp_path / "teacher"), "teacher_logits": "computed", "top_k": 64, **objective}
+    sections = {
+        "adapter": LoraConfig(rank=2), "optim": OPTIMIZERS["adamw"](), "shard": shard,
+        "objective": OBJECTIVES["distill"](**teacher), "train": {"global_batch_size": 4, "micro_batch_size": 2},
+    }  # fmt: skip
+    run = config_of(home, tmp_path / "run", num_ranks=num_ranks, **sections)
+    run.data.sequence_length = 256
+    plan = plan_of(run, num_ranks)
+    assert any("pass of the teacher" in snapshot.terms for snapshot in plan.per_rank[0].snapshots)
+    check(name, plan, measure_finetune(run, num_ranks))
+
+
 @pytest.mark.long
 def test_the_reference_of_streamed_pairs_is_planned(home: Path, tmp_path: Path) -> None:
     row = {"prompt": "the quick ", "chosen": "fox jumps over the lazy dog " * 8, "rejected": "runs away " * 24}

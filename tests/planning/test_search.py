@@ -31,6 +31,8 @@ from fsdp_shard.planning import (
     chosen_settings,
     switched_off,
 )
+from fsdp_shard.planning.facts import Facts
+from fsdp_shard.planning.memory import plan_memory, state_bytes
 from fsdp_shard.planning.search.memory_savers import memory_savers
 from fsdp_shard.planning.search.pareto_front import search_front
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
@@ -175,7 +177,21 @@ def test_facts_of_earlier_plans_change_no_plan(planners: dict[str, Planner]) -> 
     for shard in (Fsdp2Config(cpu_offload=True), Fsdp2Config(activation_checkpointing=True), Fsdp1Config()):
         changed = replace(run, shard=shard)
         assert planner.plan(changed).per_rank == fresh.plan(changed).per_rank
+        narrow = replace(changed, model=replace(run.model, dtype="bfloat16", chunked_loss=True))
+        assert planner.plan(narrow).per_rank == Planner(MODELS["gpt2_xl"]).plan(narrow).per_rank
         assert Planner(MODELS["gpt2_xl"]).plan(changed).per_rank == fresh.plan(changed).per_rank
+
+
+@pytest.mark.parametrize(
+    "typed", ["shard=fsdp2", "shard=fsdp1", "shard=ddp", "optim=muon", "optim=adafactor", "adapter=lora"]
+)
+def test_no_peak_is_below_what_is_kept_between_steps(typed: str) -> None:
+    config, facts = llama_config(layers=6), Facts()
+    for more in ([], ["train.ema_decay=0.9"], ["shard.cpu_offload=true"] if "fsdp2" in typed else []):
+        run = run_of(composed(["launch.ranks=2", "data.sequence_length=8", typed, *more]))
+        kept, peak = state_bytes(config, run, facts), plan_memory(config, run, facts).peak_bytes or 0
+        assert kept <= peak
+        assert (kept > peak / 4) == (not run.shard.cpu_offload)
 
 
 @pytest.mark.long
@@ -295,11 +311,13 @@ def test_where_nothing_fits_that_is_one_sentence_and_1(tmp_path: Path) -> None:
     typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "device.memory=1kB"]
     typed.append("launch.device=cpu")
     ended = run_recipe("plan", tmp_path / "run", *typed)
-    assert (ended.status, ended.err.count("\n")) == (1, 1)
+    assert (ended.status, ended.err.count("\n")) == (1, 2)
+    assert "of device.memory; looking for settings that fit, which may take minutes" in ended.err
     assert ended.err.rstrip().endswith("no settings were found that fit.")
     assert ended.result["advice"] == []
     searched = run_recipe("plan", tmp_path / "searched", *typed, "search=true", "launch.ranks=1:4")
     assert searched.status == 1
+    assert f"Planning {tmp_path / 'model'} for 1, 2, 4 ranks, which may take minutes" in searched.err
     assert "Nothing fits in 0.98 KiB with launch.ranks=1:4" in searched.err, searched.err
     assert not (tmp_path / "searched" / "search.png").exists()
 

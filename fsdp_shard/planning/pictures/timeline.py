@@ -15,6 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 990, 14, 370  # of the plot in it
 COLORS: Mapping[str, str] = {
     "parameters": "#3b6fb6",
     "reference": "#7aa5d8",
+    "teacher": "#a9bcd0",
     "optimizer": "#7d5ba6",
     "average": "#b79ad6",
     "gradients": "#2f8f6b",

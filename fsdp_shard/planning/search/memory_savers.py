@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.sharding import Fsdp2Config
-from fsdp_shard.training import OPTIMIZERS, LoraConfig
+from fsdp_shard.training import OPTIMIZERS, DistillConfig, LoraConfig
 from fsdp_shard.utils import in_yaml
 
 MAX_RANKS = 1024
@@ -187,6 +187,8 @@ def _dtypes(run: PlannedRun) -> Iterator[Option]:
 def _references(run: PlannedRun) -> Iterator[Option]:
     if run.has_sharded_reference and not run.is_streamed:
         yield _set("objective", {"reference": "precomputed"}, 5.0)
+    if isinstance(run.objective, DistillConfig) and not run.objective.is_precomputed and not run.is_streamed:
+        yield _set("objective", {"teacher_logits": "precomputed"}, 5.0)
 
 
 def _average(run: PlannedRun) -> Iterator[Option]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings, switched_off
 from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_count, format_size, say
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +30,9 @@ def plan_search(
         )
     planner = planner_for(config, model_config, run, hardware)
     chosen = chosen_settings(config), switched_off(config)
+    *fewer, most = launch.rank_counts
+    counts = ", ".join([*map(str, fewer), format_count(most, "rank")])
+    say(f"Planning {model.source} for {counts}, which may take minutes", sys.stderr)
     front = search_front(planner, run, hardware.memory_bytes, launch.rank_counts, chosen, launch.min_nodes)
     misfit = None
     if front.cheapest is None:

@@ -9,6 +9,7 @@ EVALUATION, COMPLETIONS, EVA = "evaluation", "completions", "eva"
 DIRECTIONS = "principal directions"
 BUFFERS_OF_SAVE, LOADING = "save buffers", "load buffers"
 ZEROS = "gradients of zeros"
+TEACHER, TEACHER_PASS = "teacher", "pass of the teacher"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,18 @@
 """The snapshots of a planned run: what one micro-batch keeps, simulated over the units of the model."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import sharding
-from fsdp_shard.planning.facts import Facts, of_one_rank
+from fsdp_shard.planning.facts import Facts, of_activations, of_one_rank, with_any_loss
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.completions import Completions
@@ -23,10 +25,13 @@ from fsdp_shard.planning.step.recording.record_passes import ExtraPasses, record
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
-from fsdp_shard.planning.step.snapshot import COMPLETIONS, EVA, GRADIENTS, Snapshot
+from fsdp_shard.planning.step.snapshot import COMPLETIONS, EVA, GRADIENTS, TEACHER, Snapshot
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import DistillConfig, cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
+
+if TYPE_CHECKING:
+    from fsdp_shard.planning.step.teacher_pass import PlannedTeacher
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class SimulatedStep:
         problem: Why activations could not be measured, if so; then there are no snapshots of a step.
         uncounted: Why a phase outside the step could not be measured, by phase.
         directions: Bytes of the directions that `adapter.init=eva` has found on each rank, while it finds them.
+        teacher: What a teacher that runs alongside takes on each rank, if there is one.
     """
 
     snapshots: tuple[Snapshot, ...]
@@ -46,6 +52,7 @@ class SimulatedStep:
     problem: str | None = None
     uncounted: Mapping[str, str] = field(default_factory=dict)
     directions: Sequence[int] = ()
+    teacher: PlannedTeacher | None = None
 
 
 def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> SimulatedStep:
@@ -59,8 +66,11 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.rows)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
     extra = _extra_passes(config, run)
-    of_recording = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra)
-    record, has_loss_head = facts.of("record", of_recording, lambda: _record(config, run, part, extra))
+    dtypes = [(unit.fqn, unit.dtype) for unit in part.units]
+    others = (run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra, dtypes)
+    of_model = of_activations(run.model)
+    record, has_loss_head = facts.of("record", (of_model, *others), lambda: _record(config, run, part, extra))
+    of_recording = (with_any_loss(of_model), has_loss_head, *others)
     try:
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
             recordings = facts.of("recording", of_recording, record)
@@ -85,6 +95,10 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     if EVA in recordings.extra:
         before += _find_directions(begin(in_units, rules, {**terms}), recordings)
         directions = extra[EVA].state_bytes(recordings.extra[EVA][0], dict(model.named_parameters()))
+    uncounted, teacher = dict(recordings.uncounted), _teacher(run, facts)
+    if teacher is not None:
+        terms[TEACHER], rules = teacher.held_bytes, replace(rules, teacher_pass_bytes=teacher.pass_bytes)
+        uncounted |= {} if teacher.problem is None else {TEACHER: teacher.problem}
     simulator = begin(in_units, rules, terms)
     if type(run.shard.reshard_after_forward) is int:
         simulator.evaluate(recordings)  # as before the first step; some of what it gathers stays
@@ -93,7 +107,18 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     simulator.update()
     simulator.evaluate(recordings)
     snapshots = (*before, *simulator.snapshots)
-    return SimulatedStep(snapshots, simulator.most_offloaded, None, recordings.uncounted, directions)
+    return SimulatedStep(snapshots, simulator.most_offloaded, None, uncounted, directions, teacher)
+
+
+def _teacher(run: PlannedRun, facts: Facts) -> PlannedTeacher | None:
+    """The teacher that runs alongside, if there is one."""
+    distill = run.objective
+    if not isinstance(distill, DistillConfig) or distill.is_precomputed:
+        return None
+    from fsdp_shard.planning.step.teacher_pass import plan_teacher  # which few plans need
+
+    settings = (distill, run.num_read_rows, run.sequence_length, run.is_packed, run.on_gpu, run.model.trust_remote_code)
+    return facts.of("teacher", settings, lambda: plan_teacher(distill, run))
 
 
 def _batch_size(config: PretrainedConfig, run: PlannedRun) -> BatchSize:

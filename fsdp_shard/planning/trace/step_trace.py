@@ -162,8 +162,8 @@ def _check(run: PlannedRun, rank: int) -> None:
         )
     if isinstance(run.objective, DistillConfig):
         raise ConfigError(
-            "trace=true cannot be used with objective=distill, as the teacher is another model; plan with "
-            "objective=sft, and add the memory of the teacher."
+            "trace=true cannot be used with objective=distill, as the teacher is another model; leave trace "
+            "out: the plan has the memory of a teacher that runs alongside."
         )
 
 

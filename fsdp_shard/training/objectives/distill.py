@@ -70,8 +70,12 @@ class DistillConfig(ObjectiveConfig):
     @cached_property
     def source(self) -> Location:
         """What `teacher` leads to, located once; errors name the setting."""
+        return self.locate()
+
+    def locate(self, *, fetch_weights: bool = True) -> Location:
+        """What `teacher` leads to; without its weights if it is on the hub and they are not to be fetched."""
         try:
-            return locate(self.teacher)
+            return locate(self.teacher, fetch_weights=fetch_weights)
         except InputError as error:
             raise type(error)(f"objective.teacher={self.teacher}: {error}") from error
 

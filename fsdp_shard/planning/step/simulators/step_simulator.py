@@ -14,6 +14,7 @@ from fsdp_shard.planning.step.snapshot import (
     COMPLETIONS,
     EVALUATION,
     LOSS_TERM,
+    TEACHER_PASS,
     UNREDUCED,
     Snapshot,
 )
@@ -42,6 +43,7 @@ class StepRules:
         offloads_activations: Whether what blocks save is in CPU memory until it is used.
         has_host_gradients: Whether reduced gradients are in CPU memory.
         save_bytes: What a save takes for a moment.
+        teacher_pass_bytes: What the pass of a teacher takes before each micro-batch for a moment.
     """
 
     reshard: bool | int = True
@@ -57,6 +59,7 @@ class StepRules:
     offloads_activations: bool = False
     has_host_gradients: bool = False
     save_bytes: int = 0
+    teacher_pass_bytes: int = 0
 
 
 @dataclass
@@ -96,6 +99,7 @@ class StepSimulator:
             self.micro_batch = number
             self.is_synced = self.rules.sync_every_micro_batch or number == shown - 1
             self.finished.clear()
+            self._run_teacher()
             self._replay(recordings.training)
 
     def update(self) -> None:
@@ -114,11 +118,18 @@ class StepSimulator:
     def run_without_gradients(self, phase: str, parts: Sequence[Sequence[Event]]) -> None:
         """Simulate passes in eval mode, in parts that each begin at the same state."""
         self.without_gradients, kept = phase, self.terms.get(ACTIVATIONS, 0)
+        if phase == EVALUATION:
+            self._run_teacher()
         for part in parts:
             self._replay(part)
             self.terms[ACTIVATIONS] = kept
         self.end_evaluation()
         self.without_gradients = ""
+
+    def _run_teacher(self) -> None:
+        """The teacher runs over a micro-batch before the model does."""
+        if self.rules.teacher_pass_bytes:
+            self.note("", "forward", {TEACHER_PASS: self.rules.teacher_pass_bytes})
 
     def _replay(self, recording: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"

@@ -1,0 +1,112 @@
+"""What a teacher that runs alongside the planned run takes on each rank: all the time, and during its pass.
+
+It is dispatched (`inference`), not sharded, so each rank has all of it. Only its config is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.inference import DispatchConfig, model_from_config, parse_budgets, plan_dispatch
+from fsdp_shard.models import load_config
+from fsdp_shard.planning.planned_run import PlannedRun
+from fsdp_shard.planning.step.micro_batch import most_chosen
+from fsdp_shard.planning.step.recording.events import DONE, Event
+from fsdp_shard.planning.step.recording.record_passes import record_forward
+from fsdp_shard.planning.step.recording.recorder import Recorder
+from fsdp_shard.training import DeviceBatch, DistillConfig, TopTokens, dispatched_rows, split_targets, use_loss_head
+from fsdp_shard.utils import first_line
+
+_ALL = 1 << 60  # bytes: more than any model has
+
+
+@dataclass(frozen=True)
+class PlannedTeacher:
+    """The memory of a teacher on each rank.
+
+    Attributes:
+        held_bytes: What is on the rank's device all the time: weights, on CPUs also those that are used in the files
+            themselves, and the buffers of blocks that are fetched.
+        pass_bytes: The most that its pass over a micro-batch takes there for a moment.
+        host_bytes: What a rank with a GPU has of it in host memory.
+        problem: Why its pass could not be measured, if so.
+    """
+
+    held_bytes: int
+    pass_bytes: int
+    host_bytes: int = 0
+    problem: str | None = None
+
+
+def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
+    """Plan the teacher that runs alongside a run.
+
+    Args:
+        distill: The objective of the run.
+        run: Its settings.
+
+    Raises:
+        ConfigError, ModelError, PlanError: The teacher is not there, cannot be built, or does not fit in its budgets.
+    """
+    trust = run.model.trust_remote_code
+    config = load_config(distill.locate(fetch_weights=False).directory, trust)
+    settings = DispatchConfig(max_memory=_budgets(distill, run), trust_remote_code=trust)
+    model = model_from_config(config, settings)
+    devices = plan_dispatch(model, settings)[1]
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    use_loss_head(model, "auto", any_vocabulary=True)
+    top_k = distill.top_k or int(config.get_text_config().vocab_size)
+    try:
+        taken, problem = _pass_bytes(model, run, top_k), None
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+        taken, problem = 0, first_line(error)
+    held = devices.resident_bytes.get(devices.main, 0) + devices.buffer_bytes + buffers
+    if run.on_gpu and devices.main == "cpu":  # which is where it computes
+        return PlannedTeacher(0, 0, held + taken, problem)
+    on_host = devices.resident_bytes.get("cpu", 0) + devices.staging_bytes if run.on_gpu else 0
+    return PlannedTeacher(held, taken, on_host, problem)
+
+
+def _budgets(distill: DistillConfig, run: PlannedRun) -> dict[Any, str]:
+    """The memory that each rank gives its teacher: without budgets the device's, as long as there is any."""
+    given = parse_budgets(distill.teacher_max_memory, "objective.teacher_max_memory")
+    if given is None:
+        return {0 if run.on_gpu else "cpu": str(_ALL)}
+    gpus = [size for device, size in given.items() if device != "cpu"]
+    if not run.on_gpu and "cpu" not in given:
+        raise ConfigError(
+            f"objective.teacher_max_memory={distill.teacher_max_memory} has no size for the CPU, and the planned ranks "
+            f"have no GPU; add it, or plan for GPUs by device=h100 or launch.device=cuda."
+        )
+    found: dict[Any, str] = {"cpu": str(given["cpu"])} if "cpu" in given else {}
+    return found | ({0: str(max(gpus))} if run.on_gpu and gpus else {})  # each rank uses a GPU of its own
+
+
+def _pass_bytes(model: PreTrainedModel, run: PlannedRun, top_k: int) -> int:
+    """The most bytes of a pass over whole sequences of a micro-batch, with the tokens that it gives."""
+    shape, chosen = (run.num_read_rows, run.sequence_length), most_chosen(model)
+
+    def take(recorder: Recorder) -> None:
+        ids, every = torch.zeros(shape, dtype=torch.long), torch.zeros(shape[0] * shape[1], dtype=torch.long)
+        inputs = {"input_ids": ids} | ({"position_ids": torch.zeros_like(ids)} if run.is_packed else {})
+        batch = DeviceBatch(inputs, torch.zeros_like(ids), every[:chosen])
+        recorder.ignore([every, *batch.tensors()])
+        split_targets(dispatched_rows(model, batch, TopTokens(top_k))[every])
+        recorder.mark(DONE, "")
+
+    recording, _ = record_forward(model, take, has_mask=run.is_packed)
+    return _highest(recording)
+
+
+def _highest(recording: Sequence[Event]) -> int:
+    live = most = 0
+    for event in recording:
+        most = max(most, live + event.rise)
+        live += event.change
+    return most
