@@ -11,16 +11,26 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
+_PARAGRAPHS = 4  # of an entry
+
+
 def write_dictionary(file: Path) -> Path:
-    """Entries as those of the Jargon File: a term, a line for its sound, an empty one, an indented paragraph."""
+    """Entries as those of the Jargon File: a term, a line for its sound, an empty one, indented paragraphs.
+
+    As there, most are longer than the context of the model, which `doctor` warns of.
+    """
     meanings = {name: textwrap.dedent(text).split("\n\n") for name, text in sorted(topics.items())}
     entries = [
-        f"{name} {number}\n\n\n{textwrap.indent(paragraph.strip(), '    ')}\n"
+        f"{name} {number}\n\n\n{textwrap.indent(_joined(paragraphs[number : number + _PARAGRAPHS]), '    ')}\n"
         for name, paragraphs in meanings.items()
-        for number, paragraph in enumerate(paragraphs)
+        for number in range(0, len(paragraphs), _PARAGRAPHS)
     ]
     file.write_text("\n".join(entries), encoding="utf-8")
     return file
+
+
+def _joined(paragraphs: list[str]) -> str:
+    return "\n\n".join(paragraph.strip() for paragraph in paragraphs)
 
 
 def write_model(directory: Path, text: Path) -> Path:
