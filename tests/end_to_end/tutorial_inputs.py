@@ -10,7 +10,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-
 _PARAGRAPHS = 4  # of an entry
 
 
