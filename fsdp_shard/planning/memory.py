@@ -43,7 +43,6 @@ from fsdp_shard.planning.step.snapshot import (
     highest,
 )
 from fsdp_shard.planning.step.step_snapshots import SimulatedStep, plan_step
-from fsdp_shard.planning.step.unit_holdings import UnitShards
 
 if TYPE_CHECKING:
     from fsdp_shard.planning.step.teacher_pass import PlannedTeacher
@@ -67,10 +66,13 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     sharding.check_mesh(run.shard, run.num_ranks)
     facts = Facts() if facts is None else facts
     model, blocks, units = built_model(config, run, facts)
-    of_check = (with_any_loss(run.model), run.adapter, of_one_rank(run.shard))
-    facts.of("check", of_check, lambda: sharding.check_shardable(model, run.shard))
+    of_model = (with_any_loss(run.model), run.adapter)
+    facts.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
-    part, shards, states = _sharded(config, run, facts)
+    part = facts.of("part", (*of_model, of_parameters(run.shard)), lambda: part_of_rank(config, run, units, model))
+    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
+    shards = facts.of("shards", of_state, lambda: unit_shards(part, run))
+    states = facts.of("state", of_state, lambda: shard_states(shards, part, run))
     shared = _Shared.of(plan_step(config, part, run, facts))
     staged = staged_bytes(part, states, run) if run.saves_asynchronously else [0] * run.num_ranks
     per_rank = [
@@ -81,30 +83,6 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), shared.problem, tree
     others = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
     return MemoryPlan(type(model).__name__, *sizes, *others)
-
-
-def state_bytes(config: PretrainedConfig, run: PlannedRun, facts: Facts) -> int:
-    """The most that a rank's device has of parameters, gradients, optimizer state and averages; no peak is below it.
-
-    It costs little where `facts` has a plan of the same parameters. Args and errors are those of `plan_memory`.
-    """
-    sharding.check_mesh(run.shard, run.num_ranks)
-    if run.shard.cpu_offload:
-        return 0
-    _, _, states = _sharded(config, run, facts)
-    return max(state.parameters + state.gradients + state.optimizer + state.average for state in states)
-
-
-def _sharded(
-    config: PretrainedConfig, run: PlannedRun, facts: Facts
-) -> tuple[RankPart, UnitShards, Sequence[ShardState]]:
-    """What a rank has before the model is sharded, the shards of each unit, and the state of each shard."""
-    model, _, units = built_model(config, run, facts)
-    of_model = (with_any_loss(run.model), run.adapter)
-    part = facts.of("part", (*of_model, of_parameters(run.shard)), lambda: part_of_rank(config, run, units, model))
-    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
-    shards = facts.of("shards", of_state, lambda: unit_shards(part, run))
-    return part, shards, facts.of("state", of_state, lambda: shard_states(shards, part, run))
 
 
 def built_model(

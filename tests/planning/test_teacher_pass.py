@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, ViTConfig
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.sharding import WRAPPERS
@@ -87,6 +87,25 @@ def max_pass(found: MemoryPlan) -> int:
 def test_budgets_of_gpus_alone_are_refused_for_ranks_without(teacher: Path) -> None:
     with pytest.raises(ConfigError, match="has no size for the CPU, and the planned ranks have no GPU"):
         plan(teacher, on_gpu=False, teacher_max_memory={0: "20GB"})
+
+
+def test_a_pass_that_does_not_run_without_data_is_said(tmp_path: Path) -> None:
+    ViTConfig(
+        architectures=["ViTForImageClassification"], hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=40, image_size=32, patch_size=8, dtype="float32", vocab_size=512,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    found = plan(tmp_path)
+    assert found.uncounted["teacher"]
+    assert found.per_rank[0].teacher_bytes > 0
+    assert found.peak_bytes is not None
+
+
+def test_errors_name_the_teacher(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match=f"objective.teacher={tmp_path}: "):
+        plan(tmp_path)
+    with pytest.raises(InputError, match=f"objective.teacher={teacher}: .*too little"):
+        plan(teacher, teacher_max_memory={0: "1MiB", "cpu": "64MiB"})
 
 
 def test_the_command_plans_it_and_names_what_takes_less(teacher: Path, tmp_path: Path) -> None:

@@ -126,7 +126,6 @@ class _Search:
     def __init__(self, planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str]) -> None:
         self._planner, self._run, self._memory_bytes, self._given = planner, run, memory_bytes, set(given)
         self._known: dict[tuple[str, ...], MemoryPlan | None] = {}  # None: not possible
-        self._states: dict[tuple[str, ...], bool] = {}  # whether the state fits
         # All changes but that of the micro-batch -> its size and the peak of the last plan with them.
         self._peaks: dict[tuple[str, ...], tuple[int, int]] = {}
 
@@ -191,10 +190,7 @@ class _Search:
                 length - 1 if saver.is_of_activations else number
                 for number, length, saver in zip(choice, lengths, savers, strict=True)
             )
-            least = self._candidate(savers, frugal)
-            if not self._state_fits(least):
-                continue
-            most = self._plan(least)
+            most = self._plan(self._candidate(savers, frugal))
             if most is not None and not most.fits(self._memory_bytes):
                 continue  # whatever is done about activations
             plan = self._plan(candidate)
@@ -243,18 +239,6 @@ class _Search:
             except InputError:
                 self._known[candidate.overrides] = None
         return self._known[candidate.overrides]
-
-    def _state_fits(self, candidate: Candidate | None) -> bool:
-        """Whether what it keeps between steps fits, which costs less to know than its plan; True if it is refused."""
-        if candidate is None:
-            return True
-        if candidate.overrides not in self._states:
-            try:
-                self._planner.check(candidate.run)
-                self._states[candidate.overrides] = self._planner.state_fits(candidate.run, self._memory_bytes)
-            except InputError:
-                self._states[candidate.overrides] = True
-        return self._states[candidate.overrides]
 
     def _is_too_large(self, candidate: Candidate) -> bool:
         """Whether it cannot fit, as half a micro-batch takes at least half of the memory."""

@@ -10,7 +10,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
-from fsdp_shard.planning.memory import built_model, plan_memory, state_bytes
+from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.training import check_batch, check_inputs, check_objective, check_trained
@@ -44,12 +44,6 @@ class Planner:
         """Plan the memory of a run; raises as `plan_memory` does."""
         self.num_plans += 1
         return plan_memory(self.config, run, self.facts)
-
-    def state_fits(self, run: PlannedRun, memory_bytes: int) -> bool:
-        """Whether what ranks keep between steps fits in the memory of devices; the answer no counts as a plan."""
-        fits = state_bytes(self.config, run, self.facts) <= memory_bytes
-        self.num_plans += not fits
-        return fits
 
     def host_of(self, run: PlannedRun) -> HostMemory | None:
         """The host memory of the machines of a run, if known."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.inference import DispatchConfig, model_from_config, parse_budgets, plan_dispatch
 from fsdp_shard.models import load_config
 from fsdp_shard.planning.planned_run import PlannedRun
@@ -54,11 +54,14 @@ def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
     Raises:
         ConfigError, ModelError, PlanError: The teacher is not there, cannot be built, or does not fit in its budgets.
     """
-    trust = run.model.trust_remote_code
-    config = load_config(distill.locate(fetch_weights=False).directory, trust)
+    source, trust = distill.locate(fetch_weights=False), run.model.trust_remote_code
     settings = DispatchConfig(max_memory=_budgets(distill, run), trust_remote_code=trust)
-    model = model_from_config(config, settings)
-    devices = plan_dispatch(model, settings)[1]
+    try:
+        config = load_config(source.directory, trust)
+        model = model_from_config(config, settings)
+        devices = plan_dispatch(model, settings)[1]
+    except InputError as error:
+        raise type(error)(f"objective.teacher={distill.teacher}: {error}") from error
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     use_loss_head(model, "auto", any_vocabulary=True)
     top_k = distill.top_k or int(config.get_text_config().vocab_size)
