@@ -71,7 +71,13 @@ from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.token_values import used_samples as used_samples, with_token_values as with_token_values
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
 from .sources.source import open_source as open_source
-from .task import SpecialTokens as SpecialTokens, Task as Task, check_packed as check_packed, check_task as check_task
+from .task import (
+    SpecialTokens as SpecialTokens,
+    Task as Task,
+    check_packed as check_packed,
+    check_settings_of_task as check_settings_of_task,
+    check_task as check_task,
+)
 from .tokenized.encoder import tokenizer_state as tokenizer_state
 from .tokenized.token_cache import cache_key as cache_key
 from .tokenized.token_file import Array as Array, Examples as Examples

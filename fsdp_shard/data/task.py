@@ -85,12 +85,23 @@ def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
             )
         if task == CLASSIFICATION and source.sample_by != "document":
             raise ConfigError(f"{source.where}.sample_by is for plain text files, which have no labels; leave it out.")
-        for name, needs in _ONLY_FOR.items():
-            value = getattr(source, name)
-            if task != needs and value != default_of(name):
-                raise ConfigError(f"{source.where}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
+        check_settings_of_task(task, {name: getattr(source, name) for name in _ONLY_FOR}, source.where)
     if data.packing:
         check_packed(task, samples)
+
+
+def check_settings_of_task(task: str, settings: Mapping[str, object], where: str = "data") -> None:
+    """Raise ConfigError for settings of the data that are for other tasks.
+
+    Args:
+        task: The value of `model.task`.
+        settings: Values by name.
+        where: What the names begin with, for messages.
+    """
+    for name, value in settings.items():
+        needs = _ONLY_FOR.get(name, task)
+        if task != needs and value != default_of(name):
+            raise ConfigError(f"{where}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
 
 
 def check_packed(task: str, samples: str) -> None:

@@ -70,6 +70,17 @@ class PlanDataConfig:
     streaming: bool = setting(
         False, "As in finetune: samples are not known before, so that a reference runs alongside the model."
     )
+    target_length: int | None = setting(
+        None,
+        "As in finetune, with model.task=seq2seq: tokens of each target. Default: data.sequence_length.",
+        minimum=1,
+    )
+    mask_fraction: float = setting(
+        0.15,
+        "As in finetune, with model.task=masked_lm: fraction of the tokens that are predicted.",
+        above=0.0,
+        maximum=1.0,
+    )
 
 
 @dataclass

@@ -63,7 +63,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         >>> plan.figures["peak_bytes"]  # doctest: +SKIP
         8437268480
     """
-    from fsdp_shard.data import check_packed
+    from fsdp_shard.data import check_packed, check_settings_of_task
     from fsdp_shard.models import check_model_task, context_of
     from fsdp_shard.planning.measured.comparison_with_run import compare_with_run, comparison_figures, comparison_text
     from fsdp_shard.planning.planned_run import PlannedRun
@@ -76,6 +76,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         context = context_of(model_config, trusted)
     check_model_task(model_config, config.model.task)
     check_task(config.objective, config.model.task)
+    check_settings_of_task(config.model.task, vars(config.data))
     if config.data.packing:
         check_packed(config.model.task, config.objective.samples)
     length, num_ranks = settle_run_length(config.data, model.resumed_from, context), config.launch.num_ranks
@@ -87,7 +88,10 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     with only_errors_of("transformers"):
         notes = _notes(config, run, is_adapter_read=_reads_adapter(model_config, run))
         found = plan(config, model, model_config, run)
-    text = f"{context.describe(length)}\n{_quantization_line(model)}{notes}{found.text}"
+    lengths = context.describe(length)
+    if run.target_length is not None:
+        lengths += f"\n{context.describe(run.target_length, 'data.target_length')}"
+    text = f"{lengths}\n{_quantization_line(model)}{notes}{found.text}"
     if model.resumed_from is not None:
         resumed = f"The run would resume from {model.resumed_from}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"

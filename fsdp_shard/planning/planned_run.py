@@ -11,6 +11,8 @@ from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, Tra
 class _Data(Protocol):
     packing: bool
     streaming: bool
+    target_length: int | None
+    mask_fraction: float
 
 
 class _Saving(Protocol):
@@ -51,6 +53,8 @@ class PlannedRun:
         is_streamed: Whether samples are not known before.
         on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
         is_packed: Whether rows hold several documents, or pairs that share prompts, which sdpa keeps apart by a mask.
+        target_length: Number of tokens of a target of a seq2seq model; None for `sequence_length`.
+        mask_fraction: Fraction of the tokens that a masked language model predicts; None for other models.
     """
 
     model: models.ModelConfig
@@ -67,6 +71,8 @@ class PlannedRun:
     is_packed: bool = False
     saves_every: int = 0
     resumes: bool = False
+    target_length: int | None = None
+    mask_fraction: float | None = None
 
     @classmethod
     def of(cls, config: RunSections, sequence_length: int, num_ranks: int, *, on_gpu: bool, resumes: bool) -> Self:
@@ -86,7 +92,14 @@ class PlannedRun:
             is_packed=config.data.packing,
             saves_every=config.checkpoint.every,
             resumes=resumes,
+            target_length=config.data.target_length if config.model.task == data.SEQ2SEQ else None,
+            mask_fraction=config.data.mask_fraction if config.model.task == data.MASKED_LM else None,
         )
+
+    @property
+    def decoder_length(self) -> int:
+        """Number of tokens of each sequence that a rank has labels for: of a seq2seq model, those of a target."""
+        return self.target_length or self.padded_length
 
     @property
     def num_shards(self) -> int:

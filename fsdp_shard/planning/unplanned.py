@@ -10,7 +10,6 @@ _UNPLANNED: Mapping[str, tuple[Any, str]] = {
     "loss": (None, "a custom loss"),
     "model.kernels": ("none", "fused kernels keep less than what is planned"),
     "shard.compile": (False, "a compiler decides what is kept"),
-    "data.target_length": (None, "targets have another length"),
     "train.neftune_alpha": (None, "the noise"),
     "train.profile": ([], "profiling takes memory of its own"),
 }

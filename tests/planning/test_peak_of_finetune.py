@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BartConfig,
@@ -78,7 +79,9 @@ def plan_of(config: FinetuneConfig, num_ranks: int) -> MemoryPlan:
         PlanConfig(
             **sections,
             launch=PlannedLaunchConfig(ranks=num_ranks),
-            data=PlanDataConfig(data.sequence_length, data.packing, data.streaming),
+            data=PlanDataConfig(
+                data.sequence_length, data.packing, data.streaming, data.target_length, data.mask_fraction
+            ),
             checkpoint=PlanSavingConfig(config.checkpoint.asynchronous, config.checkpoint.every),
         )
     )
@@ -203,36 +206,49 @@ _SIZES: dict[str, Any] = {"vocab_size": 300, "max_position_embeddings": 300}
 _LAYERS: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, **_SIZES,
 }  # fmt: skip
-_PADDED: dict[str, PretrainedConfig] = {
-    "llama, classes": LlamaConfig(num_key_value_heads=2, pad_token_id=0, **_LAYERS),
-    "bert, classes": BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_LAYERS),
-    "bart, pairs": BartConfig(
-        d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=128, decoder_ffn_dim=128, dropout=0.0, decoder_start_token_id=0, **_SIZES,
+_BERT = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_LAYERS)
+_BART = BartConfig(
+    d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=128, decoder_ffn_dim=128, dropout=0.0, decoder_start_token_id=0, **_SIZES,
+)  # fmt: skip
+_CLASSES, _PAIRS, _MASKED = "sequence_classification", "seq2seq", "masked_lm"
+_MODELS: dict[str, Any] = {
+    _CLASSES: AutoModelForSequenceClassification, _PAIRS: AutoModelForSeq2SeqLM, _MASKED: AutoModelForMaskedLM,
+}  # fmt: skip
+_PADDED: dict[str, tuple[PretrainedConfig, str, dict[str, Any]]] = {  # model, task, settings of the data
+    "llama, classes": (LlamaConfig(num_key_value_heads=2, pad_token_id=0, **_LAYERS), _CLASSES, {}),
+    "bert, classes": (_BERT, _CLASSES, {}),
+    "bert, masked": (_BERT, _MASKED, {}),
+    # All of them, as a number that is drawn varies: the plan has more than nearly all micro-batches.
+    "bert, masked, in chunks": (
+        BertConfig(**{**_BERT.to_dict(), "vocab_size": 8000}), _MASKED, {"mask_fraction": 1.0},
     ),
+    "bart, pairs": (_BART, _PAIRS, {}),
+    "bart, short targets": (_BART, _PAIRS, {"target_length": 48}),
 }  # fmt: skip
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sampled(_PADDED, 3))
-def test_rows_that_are_filled_up_take_the_masks_that_were_planned(name: str, tmp_path: Path) -> None:
-    config_of_model, texts = _PADDED[name], [_SHORT_AND_LONG[number % 3] for number in range(24)]
-    is_pair = config_of_model.is_encoder_decoder
-    build: Any = AutoModelForSeq2SeqLM if is_pair else AutoModelForSequenceClassification
-    build.from_config(config_of_model).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    if is_pair:
+@pytest.mark.parametrize("name", sampled(_PADDED, 6))
+def test_rows_that_are_filled_up_take_what_was_planned(name: str, tmp_path: Path) -> None:
+    (config_of_model, task, of_data), texts = _PADDED[name], [_SHORT_AND_LONG[number % 3] for number in range(24)]
+    _MODELS[task].from_config(config_of_model).save_pretrained(tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    if task == _PAIRS:
         rows = [{"source": text, "target": text} for text in texts]
     else:
         rows = [{"text": text, "label": f"LABEL_{number % 2}"} for number, text in enumerate(texts)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train = {"steps": 4, "global_batch_size": 4, "micro_batch_size": 4}
+    data = tmp_path / ("text.txt" if task == _MASKED else "rows.jsonl")
+    data.write_text("\n".join(texts if task == _MASKED else map(json.dumps, rows)))
+    train = {"steps": 7, "global_batch_size": 4, "micro_batch_size": 4}  # all windows: one of 25 is filled up
     sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": train}
     config = config_of(tmp_path, tmp_path / "run", num_ranks=1, **sections)
-    config.model.task = "seq2seq" if is_pair else "sequence_classification"
+    config.model.task, config.model.chunked_loss = task, "chunks" in name
     config.data = DataConfig(
-        path=str(tmp_path / "rows.jsonl"), kind="pairs" if is_pair else "text", sequence_length=256,
-        cache_dir=str(tmp_path / "cache"),
+        path=str(data), kind="pairs" if task == _PAIRS else "text", sequence_length=256,
+        cache_dir=str(tmp_path / "cache"), **of_data,
     )  # fmt: skip
     check(name, plan_of(config, 1), measure_finetune(config, 1))
 

@@ -14,17 +14,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BertConfig,
     BloomConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     T5Config,
-    T5ForConditionalGeneration,
     ViTConfig,
 )
 
 from fsdp_shard.config import OPTIONS
+from fsdp_shard.data import MASKED
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning.costs.block_flops import Amount, Attention
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
@@ -42,7 +46,9 @@ from fsdp_shard.training import (
     LoraConfig,
     TrainConfig,
     inject_lora,
+    use_loss_head,
 )
+from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
 from fsdp_shard.utils import replace_tensors
 from tests.planning.device_presets import preset
 from tests.support.mixtures import config as mixture_config
@@ -53,9 +59,12 @@ FLOAT32 = Fsdp2Config(param_dtype="float32")
 
 
 def measured(
-    config: PretrainedConfig, shard: ShardConfig = FLOAT32, adapter: AdapterConfig | None = None
+    config: PretrainedConfig,
+    shard: ShardConfig = FLOAT32,
+    adapter: AdapterConfig | None = None,
+    model: ModelConfig | None = None,
 ) -> ModelFacts:
-    model, adapter = ModelConfig(path="x"), adapter or AdapterConfig()
+    model, adapter = model or ModelConfig(path="x"), adapter or AdapterConfig()
     return model_facts(config, build_planned(config, model, adapter, model.dtype, shard), model, adapter, shard)
 
 
@@ -65,11 +74,11 @@ def cost_of(config: PretrainedConfig, facts: ModelFacts | None = None, **setting
     return step_cost(facts or measured(config, run.shard, run.adapter), run)
 
 
-def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig) -> int:
+def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig, target_length: int = LENGTH) -> int:
     """What torch's counter finds in a real training step, in attention without kernels of its own."""
     torch.manual_seed(0)
-    build: Any = T5ForConditionalGeneration if config.is_encoder_decoder else AutoModelForCausalLM.from_config
-    model = build(deepcopy(config))
+    build: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = build.from_config(deepcopy(config))
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch does not count grouped products
     if isinstance(adapter, LoraConfig):
@@ -77,16 +86,19 @@ def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig
         replace_tensors(model, lambda tensor: torch.randn(tensor.shape) if tensor.is_meta else tensor)
     recompute_blocks(model.train(), shard)
     tokens = torch.randint(0, 250, (1, LENGTH))
-    both = {"decoder_input_ids": tokens} if config.is_encoder_decoder else {}
+    labels = tokens[:, :target_length]
+    both = {"decoder_input_ids": labels} if config.is_encoder_decoder else {}
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         logits = model(input_ids=tokens, use_cache=False, **both).logits
-        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]  # untyped in torch
     return int(counter.get_total_flops())
 
 
-def hidden_flops(amount: Amount, length: int) -> int:
+def hidden_flops(amount: Amount, length: int, target_length: int) -> int:
     """FLOPs of the pairs that masks of attention hide, which others count."""
-    return sum(found.flops_per_pair * length * length - found.flops(length) for found in amount.attention)
+    all_pairs = (replace(found, is_causal=False) for found in amount.attention)
+    all_flops = sum(found.flops(length, target_length) for found in all_pairs)
+    return all_flops - sum(found.flops(length, target_length) for found in amount.attention)
 
 
 GPT2 = GPT2Config(
@@ -99,6 +111,15 @@ BLOOM = BloomConfig(
 T5 = T5Config(
     architectures=["T5ForConditionalGeneration"], d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4,
     vocab_size=257, dropout_rate=0.0, decoder_start_token_id=0,
+)  # fmt: skip
+BART = BartConfig(
+    architectures=["BartForConditionalGeneration"], d_model=32, encoder_layers=2, decoder_layers=3, vocab_size=257,
+    encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=48, dropout=0.0,
+    decoder_start_token_id=0, max_position_embeddings=256,
+)  # fmt: skip
+BERT = BertConfig(
+    architectures=["BertForMaskedLM"], hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=257,
+    intermediate_size=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
 )  # fmt: skip
 LORA = LoraConfig(rank=2)
 
@@ -115,15 +136,18 @@ LORA = LoraConfig(rank=2)
         (GPT2, AdapterConfig()),
         (BLOOM, AdapterConfig()),
         (T5, AdapterConfig()),
+        (BART, AdapterConfig()),
     ],
-    ids=["llama", "llama with lora", "mixtral", "qwen3_moe with lora", "gpt2", "bloom", "t5"],
+    ids=["llama", "llama with lora", "mixtral", "qwen3_moe with lora", "gpt2", "bloom", "t5", "bart"],
 )
 def test_flops_are_those_of_a_real_step(config: Any, adapter: AdapterConfig, checkpointing: Any) -> None:
+    target_length = 20 if config.is_encoder_decoder else LENGTH
     shard = Fsdp2Config(param_dtype="float32", activation_checkpointing=checkpointing)
     facts = measured(config, shard, adapter)
     assert facts.problem is None
     assert facts.amounts is not None
     run = PlannedRun(ModelConfig(path="x"), shard, TrainConfig(global_batch_size=1), AdamWConfig(), LENGTH, 1, adapter)
+    run = replace(run, target_length=target_length if config.is_encoder_decoder else None)
     planned = step_cost(facts, run).flops
     assert planned is not None
     amounts = facts.amounts
@@ -131,10 +155,37 @@ def test_flops_are_those_of_a_real_step(config: Any, adapter: AdapterConfig, che
     passes = [amounts.outside.forward, amounts.outside.backward]
     for fqn, block in amounts.blocks.items():
         passes += [block.forward, block.backward, *([block.recomputed] if fqn in recomputed else [])]
-    hidden = sum(hidden_flops(amount, LENGTH) for amount in passes)
-    real = counted(config, shard, adapter)
+    hidden = sum(hidden_flops(amount, LENGTH, target_length) for amount in passes)
+    real = counted(config, shard, adapter, target_length)
     print(f"planned {planned + hidden}, counted {real}, of which masks hide {hidden}")
     assert planned + hidden == real
+
+
+def masked_flops(config: PretrainedConfig, num_masked: int) -> int:
+    """FLOPs of a real step of a masked language model whose head computes the loss."""
+    model: Any = AutoModelForMaskedLM.from_config(deepcopy(config)).train()
+    assert use_loss_head(model, True)
+    tokens, chosen = torch.randint(0, 250, (1, LENGTH)), torch.arange(num_masked)
+    labels = torch.full((1, LENGTH), MASKED)
+    labels[0, chosen] = tokens[0, chosen]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with giving_loss(model, labels, 1.0, chosen):
+            loss = model(input_ids=tokens, use_cache=False).logits
+        loss.backward(torch.ones_like(loss))
+    of_weight_gradient = 2 * num_masked * model.get_output_embeddings().weight.numel()  # torch counts no addmm_
+    return int(counter.get_total_flops()) + of_weight_gradient
+
+
+@pytest.mark.parametrize("num_masked", [12, LENGTH])
+def test_a_masked_model_computes_logits_of_what_is_masked_only(num_masked: int) -> None:
+    model = ModelConfig(path="x", task="masked_lm", chunked_loss=True)
+    facts = measured(BERT, model=model)
+    cost = cost_of(BERT, facts, model=model, mask_fraction=num_masked / LENGTH)
+    assert cost.flops == masked_flops(BERT, num_masked)
+    assert cost.tokens == num_masked
+    whole = replace(model, chunked_loss=False)
+    all_logits = cost_of(BERT, measured(BERT, model=whole), model=whole, mask_fraction=num_masked / LENGTH).flops
+    assert all_logits == masked_flops(BERT, LENGTH)
 
 
 def test_a_mixture_whose_experts_are_adapted_can_be_measured() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError
@@ -110,7 +110,8 @@ def test_the_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(family: str, **values: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | values)))
+    kind: Any = AutoModelForMaskedLM if "bert" in family else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(AutoConfig.for_model(family, **(SMALL | values)))
     return model
 
 
@@ -123,6 +124,9 @@ def model_of(family: str, **values: Any) -> PreTrainedModel:
         ("gemma3_text", {"final_logit_softcapping": 2.0}),
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
         ("mixtral", {"num_local_experts": 4}),
+        ("xlm-roberta", {}),  # its head is the last layer of a module
+        ("opt", {"ffn_dim": 32}),  # which reads a module in its base model
+        ("mamba", {}),  # which reads the dtype of the head
     ],
 )
 def test_models_give_the_same_loss_through_their_heads(family: str, values: dict[str, Any]) -> None:

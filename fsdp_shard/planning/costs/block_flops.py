@@ -1,8 +1,9 @@
 """FLOPs and saved bytes of a forward and backward pass, measured on one block of each kind, for any sequence length.
 
 The model runs on the meta device or on fake tensors, which compute nothing. Blocks that are alike run once: others of
-their kind only pass shapes on. Every operator is a polynomial of degree two in the length, known from three lengths;
-attention that goes through transformers' interface is a formula of its own, so that what its mask hides does not count.
+their kind only pass shapes on. Every operator is a polynomial of degree two in the length, known from three lengths; in
+an encoder-decoder in the lengths of both sides, known from six pairs of them. Attention that goes through transformers'
+interface is a formula of its own, so that what its mask hides does not count.
 
 Counted are the matrix products, convolutions and attention that `torch.utils.flop_counter` counts, and grouped products
 of experts. Scores that a flash kernel computes again in its backward pass do not count.
@@ -27,7 +28,10 @@ from fsdp_shard.planning.step.recording.recorder import GROUPED_PRODUCT, grouped
 from fsdp_shard.sharding import is_saved_operator
 from fsdp_shard.utils import TorchDispatchMode, replace_tensors, tree_leaves, tree_map
 
-_LENGTHS = (64, 128, 192)  # multiples of the chunks that linear attention computes in
+_STEP = 64  # a multiple of the chunks that linear attention computes in
+_LENGTHS = ((1, 1), (2, 2), (3, 3))  # in steps; without a decoder both are the same
+# Of the encoder and the decoder: what these six have determines a polynomial of degree two.
+_LENGTHS_OF_BOTH = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))
 _ATTENTION = "fsdp_shard_flops"
 _NUMBERS_OF_A_LAYER = ("layer_idx", "layer_index", "layer_number", "block_idx")
 
@@ -42,6 +46,7 @@ class Attention:
         window: Number of keys that a query attends to at most; None for all.
         heads: Number of heads of the queries, and of the keys and values.
         widths: Width of a head of the queries and keys, and of the values.
+        in_decoder: Whether the queries, and the keys, are of the decoder's tokens, where its sequence is another.
     """
 
     flops_per_pair: int
@@ -49,12 +54,14 @@ class Attention:
     window: int | None
     heads: tuple[int, int]
     widths: tuple[int, int]
+    in_decoder: tuple[bool, bool] = (False, False)
 
-    def flops(self, length: int) -> int:
-        """FLOPs for a sequence of `length` tokens, of the pairs that the mask does not hide."""
-        window = min(length, self.window or length)
-        before = window * length - window * (window - 1) // 2
-        return self.flops_per_pair * (before if self.is_causal else length * length)
+    def flops(self, length: int, decoder_length: int) -> int:
+        """FLOPs for sequences of these lengths, of the pairs that the mask does not hide."""
+        queries, keys = (decoder_length if is_there else length for is_there in self.in_decoder)
+        window = min(keys, self.window or keys)
+        before = window * keys - window * (window - 1) // 2
+        return self.flops_per_pair * (before if self.is_causal else queries * keys)
 
 
 @dataclass(frozen=True)
@@ -62,18 +69,21 @@ class Amount:
     """A number that depends on the length of a sequence: a polynomial, and attention.
 
     Attributes:
-        terms: Coefficients of 1, of the length, and of its square.
+        terms: Coefficients, by the powers of the length and of the decoder's length that they are of; those that are
+            missing are 0.
         attention: Attention that is counted by its formula.
     """
 
-    terms: tuple[Fraction, Fraction, Fraction] = (Fraction(0), Fraction(0), Fraction(0))
+    terms: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
     attention: tuple[Attention, ...] = ()
 
-    def at(self, length: int) -> int:
-        """The number for one sequence of `length` tokens."""
-        constant, linear, quadratic = self.terms
-        found = round(constant + linear * length + quadratic * length * length)
-        return found + sum(attention.flops(length) for attention in self.attention)
+    def at(self, length: int, decoder_length: int | None = None) -> int:
+        """The number for one sequence of `length` tokens; of an encoder-decoder the decoder's may have others."""
+        decoder_length = decoder_length or length
+        terms = (term * length**one * decoder_length**other for (one, other), term in self.terms.items())
+        return round(sum(terms, Fraction(0))) + sum(
+            attention.flops(length, decoder_length) for attention in self.attention
+        )
 
 
 @dataclass(frozen=True)
@@ -131,11 +141,13 @@ class _Counter(TorchDispatchMode):
     Attributes:
         counts: Those of what runs.
         phase: `forward`, `backward` or `recomputed`.
+        decoder_length: Number of the decoder's tokens, where it is another than that of the encoder's.
     """
 
     def __init__(self, counts: _BlockCounts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.counts, self.phase = counts, "forward"
+        self.decoder_length: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "aten::_local_scalar_dense":  # a value that control flow depends on
@@ -184,7 +196,8 @@ class _Attend(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.counter, ctx.mask = counter, mask
         heads, width, value_width = query.shape[1], query.shape[-1], value.shape[-1]
-        ctx.sizes = (heads, key.shape[1]), (width, value_width)
+        in_decoder = tuple(tensor.shape[2] == counter.decoder_length for tensor in (query, key))
+        ctx.sizes = (heads, key.shape[1]), (width, value_width), in_decoder
         output = query.new_empty((*query.shape[:2], query.shape[2], value_width))
         log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, log_sums)
@@ -194,7 +207,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, _, _ = ctx.saved_tensors
-        (heads, _), (width, value_width) = ctx.sizes
+        (heads, _), (width, value_width), _ = ctx.sizes
         of_query, of_key, of_value = ctx.needs_input_grad[:3]
         widths = value_width * of_value + (value_width if of_query or of_key else 0) + width * (of_query + of_key)
         ctx.counter.attend(Attention(2 * heads * widths, *ctx.mask, *ctx.sizes))
@@ -211,7 +224,7 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str =
         device: Where it runs: `meta`, or `cpu` within a `FakeTensorMode`, which is slower, and knows more operators.
 
     Returns:
-        The amounts for sequences of any length; of an encoder-decoder, for as many tokens on both sides.
+        The amounts for sequences of any length.
 
     Raises:
         RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: The model cannot run there,
@@ -219,7 +232,8 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str =
     """
     replace_tensors(model.train(), lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     runs = _Runs(model, blocks, device)
-    measured = [runs.measure(length) for length in _LENGTHS]
+    of_both = model.config.is_encoder_decoder
+    measured = [runs.measure(*lengths) for lengths in (_LENGTHS_OF_BOTH if of_both else _LENGTHS)]
     amounts = {key: _amounts([counts[key] for counts in measured]) for key in measured[0]}
     return ModelAmounts({fqn: amounts[runs.kinds[fqn]] for fqn in blocks if fqn in runs.kinds}, amounts[None])
 
@@ -240,11 +254,17 @@ class _Runs:
             module = model.get_submodule(fqn)
             module.forward = partial(self._run_block, fqn, module, module.forward)
 
-    def measure(self, length: int) -> dict[Any, _BlockCounts]:
-        """Counts of each kind of block, and under None of what is outside of blocks, for `length` tokens."""
+    def measure(self, num_steps: int, num_decoder_steps: int) -> dict[Any, _BlockCounts]:
+        """Counts of each kind of block, and under None of what is outside of blocks, for so many steps of tokens."""
         self._found = {None: _BlockCounts()}
-        names = ["input_ids", *(["decoder_input_ids"] if self._model.config.is_encoder_decoder else [])]
-        inputs = {name: torch.zeros((1, length), dtype=torch.long, device=self._device) for name in names}
+        self._counter.decoder_length = None if num_steps == num_decoder_steps else num_decoder_steps * _STEP
+        lengths = {"input_ids": num_steps}
+        if self._model.config.is_encoder_decoder:
+            lengths["decoder_input_ids"] = num_decoder_steps
+        inputs = {
+            name: torch.zeros((1, number * _STEP), dtype=torch.long, device=self._device)
+            for name, number in lengths.items()
+        }
         outside = self._found[None]
         with _attending(self._model, self._counter), torch.device(self._device), torch.enable_grad(), self._counter:
             with self._counter.counting(outside, "forward"):
@@ -369,11 +389,12 @@ def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
 
 
 def _amounts(measured: Sequence[_BlockCounts]) -> BlockAmounts:
-    """What a block takes, by its counts at the three lengths."""
+    """What a block takes, by its counts at each of the lengths."""
 
     def of(phase: str) -> Amount:
-        counts = [at_length.phases.get(phase, _Counts()) for at_length in measured]
-        return Amount(_polynomial([found.flops for found in counts]), tuple(counts[0].attention))
+        counts = [at_lengths.phases.get(phase, _Counts()) for at_lengths in measured]
+        # Where both lengths are the same, the sides of an encoder-decoder cannot be told apart.
+        return Amount(_polynomial([found.flops for found in counts]), tuple(counts[1].attention))
 
     def size(name: str) -> Amount:
         return Amount(_polynomial([getattr(found, name) for found in measured]))
@@ -388,10 +409,26 @@ def _amounts(measured: Sequence[_BlockCounts]) -> BlockAmounts:
     )
 
 
-def _polynomial(values: Sequence[int]) -> tuple[Fraction, Fraction, Fraction]:
-    """Coefficients of the polynomial that has these values at the three lengths, which are evenly spaced."""
-    one, two, three = values
-    start, step = _LENGTHS[0], _LENGTHS[1] - _LENGTHS[0]
-    quadratic = Fraction(three - 2 * two + one, 2 * step * step)
-    linear = Fraction(two - one, step) - quadratic * (2 * start + step)
-    return one - linear * start - quadratic * start * start, linear, quadratic
+def _polynomial(values: Sequence[int]) -> dict[tuple[int, int], Fraction]:
+    """The terms of the polynomial that has these values at `_LENGTHS`, or at `_LENGTHS_OF_BOTH`."""
+    constant, linear, quadratic = _in_one_length(*values[:3])
+    if len(values) == len(_LENGTHS):
+        return {(0, 0): constant, (1, 0): linear, (2, 0): quadratic}
+    one_one, two_one, _, one_two, one_three, two_two = values
+    _, linear_in_decoder, quadratic_in_decoder = _in_one_length(one_one, one_two, one_three)
+    product = Fraction(two_two - two_one - one_two + one_one, _STEP * _STEP)
+    return {
+        (0, 0): constant - _STEP * (linear_in_decoder - product * _STEP) - _STEP**2 * quadratic_in_decoder,
+        (1, 0): linear - product * _STEP,
+        (2, 0): quadratic,
+        (0, 1): linear_in_decoder - product * _STEP,
+        (0, 2): quadratic_in_decoder,
+        (1, 1): product,
+    }
+
+
+def _in_one_length(one: int, two: int, three: int) -> tuple[Fraction, Fraction, Fraction]:
+    """Coefficients of the polynomial that has these values at one, two and three steps."""
+    quadratic = Fraction(three - 2 * two + one, 2 * _STEP**2)
+    linear = Fraction(two - one, _STEP) - 3 * _STEP * quadratic
+    return one - linear * _STEP - quadratic * _STEP**2, linear, quadratic

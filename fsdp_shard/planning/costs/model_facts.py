@@ -8,10 +8,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
+from fsdp_shard.data import MASKED_LM
 from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
-from fsdp_shard.training import AdapterConfig, OptimConfig
+from fsdp_shard.training import AdapterConfig, OptimConfig, use_loss_head
 from fsdp_shard.utils import FakeTensorMode, first_line
 
 
@@ -39,6 +40,8 @@ class ModelFacts:
         expert_plan: Likewise for experts.
         head: FQN of the output head; empty if it has none.
         base_bytes: Bytes of what is frozen, in the dtype of the config.
+        unmasked_flops: FLOPs of both passes that a masked language model saves for each token that it does not predict:
+            those of the output head, where that computes the loss in chunks.
     """
 
     config: PretrainedConfig
@@ -49,6 +52,7 @@ class ModelFacts:
     expert_plan: Mapping[str, str]
     head: str
     base_bytes: int
+    unmasked_flops: int
     model: PreTrainedModel = field(repr=False)
     _units: dict[object, tuple[sharding.Unit, ...]] = field(default_factory=dict)
     _states: dict[str, int] = field(default_factory=dict)
@@ -124,8 +128,19 @@ def model_facts(
         expert_plan=models.parallel_plan(stored, "ep_plan"),
         head=fqn,
         base_bytes=frozen * file_dtype.itemsize,
+        unmasked_flops=_unmasked_flops(config, model, adapter),
         model=stored,
     )
+
+
+def _unmasked_flops(config: PretrainedConfig, settings: models.ModelConfig, adapter: AdapterConfig) -> int:
+    if settings.task != MASKED_LM:
+        return 0
+    model = build_planned(config, settings, adapter, settings.dtype)
+    if not use_loss_head(model, settings.chunked_loss):
+        return 0
+    weight: torch.Tensor = model.get_output_embeddings().weight
+    return 2 * weight.numel() * (3 if weight.requires_grad else 2)  # logits, gradients of the input and of the weight
 
 
 def _measured(

@@ -48,7 +48,7 @@ class StepCost:
     Attributes:
         num_ranks: Number of ranks.
         num_steps: Number of steps of the run; None where it depends on the data.
-        tokens: Tokens of a step, over all ranks.
+        tokens: Tokens of a step, over all ranks: those that have labels, as in the metrics of a run.
         flops: FLOPs that a rank must compute, recomputation included; None where they cannot be measured. Attention
             counts the pairs that its mask allows. Elementwise work and the optimizer's do not count.
         model_flops: Those of them that are trained on: without recomputation, a reference, or answers that are only
@@ -106,7 +106,7 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
     return StepCost(
         num_ranks=run.num_ranks,
         num_steps=None if run.train.epochs is not None else run.train.num_steps,
-        tokens=run.num_micro_batches * run.num_rows * run.num_data_ranks * run.sequence_length,
+        tokens=run.num_micro_batches * run.num_data_ranks * _labels_of_rows(run),
         flops=flops,
         model_flops=model_flops,
         precision=precision,
@@ -130,20 +130,29 @@ def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int
         counted += [block.forward, block.backward]
         if fqn in recomputed:
             counted.append(block.recomputed_selectively if kind == "selective" else block.recomputed)
-    flops = run.num_rows * _sum_at(counted, run.sequence_length)
+    flops = run.num_rows * _sum_at(counted, run.sequence_length, run.target_length)
+    if run.mask_fraction is not None and run.shard.tensor_parallel == 1:  # else the head is divided
+        flops -= (run.num_rows * run.sequence_length - _labels_of_rows(run)) * facts.unmasked_flops
     if not of_model:  # what is compared without gradients
         num_rows = run.num_read_rows - run.num_rows
         num_rows += run.num_read_rows if run.reference_kind in ("sharded", "adapter") else 0
-        flops += num_rows * _sum_at([block.forward for block in blocks.values()], run.sequence_length)
+        flops += num_rows * _sum_at(
+            [block.forward for block in blocks.values()], run.sequence_length, run.target_length
+        )
     return run.num_micro_batches * flops // (run.shard.tensor_parallel * run.shard.context_parallel)
 
 
-def _sum_at(amounts: Sequence[Amount], length: int) -> int:
+def _labels_of_rows(run: PlannedRun) -> int:
+    """Number of tokens with labels that count in a micro-batch; of masked ones their mean."""
+    return round(run.num_rows * (run.target_length or run.sequence_length) * (run.mask_fraction or 1))
+
+
+def _sum_at(amounts: Sequence[Amount], length: int, decoder_length: int | None) -> int:
     """The sum of `amounts`, of which many are the same."""
     known: dict[int, int] = {}
     for amount in amounts:
         if id(amount) not in known:
-            known[id(amount)] = amount.at(length)
+            known[id(amount)] = amount.at(length, decoder_length)
     return sum(known[id(amount)] for amount in amounts)
 
 
@@ -156,7 +165,8 @@ def _activation_bytes(facts: ModelFacts, run: PlannedRun) -> tuple[int, int]:
     kept = [block.input_bytes if fqn in recomputed else block.saved_bytes for fqn, block in blocks.items()]
     again = [block.saved_bytes for fqn, block in blocks.items() if fqn in recomputed]
     of_kept, of_again = (
-        run.num_rows * _sum_at(amounts, run.part_length) // run.shard.tensor_parallel for amounts in (kept, again)
+        run.num_rows * _sum_at(amounts, run.part_length, run.target_length) // run.shard.tensor_parallel
+        for amounts in (kept, again)
     )
     return of_kept, of_again
 

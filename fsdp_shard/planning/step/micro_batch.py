@@ -1,6 +1,7 @@
 """One micro-batch of a planned run, whose losses the objective itself computes on fake tensors."""
 
 from dataclasses import dataclass, replace
+from math import ceil, sqrt
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ _CPU = torch.device("cpu")
 _TOKEN_BYTES = 8  # int64
 _TARGET_BYTES = 8  # a float32 and an int32
 _MAX_CHUNKS = 8
+_MASKED_DEVIATIONS = 5  # of the number of masked tokens: more come once in three million micro-batches
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class BatchSize:
         num_targets: Number of tokens of a teacher for each prediction.
         has_targets: Whether the batch has them, as of a teacher that ran before.
         upcasts_logits: Whether the logits of all predictions are there, and the loss upcasts a chunk of them at a time.
+        target_length: Number of tokens of each target of a seq2seq model; None for `length`.
+        mask_fraction: Fraction of the tokens that are predicted, of a masked language model.
     """
 
     num_rows: int
@@ -143,6 +147,22 @@ class BatchSize:
     num_targets: int = 0
     has_targets: bool = False
     upcasts_logits: bool = False
+    target_length: int | None = None
+    mask_fraction: float | None = None
+
+    @property
+    def num_label_tokens(self) -> int:
+        """Number of tokens that the rank has labels for."""
+        return self.num_rows * (self.target_length or self.length)
+
+    @property
+    def num_counted(self) -> int:
+        """The most labels that count. A masked language model draws them: as many as nearly no micro-batch has."""
+        if self.mask_fraction is None:
+            return self.num_label_tokens
+        mean = self.num_label_tokens * self.mask_fraction
+        deviation = sqrt(mean * (1 - self.mask_fraction))
+        return min(self.num_label_tokens, ceil(mean + _MASKED_DEVIATIONS * deviation))
 
     @property
     def num_predictions(self) -> int:
@@ -166,7 +186,7 @@ def planned_batch(
         size: The size of the micro-batch.
         recorder: Does not count the micro-batch, and receives which model runs.
     """
-    batch, plain = _batch(model, size.num_rows, size.length, size.num_parts), _Plain(model)
+    batch, plain = _batch(model, size), _Plain(model)
     recorder.most_chosen = most_chosen(model)
     batch = replace(batch, counted=batch.counted[: recorder.most_chosen])
     if size.upcasts_logits:  # the loss has a pass for each chunk of labels, all of which take the same memory
@@ -191,13 +211,16 @@ def planned_batch(
     return PlannedBatch(plain, batch, objective, reference)
 
 
-def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -> DeviceBatch:
+def _batch(model: PreTrainedModel, size: BatchSize) -> DeviceBatch:
     config: Any = model.config
-    names = ["input_ids", *(["decoder_input_ids"] if config.is_encoder_decoder else [])]
-    inputs = {name: torch.zeros((num_rows, length), dtype=torch.long) for name in names}
-    is_classifier = "SequenceClassification" in type(model).__name__
-    labels = torch.zeros((num_rows,) if is_classifier else (num_rows, length), dtype=torch.long)
-    counted = torch.zeros(labels.numel(), dtype=torch.long)
+    num_rows, length, num_parts = size.num_rows, size.length, size.num_parts
+    inputs = {"input_ids": torch.zeros((num_rows, length), dtype=torch.long)}
+    labels = torch.zeros((num_rows, size.target_length or length), dtype=torch.long)
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.zeros_like(labels)
+    if "SequenceClassification" in type(model).__name__:
+        labels = torch.zeros((num_rows,), dtype=torch.long)
+    counted = torch.zeros(min(labels.numel(), size.num_counted), dtype=torch.long)
     method = divided_by(model)
     if method is None:
         return DeviceBatch(inputs, labels, counted)
@@ -255,8 +278,9 @@ def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     """
     config: Any = model.config
     divided = 2 + size.num_parts * (4 if size.keeps_whole else 1) if size.num_parts > 1 else 0
-    others = bool(config.is_encoder_decoder) + (size.rows != FULL) + size.shares_prompts
-    num_arrays = 3 + others + divided
-    tokens = size.num_rows * size.length
+    num_arrays = 1 + (size.rows != FULL) + size.shares_prompts + divided
+    num_values = size.num_rows * size.length * num_arrays
+    num_values += size.num_label_tokens * (1 + bool(config.is_encoder_decoder)) + size.num_counted
+    num_values += 2 * max(0, size.num_counted - most_chosen(model))
     targets = _TARGET_BYTES * size.num_targets * size.num_predictions if size.has_targets else 0
-    return tokens * _TOKEN_BYTES * num_arrays + 2 * _TOKEN_BYTES * max(0, tokens - most_chosen(model)) + targets
+    return num_values * _TOKEN_BYTES + targets

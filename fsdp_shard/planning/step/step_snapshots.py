@@ -63,11 +63,11 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
     before = loading_snapshots(config, part, run, in_units, terms)
-    of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.rows)
+    of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.rows, run.target_length)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
     extra = _extra_passes(config, run)
     dtypes = [(unit.fqn, unit.dtype) for unit in part.units]
-    others = (run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks, run.on_gpu, extra, dtypes)
+    others = (run.adapter, of_one_rank(run.shard), *of_batch, run.mask_fraction, *of_ranks, run.on_gpu, extra, dtypes)
     of_model = of_activations(run.model)
     record, has_loss_head = facts.of("record", (of_model, *others), lambda: _record(config, run, part, extra))
     of_recording = (with_any_loss(of_model), has_loss_head, *others)
@@ -126,6 +126,7 @@ def _batch_size(config: PretrainedConfig, run: PlannedRun) -> BatchSize:
     sizes = run.num_read_rows, run.padded_length, run.shard.context_parallel
     keeps_whole = run.shard.context_parallel > 1 and run.objective.compares_whole_sequences
     size = BatchSize(*sizes, run.rows, shares_prompts, keeps_whole)
+    size = replace(size, target_length=run.target_length, mask_fraction=run.mask_fraction)
     if isinstance(run.objective, DistillConfig):
         num_targets = run.objective.top_k or int(config.get_text_config().vocab_size)
         return replace(size, num_targets=num_targets, has_targets=run.objective.is_precomputed)
@@ -146,7 +147,7 @@ def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
 def _score_bytes(config: PretrainedConfig, run: PlannedRun) -> int:
     """Bytes of the float32 scores of all pairs of tokens, of one layer."""
     text: Any = config.get_text_config()
-    return 4 * run.num_rows * int(text.num_attention_heads) * run.padded_length**2
+    return 4 * run.num_rows * int(text.num_attention_heads) * max(run.padded_length, run.decoder_length) ** 2
 
 
 def _math_attention() -> AbstractContextManager[None]:
@@ -160,7 +161,7 @@ def _with_chunks_of_gpus(recordings: Recordings, model: PreTrainedModel, run: Pl
     In training a chunk is there four times: upcast, its log-softmax, and the gradients of both; else twice.
     """
     text: Any = model.config.get_text_config()
-    logits = 4 * run.num_rows * run.padded_length * int(getattr(text, "vocab_size", 1))
+    logits = 4 * run.num_rows * run.decoder_length * int(getattr(text, "vocab_size", 1))
     cpu, gpu = (min(logits, cross_entropy_chunk_bytes(device, logits)) for device in ("cpu", "cuda"))
     more = gpu - cpu
     return replace(

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -416,11 +416,14 @@ class _Samples(data.Dataset):
             return self._packed_pair()
         rows = (2,) if compares else ()
         tokens = np.zeros((*rows, length), np.int64)
+        labels = np.zeros((*rows, self._run.target_length or length), np.int64)
         inputs = {"input_ids": tokens} if self._is_causal else {"input_ids": tokens, "attention_mask": tokens + 1}
         if self._run.is_packed:
             inputs["position_ids"] = np.arange(length) % -(-length // 2)  # two documents
-        is_classified = self._run.model.task == data.CLASSIFICATION
-        labels = np.zeros(rows, np.int64) if is_classified else tokens
+        if self._run.model.task == data.CLASSIFICATION:
+            labels = np.zeros(rows, np.int64)
+        if self._run.mask_fraction is not None:
+            labels[ceil(length * self._run.mask_fraction) :] = data.MASKED
         extras = {} if not rows else {name: np.zeros(2, np.float32) for name in ("reference_log_probs", "desirable")}
         return data.Sample(inputs, labels, decoder_start=0 if self._decodes else None, extras=extras)
 

@@ -243,9 +243,11 @@ def _returns_logits(model: PreTrainedModel, head: nn.Linear) -> bool:
         replaced += [(owner, n, child) for n, child in owner.named_children() if n != name or child is head]
         owner = owner.get_submodule(name)
     try:
-        body = _Outputs(last_hidden_state=torch.zeros(1, 1, head.in_features))
+        hidden = torch.zeros(1, 1, head.in_features)
+        body = _Outputs(last_hidden_state=hidden)
         for parent, name, child in replaced:
-            parent.register_module(name, _Returns(known if child is head else body))
+            is_layer = next(child.children(), None) is None
+            parent.register_module(name, _StandIn(child, known if child is head else hidden if is_layer else body))
         names = ["input_ids", *(["decoder_input_ids"] if model.config.is_encoder_decoder else [])]
         with torch.no_grad():
             inputs = {name: torch.zeros(1, 1, dtype=torch.long) for name in names}
@@ -258,12 +260,16 @@ def _returns_logits(model: PreTrainedModel, head: nn.Linear) -> bool:
             parent.register_module(name, child)
 
 
-class _Returns(nn.Module):
-    """A stand-in for a module, which returns the same for any input."""
+class _StandIn(nn.Module):
+    """Stands in for a module: it returns the same for any input, as do the modules in it, and has its attributes."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, module: nn.Module, value: Any) -> None:
         super().__init__()
-        self._value = value
+        vars(self)["_module"], self._value = module, value  # not registered as a part of it
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(vars(self)["_module"], name)
+        return _StandIn(found, self._value) if isinstance(found, nn.Module) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._value
