@@ -45,10 +45,10 @@ from fsdp_shard.training import (
     AdapterConfig,
     LoraConfig,
     TrainConfig,
+    giving_loss,
     inject_lora,
     use_loss_head,
 )
-from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
 from fsdp_shard.utils import replace_tensors
 from tests.planning.device_presets import preset
 from tests.support.mixtures import config as mixture_config
@@ -204,10 +204,12 @@ def test_a_mask_hides_what_no_query_attends_to() -> None:
     causal = sum(key <= query for query, key in pairs)
     window = sum(query - 4 < key <= query for query, key in pairs)
     sizes = (2, 1), (8, 8)
-    assert Attention(3, True, None, *sizes).flops(10) == 3 * causal
-    assert Attention(3, True, 4, *sizes).flops(10) == 3 * window
-    assert Attention(3, True, 40, *sizes).flops(10) == 3 * causal
-    assert Attention(3, False, None, *sizes).flops(10) == 300
+    assert Attention(3, True, None, *sizes).flops(10, 10) == 3 * causal
+    assert Attention(3, True, 4, *sizes).flops(10, 10) == 3 * window
+    assert Attention(3, True, 40, *sizes).flops(10, 10) == 3 * causal
+    assert Attention(3, False, None, *sizes).flops(10, 10) == 300
+    assert Attention(3, False, None, *sizes, in_decoder=(True, False)).flops(10, 4) == 120
+    assert Attention(3, True, None, *sizes, in_decoder=(True, True)).flops(10, 4) == 30
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     wide, narrow = (
         cost_of(MistralConfig(architectures=["MistralForCausalLM"], sliding_window=size, **shape)).flops or 0
@@ -368,7 +370,7 @@ def test_no_published_measurement_is_faster_than_the_bound(published: Any) -> No
     # Of what was published, attention counts all pairs of tokens.
     assert facts.amounts is not None
     of_tokens = sum(
-        hidden_flops(amount, length)
+        hidden_flops(amount, length, length)
         for block in facts.amounts.blocks.values()
         for amount in (block.forward, block.backward)
     )
