@@ -13,6 +13,7 @@ from .config import (
 from .device_map.device_plan import DevicePlan as DevicePlan, device_name as device_name
 from .dispatch import (
     OnPlan as OnPlan,
+    check_gpu_budgets as check_gpu_budgets,
     dispatch_model as dispatch_model,
     load_dispatched as load_dispatched,
     model_from_config as model_from_config,

@@ -256,15 +256,26 @@ def _budgets_of_rank(settings: DispatchConfig, context: DistributedContext | Non
     budgets = settings.budgets
     if budgets is None or context is None or context.local_world_size == 1 or isinstance(settings.assignment, dict):
         return budgets
-    own = {rank: gpu_number(rank) for rank in range(context.local_world_size)}
-    named = [device for device in budgets if device != "cpu"]
-    if named and (missing := [gpu for gpu in own.values() if gpu not in named]):
-        sizes = ", ".join(f"{gpu}: SIZE" for gpu in dict.fromkeys(own.values()))
-        raise ConfigError(
-            f"max_memory names GPU {min(named, key=str)}, but not GPU {missing[0]}, and each of the {len(own)} ranks "
-            f"on this machine uses the GPU of its number; give {{{sizes}}} besides the CPU's size, or leave it out."
-        )
+    own = [gpu_number(rank) for rank in range(context.local_world_size)]
+    check_gpu_budgets(budgets, own)
     return {device: size for device, size in budgets.items() if device in ("cpu", own[context.local_rank])}
+
+
+def check_gpu_budgets(budgets: Mapping[Device, int], gpus: Sequence[int], setting: str = "max_memory") -> None:
+    """Raise ConfigError for budgets of some of the GPUs that the ranks of a machine use.
+
+    Args:
+        budgets: Device -> bytes.
+        gpus: The number of each rank's GPU.
+        setting: The name of the setting that has the budgets.
+    """
+    named = [device for device in budgets if device != "cpu"]
+    if named and (missing := [gpu for gpu in gpus if gpu not in named]):
+        sizes = ", ".join(f"{gpu}: SIZE" for gpu in dict.fromkeys(gpus))
+        raise ConfigError(
+            f"{setting} names GPU {min(named, key=str)}, but not GPU {missing[0]}, and each of the {len(gpus)} ranks "
+            f"on a machine uses the GPU of its number; give {{{sizes}}} besides the CPU's size, or leave it out."
+        )
 
 
 def plan_from_config(config: PretrainedConfig, settings: DispatchConfig, kv_cache: KVCacheBudget | None) -> DevicePlan:

@@ -108,6 +108,7 @@ def test_errors_name_the_teacher(teacher: Path, tmp_path: Path) -> None:
         plan(teacher, teacher_max_memory={0: "1MiB", "cpu": "64MiB"})
 
 
+@pytest.mark.long
 def test_the_command_plans_it_and_names_what_takes_less(teacher: Path, tmp_path: Path) -> None:
     _STUDENT.save_pretrained(tmp_path / "student")
     typed = [
@@ -119,6 +120,14 @@ def test_the_command_plans_it_and_names_what_takes_less(teacher: Path, tmp_path:
     assert "Not planned" not in before.out
     assert "pass of the teacher" not in before.out
     alongside = [*typed, "objective.teacher_logits=computed"]
+    lacking = [*alongside, "launch.ranks=2", "train.global_batch_size=2", "objective.teacher_max_memory={0: 20GB}"]
+    refused = run_recipe("plan", tmp_path / "lacking", *lacking)
+    assert (
+        "finetune would refuse these settings: objective.teacher_max_memory names GPU 0, but not GPU 1" in refused.out
+    )
+    assert (
+        "would refuse" not in run_recipe("plan", tmp_path / "all", *lacking[:-1], lacking[-1][:-1] + ", 1: 20GB}").out
+    )
     found = run_recipe("plan", tmp_path / "alongside", *alongside, f"device.memory={_WEIGHTS + 900 * _MIB}")
     assert "The teacher runs alongside: its memory is in this plan, its time is not." in found.out
     needed = found.result["peak_bytes"] + sum(found.result["overhead_bytes"].values())

@@ -112,8 +112,18 @@ def checked_plan(
     main: Device,
     budgets: Mapping[Device, int],
     prefetch: int,
+    *,
+    is_given: bool = True,
 ) -> DevicePlan:
     """The plan with `groups` on `devices`, with the prefetch reduced as far as the budgets require.
+
+    Args:
+        groups: The blocks.
+        devices: The device of each group.
+        main: The device that computes.
+        budgets: Bytes by device.
+        prefetch: Number of streamed blocks to fetch ahead, at most.
+        is_given: Whether the devices were asked for, so that a device map that follows from the budgets may help.
 
     Raises:
         PlanError: A device needs more than its budget even without prefetch.
@@ -150,8 +160,8 @@ def checked_plan(
     need, budget = needed[device], budgets[device]
     raise PlanError(
         f"The device map needs {format_size(need)} on {device_name(device)}, where max_memory gives "
-        f"{format_size(budget)}: {format_size(need - budget)} too little. Give {device}: {enough(need)}, load in a "
-        f"smaller dtype, put more blocks elsewhere, or take device_map=auto."
+        f"{format_size(budget)}: {format_size(need - budget)} too little. Give {device}: {enough(need)}, "
+        + ("load in a smaller dtype, put more blocks elsewhere, or take device_map=auto." if is_given else "or more.")
     )
 
 

@@ -126,14 +126,14 @@ def _fill(
     if strategy != "sequential":
         gpus = _even(groups, gpus, main)
     if devices := _assign(groups, budgets if main == "cpu" else gpus, 0, main):
-        return checked_plan(groups, devices, main, budgets, 0)
+        return checked_plan(groups, devices, main, budgets, 0, is_given=False)
     sizes = sorted({group.largest_bytes for group in groups if not group.is_pinned})
     for ahead in range(prefetch, -1, -1):
         for block_bytes in sizes:
             if ahead and 2 * (1 + ahead) * block_bytes > budgets.get(main, 0):
                 continue
             if devices := _assign_with_staging(groups, budgets, block_bytes, main, 1 + ahead):
-                return checked_plan(groups, devices, main, budgets, ahead)
+                return checked_plan(groups, devices, main, budgets, ahead, is_given=False)
     raise PlanError(_too_small(groups, budgets, main))
 
 

@@ -28,6 +28,8 @@ def planner_for(
     from fsdp_shard.planning.costs.step_time import step_time
     from fsdp_shard.planning.memory_plan import HostMemory
     from fsdp_shard.planning.search.planner import Planner
+    from fsdp_shard.planning.step.teacher_pass import check_budgets
+    from fsdp_shard.training import DistillConfig
 
     def host(candidate: PlannedRun) -> HostMemory | None:
         known = planned_hardware(config, candidate.num_ranks)
@@ -36,7 +38,12 @@ def planner_for(
         per_machine = candidate.num_ranks // config.launch.min_nodes
         return HostMemory(known.host_memory_bytes, min(per_machine, known.num_per_machine or per_machine))
 
-    planner = Planner(model_config, on_gpu=config.launch.device != "cpu", host=host)
+    def check_together(candidate: PlannedRun) -> None:
+        if candidate.on_gpu and isinstance(candidate.objective, DistillConfig):
+            check_budgets(candidate.objective, candidate.num_ranks // config.launch.min_nodes)
+
+    on_gpu = config.launch.device != "cpu"
+    planner = Planner(model_config, on_gpu=on_gpu, check_together=check_together, host=host)
 
     def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float | None:
         found = step_time(planner.cost(candidate), planned_hardware(config, candidate.num_ranks))

@@ -13,7 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp_shard.errors import ConfigError, InputError
-from fsdp_shard.inference import DispatchConfig, model_from_config, parse_budgets, plan_dispatch
+from fsdp_shard.inference import (
+    DispatchConfig,
+    check_gpu_budgets,
+    model_from_config,
+    parse_budgets,
+    plan_dispatch,
+)
 from fsdp_shard.models import load_config
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.micro_batch import most_chosen
@@ -89,6 +95,12 @@ def _budgets(distill: DistillConfig, run: PlannedRun) -> dict[Any, str]:
         )
     found: dict[Any, str] = {"cpu": str(given["cpu"])} if "cpu" in given else {}
     return found | ({0: str(max(gpus))} if run.on_gpu and gpus else {})  # each rank uses a GPU of its own
+
+
+def check_budgets(distill: DistillConfig, num_local_ranks: int) -> None:
+    """Raise ConfigError for budgets of a teacher that `finetune` refuses: those of some of a machine's GPUs."""
+    setting = "objective.teacher_max_memory"
+    check_gpu_budgets(parse_budgets(distill.teacher_max_memory, setting) or {}, range(num_local_ranks), setting)
 
 
 def _pass_bytes(model: PreTrainedModel, run: PlannedRun, top_k: int) -> int:
