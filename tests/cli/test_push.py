@@ -34,6 +34,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@pytest.mark.long
 def test_a_run_is_pushed_and_loads_again(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     done = push(hub, tmp_path, f"{trained / 'run'}@best", "org/name", "--evaluations", trained / "evaluated")
     assert done.status == 0, done.err

@@ -46,6 +46,7 @@ def test_what_the_function_raises_is_not_tried_again(tmp_path: Path) -> None:
     assert len([*tmp_path.iterdir()]) == 2
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_meet_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "init_distributed", _late_once(tmp_path))
     with pytest.warns(UserWarning, match="started once more: rank . waited for the others"):

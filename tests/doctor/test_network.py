@@ -40,6 +40,7 @@ def test_the_rendezvous_of_another_launcher_of_the_run_is_no_fault() -> None:
     assert "is this machine for every machine" in finding.text
 
 
+@pytest.mark.long
 def test_a_program_that_is_no_rendezvous_is_one() -> None:
     with closing(create_server(("127.0.0.1", 0))) as server:
         found = _find(f"127.0.0.1:{server.getsockname()[1]}")

@@ -121,6 +121,7 @@ def test_it_stops_when_it_is_asked_to_and_goes_on_with_other_ranks(place: Path, 
     assert losses(run_dir) == pytest.approx(whole, abs=2e-6)
 
 
+@pytest.mark.long
 def test_a_model_that_transformers_shards_is_resumed_which_the_trainer_itself_cannot(place: Path) -> None:
     assert on_ranks(2, train, place / "fsdp-whole", "untied", "fsdp") == ["", ""]
     run_dir = place / "fsdp"

@@ -89,6 +89,7 @@ def test_generation_takes_what_was_planned(
     assert 1.0 <= planned.peak_bytes["cpu"] / live.most <= 1.05, (planned.peaks, live.most)
 
 
+@pytest.mark.long
 def test_the_command_shows_the_peak_of_generation(tmp_path: Path) -> None:
     saved("llama", tmp_path / "model")
     given = [f"model.path={tmp_path / 'model'}", "data.sequence_length=64", "dispatch.device_map=cpu"]

@@ -204,6 +204,7 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
     assert layers[0] < most(6, False) / 2
 
 
+@pytest.mark.long
 def test_settings_change_what_they_should() -> None:
     base = plan(num_ranks=2).per_rank[0]
     assert base.peak is not None

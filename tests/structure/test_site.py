@@ -116,6 +116,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert "fsdp_shard.Checkpointer.restore" in ids
 
 
+@pytest.mark.long
 def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
     for name in navigation():
         page = Path(name)

@@ -136,6 +136,7 @@ def test_what_an_adapter_cannot_begin_with_is_said(
     assert "that was trained on" in _refused(tmp_path / "refused", *given, same, f"model.path={other}")
 
 
+@pytest.mark.long
 def test_a_plan_reads_it_if_it_is_there(earlier: Path, tiny_model: Path, tmp_path: Path) -> None:
     given = [f"model.path={tiny_model}", "adapter=lora", "launch.device=cpu"]
     ended = run_recipe("plan", tmp_path / "gone", *given, "adapter.path=/nowhere")

@@ -209,6 +209,7 @@ def test_resume_under_the_other_wrapper_on_other_ranks(wrapper: str, other: str,
         assert held[0][name] == pytest.approx(first[name]["losses"][HALF:], abs=close), name
 
 
+@pytest.mark.long
 def test_with_ddp_every_rank_has_all_of_an_update(saved: Any, tmp_path: Path) -> None:
     root, (first, _) = saved("fsdp2")
     ddp = on_ranks(2, train_and_resume, DdpConfig(), tmp_path)[0]

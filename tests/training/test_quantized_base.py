@@ -145,6 +145,7 @@ def plain_losses(kind: str, dtype: str, parts: int) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_losses_are_those_of_peft_on_the_decoded_weights(results: dict[tuple[int, Cell], Any]) -> None:
     for (ranks, cell), gave in results.items():
         wanted = plain_losses(cell.kind, cell.dtype, ranks)

@@ -58,6 +58,7 @@ with start_run(config):
 """
 
 
+@pytest.mark.long
 def test_the_peak_memory_of_a_run_is_not_that_of_one_before_it_in_its_process(tmp_path: Path, tiny_model: Path) -> None:
     done = run([sys.executable, "-c", _AFTER_ANOTHER, tiny_model], tmp_path)
     assert int(done.out) > 300 << 20, done.err

@@ -48,6 +48,7 @@ print(*on_ranks(1, mapped_for_itself), *on_ranks(1, after_training)[0])
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc tells since 2.33, and no other does")
 def test_tensors_that_come_and_go_while_training_take_no_new_pages() -> None:
     done = run([sys.executable, "-c", _PROGRAM], Path(__file__).parents[2])
