@@ -80,7 +80,10 @@ def _teacher_line(distill: DistillConfig) -> str:
             "The teacher runs before training, in the memory that is free then or that of "
             "objective.teacher_max_memory; neither that nor its time is in this plan."
         )
-    return "The teacher runs alongside: its memory is in this plan, its time is not."
+    return (
+        "The teacher runs alongside: its memory is in this plan, and its passes are in the FLOPs of each rank, but not "
+        "in the MFU. What it reads from the disk, and computes on the CPU of a GPU's rank, is not in the time."
+    )
 
 
 def _trace(config: PretrainedConfig, run: PlannedRun, plan: MemoryPlan) -> tuple[str, dict[str, Any]]:

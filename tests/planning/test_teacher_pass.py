@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, ViTConfig
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, ViTConfig
 
 from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
+from fsdp_shard.planning.search.planner import Planner
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training import OBJECTIVES, OPTIMIZERS, LoraConfig, TrainConfig
 from tests.support.runs import run_recipe
@@ -21,7 +25,7 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 _STUDENT = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **_SIZES)
 _TEACHER = LlamaConfig(hidden_size=256, intermediate_size=2048, num_hidden_layers=3, **_SIZES)
-_MIB = 1 << 20
+_MIB, _LENGTH = 1 << 20, 128
 # Embeddings and head of 512 x 256, and in each layer attention of 3 x 256 x 256, and an MLP of 3 x 256 x 2,048.
 _WEIGHTS = 4 * (2 * 512 * 256 + 3 * (3 * 256 * 256 + 3 * 256 * 2048 + 2 * 256) + 256)
 
@@ -36,11 +40,15 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(teacher: Path, *, on_gpu: bool = True, rows: int = 2, **objective: Any) -> MemoryPlan:
     """The plan of a run that `teacher` teaches alongside."""
+    return plan_memory(_STUDENT, run_of(teacher, on_gpu=on_gpu, rows=rows, **objective))
+
+
+def run_of(teacher: Path, *, on_gpu: bool = True, rows: int = 2, **objective: Any) -> PlannedRun:
     settings = {"teacher": str(teacher), "teacher_logits": "computed", **objective}
     train = TrainConfig(steps=1, global_batch_size=2 * rows, micro_batch_size=rows)
     sections = ModelConfig(path=""), WRAPPERS["fsdp2"](), train, OPTIMIZERS["adamw"]()
     distill = OBJECTIVES["distill"](**settings)
-    return plan_memory(_STUDENT, PlannedRun(*sections, 128, 2, LoraConfig(rank=2), objective=distill, on_gpu=on_gpu))
+    return PlannedRun(*sections, _LENGTH, 2, LoraConfig(rank=2), objective=distill, on_gpu=on_gpu)
 
 
 def bytes_of(found: MemoryPlan) -> tuple[int, int]:
@@ -82,6 +90,35 @@ def test_its_pass_grows_with_the_batch(teacher: Path) -> None:
 def max_pass(found: MemoryPlan) -> int:
     """The most bytes of the teacher's pass."""
     return max(snapshot.terms.get("pass of the teacher", 0) for snapshot in found.per_rank[0].snapshots)
+
+
+def flops_of_a_pass(rows: int) -> int:
+    """What torch's counter finds in a real pass of the teacher, without the pairs that its mask hides."""
+    model = AutoModelForCausalLM.from_config(_TEACHER)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(input_ids=torch.zeros((rows, _LENGTH), dtype=torch.long), use_cache=False)
+    hidden_pairs = rows * _TEACHER.num_hidden_layers * _LENGTH * (_LENGTH - 1) // 2
+    return int(counter.get_total_flops()) - 4 * _TEACHER.hidden_size * hidden_pairs
+
+
+def test_its_passes_are_in_the_cost_of_a_step(teacher: Path) -> None:
+    planner = Planner(_STUDENT)
+    on_device, before, streamed, on_cpu = (
+        planner.cost(run_of(teacher, **settings))
+        for settings in (
+            {},
+            {"teacher_logits": "precomputed"},
+            {"teacher_max_memory": {0: "15MiB", "cpu": "8MiB"}},
+            {"teacher_max_memory": {"cpu": "64MiB"}},
+        )
+    )
+    assert (on_device.flops or 0) - (before.flops or 0) == flops_of_a_pass(2)
+    assert on_device.model_flops == before.model_flops
+    assert on_device.memory_bytes - before.memory_bytes == _WEIGHTS
+    assert (on_device.to_device_bytes, before.to_device_bytes) == (0, 0)
+    assert streamed.flops == on_device.flops
+    assert _WEIGHTS - 15 * _MIB <= streamed.to_device_bytes < _WEIGHTS
+    assert on_cpu == before, "it takes nothing of the device"
 
 
 def test_budgets_of_gpus_alone_are_refused_for_ranks_without(teacher: Path) -> None:
@@ -129,7 +166,7 @@ def test_the_command_plans_it_and_names_what_takes_less(teacher: Path, tmp_path:
         "would refuse" not in run_recipe("plan", tmp_path / "all", *lacking[:-1], lacking[-1][:-1] + ", 1: 20GB}").out
     )
     found = run_recipe("plan", tmp_path / "alongside", *alongside, f"device.memory={_WEIGHTS + 900 * _MIB}")
-    assert "The teacher runs alongside: its memory is in this plan, its time is not." in found.out
+    assert "The teacher runs alongside: its memory is in this plan, and its passes are in the FLOPs" in found.out
     needed = found.result["peak_bytes"] + sum(found.result["overhead_bytes"].values())
     tight = run_recipe("plan", tmp_path / "tight", *alongside, f"device.memory={needed - 5 * _MIB}")
     assert tight.status == 1

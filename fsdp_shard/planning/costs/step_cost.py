@@ -51,15 +51,15 @@ class StepCost:
         tokens: Tokens of a step, over all ranks: those that have labels, as in the metrics of a run.
         flops: FLOPs that a rank must compute, recomputation included; None where they cannot be measured. Attention
             counts the pairs that its mask allows. Elementwise work and the optimizer's do not count.
-        model_flops: Those of them that are trained on: without recomputation, a reference, or answers that are only
-            compared.
+        model_flops: Those of them that are trained on: without recomputation, a reference, a teacher, or answers that
+            are only compared.
         precision: What is multiplied: `bf16`, `tf32` or `fp32`.
         traffic: What it sends to other ranks.
         memory_bytes: Device memory that it reads and writes at least: parameters once a pass, what gathers write,
             gradients, activations between the passes and those that are recomputed, and the state that the optimizer
             updates.
         to_host_bytes: Bytes that offload copies from the device.
-        to_device_bytes: Bytes that offload copies back.
+        to_device_bytes: Bytes that offload copies back, and a teacher's weights that are not on the device.
         checkpoint: A saved step.
         problem: Why FLOPs cannot be measured, if so.
     """

@@ -47,7 +47,7 @@ def step_report(cost: StepCost, hardware: Hardware) -> str:
     if cost.to_host_bytes or cost.to_device_bytes:
         lines.append(
             f"Offload copies {format_size(cost.to_host_bytes)} to host memory in a step, and "
-            f"{format_size(cost.to_device_bytes)} back."
+            f"{format_size(cost.to_device_bytes)} from there."
         )
     lines.append(_checkpoint_line(cost))
     return "\n".join([*lines, *_time_lines(cost, hardware)])

@@ -9,6 +9,7 @@ from fsdp_shard import sharding
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
+from fsdp_shard.planning.costs.teacher_cost import with_teacher
 from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
 from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
@@ -72,7 +73,7 @@ class Planner:
             return model_facts(self.config, stored, run.model, run.adapter, shard)
 
         facts = self.facts.of("costs", (with_any_loss(run.model), run.adapter, shard), measure)
-        return step_cost(facts, run)
+        return with_teacher(step_cost(facts, run), run, self.facts)
 
     def check(self, run: PlannedRun) -> None:
         """Raise an InputError if `finetune` would refuse the settings of `run`. Costs little; builds no model."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
@@ -26,12 +26,10 @@ from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
 from fsdp_shard.planning.step.snapshot import COMPLETIONS, EVA, GRADIENTS, TEACHER, Snapshot
+from fsdp_shard.planning.step.teacher_pass import PlannedTeacher, teacher_of
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import DistillConfig, cross_entropy_chunk_bytes, use_loss_head
 from fsdp_shard.utils import first_line
-
-if TYPE_CHECKING:
-    from fsdp_shard.planning.step.teacher_pass import PlannedTeacher
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     if EVA in recordings.extra:
         before += _find_directions(begin(in_units, rules, {**terms}), recordings)
         directions = extra[EVA].state_bytes(recordings.extra[EVA][0], dict(model.named_parameters()))
-    uncounted, teacher = dict(recordings.uncounted), _teacher(run, facts)
+    uncounted, teacher = dict(recordings.uncounted), teacher_of(run, facts)
     if teacher is not None:
         terms[TEACHER], rules = teacher.held_bytes, replace(rules, teacher_pass_bytes=teacher.pass_bytes)
         uncounted |= {} if teacher.problem is None else {TEACHER: teacher.problem}
@@ -108,17 +106,6 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     simulator.evaluate(recordings)
     snapshots = (*before, *simulator.snapshots)
     return SimulatedStep(snapshots, simulator.most_offloaded, None, uncounted, directions, teacher)
-
-
-def _teacher(run: PlannedRun, facts: Facts) -> PlannedTeacher | None:
-    """The teacher that runs alongside, if there is one."""
-    distill = run.objective
-    if not isinstance(distill, DistillConfig) or distill.is_precomputed:
-        return None
-    from fsdp_shard.planning.step.teacher_pass import plan_teacher  # which few plans need
-
-    settings = (distill, run.num_read_rows, run.sequence_length, run.is_packed, run.on_gpu, run.model.trust_remote_code)
-    return facts.of("teacher", settings, lambda: plan_teacher(distill, run))
 
 
 def _batch_size(config: PretrainedConfig, run: PlannedRun) -> BatchSize:

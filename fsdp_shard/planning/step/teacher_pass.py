@@ -21,6 +21,7 @@ from fsdp_shard.inference import (
     plan_dispatch,
 )
 from fsdp_shard.models import load_config
+from fsdp_shard.planning.facts import Facts
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.micro_batch import most_chosen
 from fsdp_shard.planning.step.recording.events import DONE, Event
@@ -42,12 +43,35 @@ class PlannedTeacher:
         pass_bytes: The most that its pass over a micro-batch takes there for a moment.
         host_bytes: What a rank with a GPU has of it in host memory.
         problem: Why its pass could not be measured, if so.
+        is_on_device: Whether it computes on the rank's device: not on the CPU of a rank with a GPU.
+        weights_bytes: Its weights, wherever they are.
+        streamed_bytes: Those of them that are copied to the device in each pass.
     """
 
     held_bytes: int
     pass_bytes: int
     host_bytes: int = 0
     problem: str | None = None
+    is_on_device: bool = True
+    weights_bytes: int = 0
+    streamed_bytes: int = 0
+
+
+def teacher_of(run: PlannedRun, facts: Facts) -> PlannedTeacher | None:
+    """The teacher that runs alongside a run, if there is one, planned once for all runs that differ in other settings.
+
+    Args:
+        run: The settings of the run.
+        facts: What plans of the model have in common.
+
+    Raises:
+        ConfigError, ModelError, PlanError: As `plan_teacher` raises them.
+    """
+    distill = run.objective
+    if not isinstance(distill, DistillConfig) or distill.is_precomputed:
+        return None
+    settings = (distill, run.num_read_rows, run.sequence_length, run.is_packed, run.on_gpu, run.model.trust_remote_code)
+    return facts.of("teacher", settings, lambda: plan_teacher(distill, run))
 
 
 def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
@@ -76,10 +100,12 @@ def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
         taken, problem = 0, first_line(error)
     held = devices.resident_bytes.get(devices.main, 0) + devices.buffer_bytes + buffers
+    weights = sum(devices.resident_bytes.values())
     if run.on_gpu and devices.main == "cpu":  # which is where it computes
-        return PlannedTeacher(0, 0, held + taken, problem)
+        return PlannedTeacher(0, 0, held + taken, problem, is_on_device=False, weights_bytes=weights)
     on_host = devices.resident_bytes.get("cpu", 0) + devices.staging_bytes if run.on_gpu else 0
-    return PlannedTeacher(held, taken, on_host, problem)
+    streamed = weights - devices.resident_bytes.get(devices.main, 0) if run.on_gpu else 0
+    return PlannedTeacher(held, taken, on_host, problem, weights_bytes=weights, streamed_bytes=streamed)
 
 
 def _budgets(distill: DistillConfig, run: PlannedRun) -> dict[Any, str]:

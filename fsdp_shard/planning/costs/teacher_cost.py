@@ -1,0 +1,60 @@
+"""What a teacher that runs alongside adds to the cost of a step: its forward passes, which no ranks divide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from fsdp_shard.inference import DispatchConfig, model_from_config
+from fsdp_shard.models import load_config, no_split_blocks
+from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
+from fsdp_shard.planning.costs.step_cost import StepCost
+from fsdp_shard.planning.facts import Facts
+from fsdp_shard.planning.planned_run import PlannedRun
+from fsdp_shard.planning.step.teacher_pass import teacher_of
+from fsdp_shard.training import DistillConfig
+
+
+def with_teacher(cost: StepCost, run: PlannedRun, facts: Facts) -> StepCost:
+    """The cost of a step with that of a teacher that runs alongside, if there is one on the device.
+
+    FLOPs of its passes, the weights that they read, and of those that are in host memory or on the disk what is copied
+    to the device. MFU does not count them: they train nothing. Reading the disk is not counted.
+
+    Args:
+        cost: The cost of a step.
+        run: The settings of the run.
+        facts: What plans of the model have in common.
+    """
+    teacher = teacher_of(run, facts)
+    if teacher is None or not teacher.is_on_device:
+        return cost
+    assert isinstance(run.objective, DistillConfig)
+    make = partial(_amounts, run.objective, trust_remote_code=run.model.trust_remote_code)
+    amounts = facts.of("teacher amounts", (run.objective.teacher, run.model.trust_remote_code), make)
+    num_passes = run.num_micro_batches
+    flops = None
+    if amounts is not None and cost.flops is not None:
+        passes = (amounts.outside, *amounts.blocks.values())
+        of_row = sum(each.forward.at(run.sequence_length) for each in passes)
+        flops = cost.flops + num_passes * run.num_read_rows * of_row
+    return replace(
+        cost,
+        flops=flops,
+        memory_bytes=cost.memory_bytes + num_passes * teacher.weights_bytes,
+        to_device_bytes=cost.to_device_bytes + num_passes * teacher.streamed_bytes,
+        problem=cost.problem if flops is not None else cost.problem or "the teacher cannot be run without data",
+    )
+
+
+def _amounts(distill: DistillConfig, *, trust_remote_code: bool) -> ModelAmounts | None:
+    """FLOPs of the teacher; None where they cannot be measured."""
+    source = distill.locate(fetch_weights=False)
+    config = load_config(source.directory, trust_remote_code)
+    model = model_from_config(config, DispatchConfig(trust_remote_code=trust_remote_code))
+    blocks = [block.fqn for block in no_split_blocks(model) if block.repeated]
+    try:
+        return measure_amounts(model, blocks)
+    # What models that were not written for this raise: they depend on values.
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError):
+        return None
