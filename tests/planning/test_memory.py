@@ -288,6 +288,14 @@ def test_a_model_without_text_input_is_planned_without_activations() -> None:
     assert found.problem
 
 
+def test_a_run_of_too_many_operators_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_shard.planning.step.recording.recorder._MAX_OPERATORS", 200)
+    found = plan(llama_config())
+    assert found.problem == "a micro-batch of this size is more than 200 operators on three blocks"
+    assert found.peak_bytes is None
+    assert found.per_rank[0].parameters_bytes > 0
+
+
 @pytest.mark.long
 def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
     def kept(length: int, chunked: bool | str, vocabulary: int = 257) -> int:
