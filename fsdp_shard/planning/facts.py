@@ -51,7 +51,7 @@ class Facts:
                 self._known[key] = error
         found: T | InputError = self._known[key]
         if isinstance(found, InputError):
-            raise type(found)(str(found))
+            raise type(found)(str(found)) from found.__cause__
         return found
 
 

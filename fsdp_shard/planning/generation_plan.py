@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, TopPLogitsWarper
 from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, device_name
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.recording.events import DONE, LEAVE, Event
-from fsdp_shard.planning.step.recording.record_passes import record_forward
+from fsdp_shard.planning.step.recording.record_passes import record_forward, what_failed
 from fsdp_shard.planning.step.recording.recorder import Recorder, storages_of
 from fsdp_shard.planning.step.snapshot import ACTIVATIONS, Snapshot, highest
-from fsdp_shard.utils import first_line, format_size, format_table, storage_key
+from fsdp_shard.utils import format_size, format_table, storage_key
 
 WEIGHTS, ADAPTERS, IN_FLIGHT, READ, CACHE = "weights", "adapters", "blocks in flight", "read buffers", "KV cache"
 _PHASES = ("prefill", "logits", "decode")
@@ -168,7 +168,7 @@ def plan_generation(
     try:
         recording, like = record_forward(model, passes, has_mask=budget.batch_size > 1)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
-        return GenerationPlan(problem=first_line(error))
+        return GenerationPlan(problem=what_failed(error))
     adapters: dict[str, int] = {}
     for name, param in model.named_parameters():
         if ".lora_" in name:

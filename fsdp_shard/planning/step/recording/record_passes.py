@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from fsdp_shard.errors import ModelError
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.recording.events import BEGIN, DONE, END, ENTER, FINISH, LEAVE, LOSS, Event, Recordings
 from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, attending_without_values
@@ -117,6 +118,11 @@ def record_passes(
     return replace(recordings, **_run_extra(model, recorder, fake, extra or {}, runs))
 
 
+def what_failed(error: Exception) -> str:
+    """What a model says that does not run on fake tensors, without advice about its files: they may be right."""
+    return first_line(error.__cause__ if isinstance(error, ModelError) and error.__cause__ is not None else error)
+
+
 def _run_extra(
     model: PreTrainedModel,
     recorder: Recorder,
@@ -135,7 +141,7 @@ def _run_extra(
             with passes.setting(model), attending, fake, recorder, torch.no_grad():
                 passes.run(model, recorder)
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
-            uncounted[phase] = first_line(error)
+            uncounted[phase] = what_failed(error)
             continue
         recording: Sequence[Event] = recorder.events[begun:]
         for run in runs:
