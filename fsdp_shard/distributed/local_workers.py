@@ -122,15 +122,15 @@ def _run_agent(agent: Agent, rendezvous: Rendezvous, settings: LaunchConfig, rep
 
 def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_threads: int) -> None:
     """One rank, from its first line to its last."""
-    # A process group of its own: Ctrl-C then signals the starting process only, which passes it on exactly once.
-    os.setpgid(0, 0)
-    interrupt_on_signals(ctrl_c=True)
-    make_output_printable()
-    torch.set_num_threads(num_threads)
     directory, rank = AttemptDirectory.create(reports, attempt()), int(os.environ["RANK"])
-    directory.start_heartbeat(rank)
     try:
         try:
+            # A process group of its own: Ctrl-C then signals the starting process only, which passes it on once.
+            os.setpgid(0, 0)
+            interrupt_on_signals(ctrl_c=True)
+            make_output_printable()
+            torch.set_num_threads(num_threads)
+            directory.start_heartbeat(rank)
             directory.wait_for_release()
             work(config)
         finally:

@@ -70,7 +70,7 @@ def run_evaluation(
         >>> figures = fs.run_evaluation(config, "runs/evaluate")  # doctest: +ELLIPSIS
         data.sequence_length=128 of a context of 128 tokens
         ...
-        perplexity ... (loss ...) over 3,999 tokens
+        perplexity ... (loss ...) over ... tokens
     """
     trust = settings.dispatch.trust_remote_code
     for source in settings.sources:

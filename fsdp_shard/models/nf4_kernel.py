@@ -45,7 +45,7 @@ def decode_nf4(rows: torch.Tensor, levels: torch.Tensor, num_weights: int, dtype
     num_rows = len(rows)
     out = torch.empty(num_weights, dtype=dtype, device=rows.device)
     grid = (triton.cdiv(num_rows, _ROWS.value),)
-    with torch.cuda.device(rows.device):  # Triton runs on the current one
+    with torch.cuda.device_of(rows):  # Triton runs on the current one
         _decode_rows[grid](rows.view(torch.int32), rows.view(torch.float32), levels, out, num_rows, num_weights)
     return out
 

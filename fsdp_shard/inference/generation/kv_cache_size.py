@@ -66,7 +66,8 @@ def _latent_values(text: PretrainedConfig) -> int:
     latent, rotary = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     if not latent or not rotary:
         return 0
+    of_indexer = getattr(text, "index_head_dim", None) or 0
     if Version(transformers.__version__) >= Version("5.23"):
-        return int(latent + rotary + (getattr(text, "index_head_dim", None) or 0))
+        return int(latent + rotary + of_indexer)
     # Until then the cache held the keys and values that are made of them.
-    return int(text.num_attention_heads * (text.qk_nope_head_dim + rotary + text.v_head_dim))
+    return int(text.num_attention_heads * (text.qk_nope_head_dim + rotary + text.v_head_dim) + of_indexer)
