@@ -26,6 +26,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "v
 SMALL |= {"intermediate_size": 44, "max_position_embeddings": LENGTH, "pad_token_id": 0}
 GQA = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 WINDOW = GQA | {"sliding_window": 5}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_dense_layers": 1}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH}
 GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,10 +45,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", GQA | {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "granite": ("granite", GQA),
     "cohere2": ("cohere2", WINDOW),
+    "afmoe": ("afmoe", WINDOW | MIXTURE),  # views the output of its attention
+    "jetmoe": ("jetmoe", GQA | MIXTURE | {"kv_channels": 8, "num_local_experts": 4}),
 }
-UNPACKED = ("gpt_oss",)  # transformers' own masks of it do not keep documents apart, so packing is refused
+UNPACKED = ("gpt_oss", "afmoe")  # transformers' own masks of them do not keep documents apart, so packing is refused
 METHODS = ("ulysses", "ring")
-FAST = ("llama", "llama of 3 heads", "gemma2", "gpt_oss")
+FAST = ("llama", "llama of 3 heads", "gemma2", "gpt_oss", "afmoe")
 CASES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
 
 

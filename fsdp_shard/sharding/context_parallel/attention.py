@@ -130,7 +130,8 @@ def _attend_in_ring(
     if dropout:
         raise ModelError(f"{type(module).__name__} has dropout in attention ({dropout}), which ring attention has not.")
     how = _scoring(query, scaling, kwargs)
-    return ring_attention(query, key, value, mask, how, kwargs.get("s_aux")).transpose(1, 2), None
+    output = ring_attention(query, key, value, mask, how, kwargs.get("s_aux"))
+    return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 
 def _attend_by_heads(
@@ -168,7 +169,7 @@ def _attend_by_heads(
         first = ranks.rank * query.shape[1]
         own_sinks = None if sinks is None else sinks.reshape(-1)[first : first + query.shape[1]]
         output = ring_attention(query, key, value, mask.on_one_rank(), _scoring(query, scaling, kwargs), own_sinks)
-    return to_sequence(output, ranks).transpose(1, 2), None
+    return to_sequence(output, ranks).transpose(1, 2).contiguous(), None
 
 
 class _Heads:
