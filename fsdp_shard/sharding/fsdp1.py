@@ -19,6 +19,7 @@ from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit, i
 from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.module_shards import shards_of
 from fsdp_shard.sharding.prepare_model import empty_parameters, prepare_model
+from fsdp_shard.sharding.routed_lists import routed_lists
 
 _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param: each parameter of a unit begins at a multiple of this
 
@@ -42,8 +43,8 @@ class Fsdp1Model:
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
-    """Raise ConfigError for what FullyShardedDataParallel refuses or fails with: a scalar parameter, or layers that the
-    model's own backward pass computes again.
+    """Raise ConfigError for what FullyShardedDataParallel refuses, fails with or trains otherwise: a scalar parameter,
+    layers that the model's own backward pass computes again, or trained modules that may not run in a step.
     """
     trace, blocks = trace_forward(model), list[Block]()
     with suppress(ModelError):  # units by size need no blocks
@@ -53,6 +54,12 @@ def check_supported(model: nn.Module, settings: ShardConfig) -> None:
             f"shard=fsdp1 cannot shard {type(model).__name__}, whose own backward pass computes {fqn} again when its "
             f"parameters are sharded; use shard=fsdp2."
         )
+    for fqn, modules in routed_lists(model):
+        if any(param.requires_grad for param in modules.parameters()):
+            raise ConfigError(
+                f"shard=fsdp1 cannot train {fqn} of {type(model).__name__}, of which only some modules run in a step: "
+                f"the others would get gradients of zeros, which momentum and weight decay act on; use shard=fsdp2."
+            )
     for name in (name for name, param in model.named_parameters() if not param.ndim):
         raise ConfigError(
             f"shard=fsdp1 cannot shard the scalar parameter {name} of {type(model).__name__}, which torch refuses; use "

@@ -23,8 +23,10 @@ from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.gradients import clip_grads
 from fsdp_shard.sharding.module_shards import shards_of
 from fsdp_shard.sharding.prepare_model import prepare_model
-from fsdp_shard.sharding.routed_lists import complete_gradients
+from fsdp_shard.sharding.routed_lists import alternatives, complete_gradients, is_within
 from fsdp_shard.utils import replace_tensors
+
+_REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # from torch 2.13 on
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,12 @@ def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> in
     return sum(-(-shape[0] // num_shards) * prod(shape[1:]) for shape in shapes.values() if shape)
 
 
+def _units_run_in_part(model: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """FQNs of the units that hold, besides what always runs, modules that may run on some ranks only."""
+    may_run = set(alternatives(model)) - {unit.fqn for unit in units}
+    return [unit.fqn for unit in units if any(is_within(name, may_run) for name in unit.parameters)]
+
+
 def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) -> ShardedModel:
     """Apply `fully_shard` to each unit of `model` and to the root."""
     *inner, root = prepare_model(model, settings, context)
@@ -141,6 +149,7 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
         "ignored_params": {param for param in model.parameters() if not param.ndim},
     }
     complete_gradients(model)
+    run_in_part = _units_run_in_part(model, [*inner, root]) if _REDUCES_UNUSED else []
     experts = _divide(model, settings, context, options)
     # Used last in the forward pass and first in the backward pass: freeing it between would only gather it twice.
     kept = options | {"reshard_after_forward": False}
@@ -151,6 +160,8 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
         policy = MixedPrecisionPolicy(cast_forward_inputs=False) if unit.is_bytes else _precision(unit.dtype, settings)
         fully_shard(module, mp_policy=policy, **(kept if module is head else options))
     fully_shard(model, mp_policy=_precision(root.dtype, settings), **kept)
+    for fqn in run_in_part:
+        model.get_submodule(fqn).set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]  # added by fully_shard
     _prefetch(_fsdp_modules(model)[1:], settings)  # all but the root
 
     def materialize(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,19 @@
-"""Lists of modules that choose by their input which of them run, such as the experts of Switch Transformers.
+"""Lists of modules of which some run, by their input, such as the experts of Switch Transformers.
 
 A module may run on one rank and not on another. So it is no unit, which all ranks gather together. It also gets a
-gradient of zeros where it did not run: `fully_shard` reduces the gradients that a rank has, whatever others have.
+gradient of zeros where it did not run: `fully_shard` reduces the gradients that a rank has, whatever others have, and
+would add up those of different modules.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+_ALL_RUN = ("transformers.", "torch.", "peft.")  # modules whose plain lists run as a whole
 
 
 def routed_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -17,6 +21,25 @@ def routed_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for fqn, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is not nn.Module.forward:
             yield fqn, module
+
+
+def alternatives(model: nn.Module) -> Iterator[str]:
+    """FQN of each module in a plain list of like modules, over which a module of one's own loops.
+
+    It may leave out those that have nothing to do. Models of transformers do so in `routed_lists` only.
+    """
+    for fqn, owner in model.named_modules():
+        lists = [] if type(owner).__module__.startswith(_ALL_RUN) else list(owner.named_children())
+        for name, modules in lists:
+            if type(modules) in (nn.ModuleList, nn.ModuleDict):
+                number = Counter(type(module) for module in modules.children())
+                prefix = f"{fqn}.{name}" if fqn else name
+                yield from (f"{prefix}.{key}" for key, module in modules.named_children() if number[type(module)] > 1)
+
+
+def is_within(fqn: str, modules: Collection[str]) -> bool:
+    """Whether `fqn` is one of `modules`, or of something in one."""
+    return any(fqn == module or fqn.startswith(f"{module}.") for module in modules)
 
 
 def complete_gradients(model: nn.Module) -> None:

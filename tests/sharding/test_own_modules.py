@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import ModelError
+from fsdp_shard.errors import ConfigError, ModelError
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, save_model, token_batch
 
@@ -49,3 +51,83 @@ def test_statistics_of_each_rank_are_told() -> None:
             fs.shard(model, context, param_dtype="float32", min_params=1)
 
     on_ranks(2, shard)
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.tanh(self.up(hidden)))
+        return result
+
+
+class Layer(nn.Module):
+    """Of its experts only those that have tokens run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(width), nn.ModuleList(Expert(width) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(hidden)
+        output = torch.zeros_like(normed)
+        for number, expert in enumerate(self.experts):
+            if (chosen := ids % 4 == number).any():
+                output[chosen] = expert(normed[chosen])
+        return hidden + output
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.layers = nn.ModuleList(Layer(8) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden, ids)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def train_mixture(model: nn.Module, rank: int, num_ranks: int) -> list[float]:
+    """Losses of some steps; rank 0 of two has tokens of the first two experts, rank 1 those of the others."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for step in range(4):
+        first = torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(step)) * 4
+        ids = (first + torch.arange(4)[:, None]).chunk(num_ranks)[rank]
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch before 2.13")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")  # the head's, which nobody changes
+@pytest.mark.parametrize("min_params", [None, 100])
+def test_experts_that_run_on_some_ranks_only(min_params: int | None) -> None:
+    def losses(context: DistributedContext) -> list[float]:
+        sharded = fs.shard(Mixture(), context, param_dtype="float32", min_params=min_params)
+        return train_mixture(sharded.module, context.rank, 2)
+
+    of_ranks = on_ranks(2, losses)
+    expected = train_mixture(Mixture(), 0, 1)
+    assert [sum(pair) / 2 for pair in zip(*of_ranks, strict=True)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_fsdp1_trains_no_lists_of_which_some_modules_run() -> None:
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "num_experts": 4}
+    sparse = {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2}
+
+    def shard(context: DistributedContext) -> None:
+        model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **sparse))
+        with pytest.raises(ConfigError, match=r"cannot train .*experts of Switch.* use shard=fsdp2"):
+            fs.shard(model, context, wrapper="fsdp1", param_dtype="float32")
+
+    on_ranks(1, shard)
