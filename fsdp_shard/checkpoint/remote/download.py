@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from fsdp_shard.checkpoint.io import atomicity, has_file
+from fsdp_shard.checkpoint.remote.same_run import check_same_run
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.steps import (
     MANIFEST,
@@ -29,11 +30,18 @@ from fsdp_shard.utils import format_size, fsync_path, read_bounded, user_cache, 
 
 
 def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
-    """Download the latest step of a remote store, unless `store` has it or a later one; returns the remote's step."""
+    """Download the latest step of a remote store, unless `store` has it or a later one; returns the remote's step.
+
+    Raises:
+        ConfigError: Both have steps, which are of different runs.
+    """
+    check_same_run(remote, store)
     latest, local = remote.latest(), store.latest()
     if latest is not None and (local is None or local < latest):
         fetch_step(remote, latest, store.path(latest), replace=False)
         store.set_latest(latest)
+        if (best := remote.best()) in store.steps() and best is not None:
+            store.set_best(best)
     return latest
 
 

@@ -87,8 +87,12 @@ class RemoteStore:
 
     def manifest(self, step: int) -> bytes:
         """The manifest of a committed step."""
-        with self._requesting(f"{self.address(step, MANIFEST)} cannot be read"):
-            return bytes(self._fs.cat_file(self._path(step, MANIFEST)))
+        return self.read(step, MANIFEST)
+
+    def read(self, step: int, name: str) -> bytes:
+        """The content of a small file of a step."""
+        with self._requesting(f"{self.address(step, name)} cannot be read"):
+            return bytes(self._fs.cat_file(self._path(step, name)))
 
     def best(self) -> int | None:
         """The step that was last marked as the best."""

@@ -6,6 +6,7 @@ The local step stays: the run directory is the source of an upload, and what a r
 from pathlib import Path
 
 from fsdp_shard.checkpoint.io import fault_point
+from fsdp_shard.checkpoint.remote.same_run import check_same_run
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.steps import MANIFEST, Store, parse_manifest, steps_to_delete
 from fsdp_shard.distributed import Communicator, run_on_all, run_on_main
@@ -43,9 +44,13 @@ def catch_up(context: Communicator, remote: RemoteStore, store: Store) -> int | 
 
     Returns:
         The step that was uploaded, if any.
+
+    Raises:
+        ConfigError: On all ranks: the remote store has steps of another run.
     """
 
     def missing() -> int | None:
+        check_same_run(remote, store)
         local, uploaded = store.latest(), remote.latest()
         return local if local is not None and (uploaded is None or uploaded < local) else None
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from fsdp_shard.checkpoint.config import CheckpointConfig, ConvertSettings
 from fsdp_shard.checkpoint.location import locate
-from fsdp_shard.checkpoint.remote.download import fetch_step, local_copy
+from fsdp_shard.checkpoint.remote.download import fetch_latest, fetch_step, local_copy
+from fsdp_shard.checkpoint.remote.same_run import check_same_run
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.remote.upload import prune_remote, upload_step
-from fsdp_shard.checkpoint.steps.manifest import MANIFEST, FileRecord, Manifest
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from fsdp_shard.checkpoint.steps.step_store import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, RemoteError, SaveError
@@ -160,3 +164,50 @@ def test_an_s3_server_that_fails_is_one_error_without_secrets(tmp_path: Path, mo
         for raised in (missing, refused, unreachable):
             assert "a-secret-of-the-tests" not in str(raised.value)
             assert "\n" not in str(raised.value)
+
+
+def _rewrite_trainer(step: Path, **values: object) -> None:
+    """Give a step another trainer.json, and the manifest that it then has."""
+    path, manifest = step / "trainer.json", read_manifest(step)
+    assert manifest is not None
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    manifest.files["trainer.json"] = FileRecord(path.stat().st_size, xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    (step / MANIFEST).write_text(manifest.to_json())
+
+
+def _save_runs(context: DistributedContext, place: Path, url: str) -> None:
+    """Three steps of a run, of which the second is uploaded."""
+    save_on(context, place / "run", range(1, 4), layout="sharded", small=True)
+    upload_step(context, RemoteStore(url), 2, Store(place / "run").path(2))
+
+
+def test_steps_of_another_run_are_neither_fetched_nor_added_to(tmp_path: Path) -> None:
+    url = shelf(tmp_path) + "/run"
+    on_ranks(WORLD_SIZE, _save_runs, tmp_path, url)
+    remote, store = RemoteStore(url), Store(tmp_path / "run")
+    check_same_run(remote, store)
+    store.delete(2)
+    check_same_run(remote, store)  # each keeps other steps
+    _rewrite_trainer(store.path(3), seed=9)
+    with pytest.raises(ConfigError, match=r"step-00000002 is of another run than .*step-00000003: their seed differs"):
+        fetch_latest(remote, store)
+    for step in store.steps():
+        store.delete(step)
+    assert fetch_latest(remote, store) == 2
+    manifest = read_manifest(store.path(2))
+    assert manifest is not None
+    name = next(iter(manifest.tensors))
+    manifest.tensors[name] = replace(manifest.tensors[name], digest="0" * 32)
+    (store.path(2) / MANIFEST).write_text(manifest.to_json())
+    with pytest.raises(ConfigError, match="their weights differ"):
+        check_same_run(remote, store)
+    assert store.steps() == remote.steps() == [2]
+
+
+def test_what_is_fetched_is_the_best_if_it_is_there(tmp_path: Path) -> None:
+    url = shelf(tmp_path) + "/run"
+    on_ranks(WORLD_SIZE, _save_runs, tmp_path, url)
+    RemoteStore(url).set_best(2)
+    store = Store(tmp_path / "other")
+    assert fetch_latest(RemoteStore(url), store) == 2
+    assert store.best() == 2
