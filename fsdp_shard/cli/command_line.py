@@ -296,6 +296,9 @@ def cp(arguments: Sequence[str]) -> None:
         target = target / (name if name.endswith(".yaml") else items[name].name)
     if target.exists():
         raise InputError(f"{target} already exists and is not overwritten; give another name.")
+    kind = items[name].suffix
+    if target.suffix != kind:
+        raise InputError(f"{name} is a {kind} file, and {target} is not; give it a name that ends with {kind}.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_content(items[name], is_first_argument=not in_directory), encoding="utf-8")

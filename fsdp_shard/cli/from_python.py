@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -119,12 +121,41 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
             config.run_dir, config.is_default_run_dir = run_dir, False
 
     try:
-        jobs = run_jobs(
-            COMMANDS[command], lambda: load_recipe(file), settings, command, is_program=False, settle=settle
-        )
+        with _as_in_a_process_of_its_own():
+            jobs = run_jobs(
+                COMMANDS[command], lambda: load_recipe(file), settings, command, is_program=False, settle=settle
+            )
     except SystemExit as leaving:
         raise RunError("Another rank has found what is wrong, and says it.") from leaving
     return jobs[0].config
+
+
+@contextmanager
+def _as_in_a_process_of_its_own() -> Iterator[None]:
+    """Run with torch's defaults, whatever the caller has set, and leave the caller's random numbers as they were.
+
+    A command is what its settings say: its figures do not depend on the default dtype or device of who calls it, and
+    it seeds all generators.
+    """
+    import numpy as np
+    import torch
+
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    states = random.getstate(), np.random.get_state()
+    on_gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with (
+        torch.random.fork_rng(devices=on_gpus),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        nullcontext() if device.type == "cpu" else torch.device("cpu"),
+    ):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def _figures(config: RunConfig) -> dict[str, Any]:

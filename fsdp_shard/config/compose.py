@@ -11,15 +11,18 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import hydra
 from hydra.conf import HydraConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -40,6 +43,8 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import check, set_environment, shipped, write_atomically
 
 C = TypeVar("C", bound=RunConfig)
+
+_ONE_AT_A_TIME = threading.Lock()  # Hydra composes for the whole process
 
 # A composed config, its number in a sweep, and the overrides that make it.
 _Composed = tuple[Any, int | None, tuple[str, ...]]
@@ -91,11 +96,12 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
         raise ConfigError(f"{preset_file} and run={run} both have settings; give one of them.")
     quoted = quote_text(arguments, settings_of(schema), is_sweep=is_sweep)
     try:
-        if preset_file is not None:
-            register_preset_file(preset_file, schema)
-        if run is not None:
-            preset_file = register_run(run, schema)
-        composed = _compose(schema, quoted, program, command_of(schema) if preset_file is None else CONFIG_NAME)
+        with _hydra_as_it_was():
+            if preset_file is not None:
+                register_preset_file(preset_file, schema)
+            if run is not None:
+                preset_file = register_run(run, schema)
+            composed = _compose(schema, quoted, program, command_of(schema) if preset_file is None else CONFIG_NAME)
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
@@ -121,6 +127,26 @@ def _refuse_hydra_settings(arguments: Sequence[str]) -> None:
                 f"{argument} has no effect: Hydra only composes the settings, and runs nothing. Leave it out; "
                 f"run_dir=DIR is the directory of a run, and that of a sweep."
             )
+
+
+@contextmanager
+def _hydra_as_it_was() -> Iterator[None]:
+    """Compose within a program that uses Hydra itself: what is global in Hydra is afterwards what it was before."""
+    running, store, current = GlobalHydra.instance(), ConfigStore.instance(), HydraConfig.instance()
+    with _ONE_AT_A_TIME:
+        Plugins.instance()  # adds their configs to the store when it is made
+        hydra_before, repo, config = running.hydra, store.repo, current.cfg
+        store.repo = _copied(repo)
+        running.clear()
+        try:
+            yield
+        finally:
+            running.hydra, store.repo, current.cfg = hydra_before, repo, config
+
+
+def _copied(repo: dict[str, Any]) -> dict[str, Any]:
+    """The groups of a ConfigStore, with the same options."""
+    return {name: _copied(value) if isinstance(value, dict) else value for name, value in repo.items()}
 
 
 def _compose(schema: type, arguments: list[str], program: str, config_name: str) -> list[_Composed]:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -75,8 +76,9 @@ def run_ranks(
         try:
             rendezvous = Rendezvous.create(settings)
             cleanup.callback(rendezvous.leave)
-            for number in stop_signals():  # torch's agent replaces their handlers
-                cleanup.callback(signal.signal, number, signal.getsignal(number))
+            if threading.current_thread() is threading.main_thread():  # which alone has handlers
+                for number in stop_signals():  # torch's agent replaces them
+                    cleanup.callback(signal.signal, number, signal.getsignal(number))
             prepare(rendezvous.first_value)
             spec = WorkerSpec(
                 role="rank",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import doctest
 import json
+import random
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import fsdp_shard as fs
 from fsdp_shard.errors import CheckpointError, ConfigError
@@ -111,6 +114,61 @@ def test_in_a_thread_signals_stay_with_the_program(tiny_model: Path, texts: Path
         figures = pool.submit(fs.finetune, settings(tiny_model, texts, tmp_path / "run")).result()
     assert figures["steps"] == 2
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_the_caller_has_set_changes_no_figures_and_stays(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    lora = ["adapter=lora", "train.neftune_alpha=5"]
+    losses = []
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+        expected = torch.rand(2), random.random(), np.random.rand()
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.inference_mode():
+                figures = fs.finetune(settings(tiny_model, texts, tmp_path / f"run{number}", *lora))
+            assert torch.get_default_dtype() == dtype
+        finally:
+            torch.set_default_dtype(before)
+        losses.append(figures["final_loss"])
+        assert torch.equal(torch.rand(2), expected[0])
+        assert (random.random(), np.random.rand()) == expected[1:]
+    assert losses == losses[:1] * 3
+
+
+_IN_HYDRA = """
+import sys
+import hydra
+import fsdp_shard as fs
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+
+made = [f"checkpoint={sys.argv.pop()}", "prompt=Once", "generation.max_new_tokens=2"]
+if sys.argv.pop() == "first":
+    fs.generate(made)
+ConfigStore.instance().store(name="mine", node={"answer": 42})
+
+@hydra.main(config_path=None, config_name="mine", version_base="1.3")
+def main(config):
+    (row,) = fs.generate(made)["completions"]
+    assert HydraConfig.get().job.config_name == "mine" and HydraConfig.get().job_logging is not None
+    print(config.answer, row["num_new_tokens"])
+
+main()
+"""
+
+
+@pytest.mark.parametrize("when", ["first", "within"])
+def test_programs_that_use_hydra_themselves(when: str, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_IN_HYDRA)
+    done = run([sys.executable, "program.py", when, str(tiny_model)], tmp_path)
+    assert done.status == 0, done.err
+    assert done.out.endswith("42 2\n")
 
 
 def test_mistakes(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
