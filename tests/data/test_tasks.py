@@ -64,6 +64,41 @@ def test_texts_with_classes(tmp_path: Path) -> None:
         opened(config, tmp_path / "cache", Task("sequence_classification", num_labels=2))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("labels", "names", "expected"),
+    [
+        (["1", "3", "2"], ["1", "2", "3"], [0, 2, 1]),
+        (["1", "0", " 1 "], ["1", "0"], [0, 1, 0]),
+        (["1", "0", "01"], ["bad", "good"], [1, 0, 1]),
+        ([1, "0", 0], ["0", "1"], [1, 0, 0]),
+    ],
+)
+def test_classes_whose_names_are_numbers(
+    tmp_path: Path, labels: list[str | int], names: list[str], expected: list[int], streaming: bool
+) -> None:
+    rows = "".join(json.dumps({"text": "abc", "label": label}) + "\n" for label in labels)
+    config = DataConfig(
+        path=write(tmp_path / "a.jsonl", rows), sequence_length=4, streaming=streaming, shuffle_buffer=1
+    )
+    numbers = {name: number for number, name in enumerate(names)}
+    task = Task("sequence_classification", num_labels=len(names), label_numbers=numbers)
+    tokenizer = byte_tokenizer()
+    tokenized = tokenize_all(config, tokenizer, tmp_path / "cache", task.name)
+    train = open_samples(config, tokenized, task, seed=3, open_tokenizer=lambda: tokenizer).train
+    batch = (train if streaming else train.dataset).batch(range(len(labels)))  # type: ignore[attr-defined]
+    assert batch.labels.tolist() == expected
+
+
+@pytest.mark.parametrize("label", [1, 3, "01"])
+def test_a_number_that_is_the_name_of_another_class(tmp_path: Path, label: str | int) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps({"text": "abc", "label": label}))
+    task = Task("sequence_classification", num_labels=3, label_numbers={"1": 0, "2": 1, "3": 2})
+    number = int(label)
+    with pytest.raises(DataError, match=f"stands for index {number}, but .* named '{number}' has index {number - 1}"):
+        opened(DataConfig(path=path, sequence_length=4), tmp_path / "cache", task)
+
+
 def test_other_labels_are_another_data_set(tmp_path: Path) -> None:
     task = Task("sequence_classification", num_labels=2)
     found = []
