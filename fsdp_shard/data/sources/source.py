@@ -221,6 +221,8 @@ class DatasetSource(Source):
             if self.split not in found:
                 raise DataError(f"{self.name} has no split {self.split!r}; it has {', '.join(found)}.")
             found = found[self.split]
+        if found.format["type"] is not None or found.format["columns"] != found.column_names:
+            found = found.with_format(None)  # as saved, it may hide columns, or give tensors
         return found.to_iterable_dataset() if self.streaming else found
 
 
