@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_shard.data.config import DataConfig, all_sources, default_of
 from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, LABELED, MASKED_LM, ROWS, SEQ2SEQ, Tokenizer
@@ -26,6 +26,7 @@ class Task:
         padding: The padding token of seq2seq models and classifiers, some of which take the last other token.
         samples: What the objective compares: rows (nothing), pairs of answers (DPO, reward models) or labeled answers
             (KTO).
+        vocabulary: Number of tokens that the model embeds; None if that is unknown.
     """
 
     name: str = CAUSAL
@@ -34,13 +35,14 @@ class Task:
     label_numbers: Mapping[str, int] = field(default_factory=dict)
     padding: int = 0
     samples: str = ROWS
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
     """The special tokens in the windows of a masked language model; `begin` and `end` may be empty.
 
-    `vocabulary` is the size of the vocabulary. The tokens in `all` are never masked.
+    `vocabulary` is the number of tokens of which one may replace another. The tokens in `all` are never masked.
     """
 
     mask: int
@@ -65,6 +67,10 @@ class SpecialTokens:
             len(tokenizer),
             tuple(sorted(map(int, tokenizer.all_special_ids))),
         )
+
+    def within(self, vocabulary: int | None) -> SpecialTokens:
+        """Return these for a model that embeds `vocabulary` tokens, which may be fewer than the tokenizer has."""
+        return self if vocabulary is None else replace(self, vocabulary=min(self.vocabulary, vocabulary))
 
 
 def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:

@@ -137,6 +137,24 @@ def test_hiding_is_a_function_of_seed_epoch_and_sample() -> None:
     assert data.sample(4).labels.tolist() != data.sample(4, epoch=1).labels.tolist(), "another epoch hides others"
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_random_tokens_are_tokens_of_the_model(tmp_path: Path, streaming: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    first_new = len(tokenizer)
+    tokenizer.add_tokens([f"<{number}>" for number in range(700)])
+    path = write(tmp_path / "a.txt", "abcdefgh" * 200)
+    config = DataConfig(path=path, sequence_length=1600, mask_fraction=0.9, streaming=streaming)
+    tokens = tokenize_all(config, tokenizer, tmp_path / "cache", "masked_lm")
+    shown = {}
+    for vocabulary in (None, first_new, len(tokenizer), len(tokenizer) + 64):
+        task = Task("masked_lm", vocabulary=vocabulary)
+        train = open_samples(config, tokens, task, seed=3, open_tokenizer=lambda: tokenizer).train
+        shown[vocabulary] = train.batch([0]).input_ids.tolist()
+    assert max(shown[None][0]) >= first_new > max(shown[first_new][0])
+    assert shown[None] == shown[len(tokenizer)] == shown[len(tokenizer) + 64]
+
+
 def test_special_tokens_are_never_hidden() -> None:
     tokens = np.where(np.arange(400) % 7 == 3, 302, np.arange(400) % 250)
     special = replace(SPECIAL, all=(300, 301, 302))

@@ -161,7 +161,8 @@ class SampleFactory:
         length = self.config.window_length
         if self.special is None:
             return WindowDataset(tokens, length, name)
-        return MaskedWindows(tokens, length, name, self.special, self.config.mask_fraction, seed)
+        special = self.special.within(self.task.vocabulary)
+        return MaskedWindows(tokens, length, name, special, self.config.mask_fraction, seed)
 
     @property
     def window_tokens(self) -> int:
