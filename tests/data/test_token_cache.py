@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow
 import pytest
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PhobertTokenizer, PreTrainedTokenizerFast, ProphetNetTokenizer
 
 from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.kinds.kind import plain_ids
@@ -28,6 +28,7 @@ from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.data.kinds.running_text import RunningText
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import DatasetSource, open_source
+from fsdp_shard.data.tokenized.encoder import tokenizer_state
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.errors import DataError
@@ -448,6 +449,35 @@ def test_what_changes_tokens_changes_their_name(tmp_path: Path) -> None:
     ]
     assert len(set(names)) == 4
     assert name() == names[0]
+
+
+def test_what_a_tokenizer_in_python_was_made_with_changes_its_name(tmp_path: Path) -> None:
+    """The vocabulary alone does not say what becomes of a text: the case of letters, or the order of merges."""
+    letters = [chr(number) for first in "aA" for number in range(ord(first), ord(first) + 26)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[X_SEP]"]
+    words = write(tmp_path / "words.txt", "\n".join([*special, *letters, *(f"##{letter}" for letter in letters)]))
+    vocabulary = write(tmp_path / "vocab.txt", "".join(f"{piece} 1\n" for piece in ("a@@", "c", "ab@@", "bc")))
+    made: dict[str, Callable[[], Any]] = {
+        "lower": lambda: ProphetNetTokenizer(words, do_lower_case=True),
+        "as it is": lambda: ProphetNetTokenizer(words, do_lower_case=False),
+    }
+    for name, merges in (("a, b", "a b 1\nab c</w> 1\n"), ("b, c", "b c</w> 1\na b 1\n")):
+        merged = write(tmp_path / name, merges)
+        made[name] = lambda merged=merged: PhobertTokenizer(vocabulary, merged)  # type: ignore[misc]  # with a default
+    path, cache = write(tmp_path / "a.jsonl", '{"text": "abc ABC"}\n'), tmp_path / "cache"
+    config = DataConfig(path=path, sequence_length=8)
+    found = {}
+    for name, make in made.items():
+        found[name] = ids(file_of(config, make(), cache))
+        states = []
+        for directory in (tmp_path / f"{name} first", tmp_path / f"{name} second"):
+            make().save_pretrained(directory)
+            loaded = AutoTokenizer.from_pretrained(directory)
+            assert ids(file_of(config, loaded, cache)) == found[name]
+            states.append(json.dumps(tokenizer_state(loaded)))
+        assert states[0] == states[1], "wherever it is"
+    assert found["lower"] != found["as it is"]
+    assert found["a, b"] != found["b, c"]
 
 
 def test_others_may_read_the_cache(tmp_path: Path, tokenizer: Any) -> None:
