@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import decimal
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer, PhobertTokenizer, PreTrainedTokenizerFast, ProphetNetTokenizer
@@ -26,6 +29,7 @@ from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.kinds.kind import plain_ids
 from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.data.kinds.running_text import RunningText
+from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import DatasetSource, open_source
 from fsdp_shard.data.tokenized.encoder import tokenizer_state
@@ -494,6 +498,27 @@ def test_json_that_python_does_not_read(tmp_path: Path, value: str) -> None:
     path = write(tmp_path / "a.jsonl", f'{{"text": {value}\n')
     with pytest.raises(DataError, match="line 1 is not JSON"):
         list(open_source(DataConfig(path=path), False).rows(["text"]))
+
+
+VALUES = {"bytes": b"ab", "date": datetime.date(2020, 1, 2), "Decimal": decimal.Decimal("1.50")}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("type_name", VALUES)
+def test_values_that_are_no_text(tmp_path: Path, tokenizer: Any, type_name: str, streaming: bool) -> None:
+    """Only the first rows are looked at before, and optional columns may be null in them."""
+    values = [None, VALUES[type_name]]
+    table = pyarrow.table({"instruction": ["q", "q"], "input": values, "output": ["a", "a"], "unused": values})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    given: dict[str, Any] = {"path": f"{tmp_path}/a.parquet", "sequence_length": 99, "streaming": streaming}
+    config = DataConfig(**given, kind="instruction", shuffle_buffer=1)
+    wrong = rf"a\.parquet, row 1: column 'input' holds {type_name}, expected text\. Set data\.input_column"
+    with pytest.raises(DataError, match=wrong):
+        prepare_data(config, tokenizer, tmp_path / "cache").train.batch([0, 1])
+    with pytest.raises(DataError, match=rf"row 1: column 'unused' holds {type_name}, expected text"):
+        prepare_data(replace(config, kind="text", text_column="unused"), tokenizer, tmp_path / "cache").train.batch([0])
+    pairs = replace(config, kind="pairs", source_column="instruction", target_column="output")
+    assert prepare_data(pairs, tokenizer, tmp_path / "cache").train.batch([0, 1]).num_predictions
 
 
 TWO_DAYS = 2 * 24 * 3600
