@@ -222,6 +222,7 @@ def _open_files(
         if config.eval_fraction > 0 and source.packing:
             train[name], held_out[name], (note, other) = factory.open_divided(tokenized.train[name])
             notes += [f"{title}: {note}", f"held out: {other}"]
+            notes += _more_than_asked(source, len(train[name]), len(held_out[name]))
             continue
         train[name], note = factory.open(tokenized.train[name])
         notes.append(f"{title}: {note}")
@@ -271,6 +272,18 @@ def _title(name: str, samples_per_round: Mapping[str, int]) -> str:
     if not samples_per_round:
         return "train"
     return f"train, {name} ({samples_per_round[name]} of {sum(samples_per_round.values())} samples)"
+
+
+def _more_than_asked(config: DataConfig, num_train: int, num_held_out: int) -> list[str]:
+    """Warn of packed samples of which far more are held out than asked, as they are divided between texts only."""
+    fraction = num_held_out / (num_train + num_held_out)
+    if num_held_out < 2 or fraction <= 2 * config.eval_fraction:
+        return []
+    return [
+        f"warning: {config.where}.path={config.path}: {fraction:.0%} are held out, {num_held_out:,} windows of "
+        f"{num_train + num_held_out:,}, where data.eval_fraction={config.eval_fraction} asks for less: "
+        f"data.packing=true divides between rows only, and the last ones are long. Give more rows, or data.eval_path."
+    ]
 
 
 def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, SourceDataset]:
