@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
 from fsdp_shard.data.samples.mixture_schedule import counts_per_round
 from fsdp_shard.data.samples.protocol import Dataset, MapDataset, Shuffled, SourceDataset
-from fsdp_shard.data.sources.source import open_source, skipped_files
+from fsdp_shard.data.sources.source import file_notes, open_source
 from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.token_cache import tokenize
@@ -98,7 +99,7 @@ def tokenize_all(
         held_out[""] = _tokenize(config, True, tokenizer, cache_dir, task)
     given = [source.path for source in (*sources.values(), *sets.values())]
     given += [config.eval_path] if config.eval_path else []
-    notes = [*map(skipped_files, given)]
+    notes = list(chain.from_iterable(map(file_notes, given)))
     for name, source in sources.items():
         if source.kind == CHAT:
             examples = train[name].examples()

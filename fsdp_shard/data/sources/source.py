@@ -2,6 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -107,14 +108,23 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
     return FileSource(name, found, config.sample_by)
 
 
-def skipped_files(given: str) -> str:
-    """Describe the files of a directory that are not read; return an empty text if there are none."""
-    others = [] if _is_hub_name(given) or files.saved_dataset(given) else files.find_files(given, "data.path")[1]
-    if not others:
-        return ""
-    extensions = sorted({Path(name).suffix or "no extension" for name in others})
-    some = ", ".join(extensions[:5]) + (", ..." if len(extensions) > 5 else "")
-    return f"{files.shown(given)}: {len(others)} of its files are skipped because of their extensions ({some})"
+def file_notes(given: str) -> list[str]:
+    """Describe the files of a directory that are not read, and those that are if they have several formats."""
+    if _is_hub_name(given) or files.saved_dataset(given):
+        return []
+    found, others = files.find_files(given, "data.path")
+    where, notes = files.shown(given), []
+    if others:
+        extensions = sorted({Path(name).suffix or "no extension" for name in others})
+        some = ", ".join(extensions[:5]) + (", ..." if len(extensions) > 5 else "")
+        notes.append(f"{where}: {len(others)} of its files are skipped because of their extensions ({some})")
+    formats = Counter(file.format[0] for file in found)
+    if len(formats) > 1:
+        listed = ", ".join(f"{count:,} {extension}" for extension, count in formats.most_common())
+        notes.append(
+            f"{where}: files of several formats are read ({listed}); a pattern such as *.jsonl reads one of them"
+        )
+    return notes
 
 
 @dataclass(frozen=True)
