@@ -6,7 +6,7 @@ one process, `prepare_on_ranks` over the ranks of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -25,7 +25,7 @@ from fsdp_shard.data.config import (
 from fsdp_shard.data.kinds.chat import CHAT
 from fsdp_shard.data.kinds.chat_spans import ends_turns
 from fsdp_shard.data.kinds.chat_template import with_chat_template
-from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
+from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, MASKED_LM, ROWS, Tokenizer
 from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
@@ -33,7 +33,7 @@ from fsdp_shard.data.samples.mixture_schedule import counts_per_round
 from fsdp_shard.data.samples.protocol import Dataset, MapDataset, Shuffled, SourceDataset
 from fsdp_shard.data.sources.source import file_notes, open_source
 from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
-from fsdp_shard.data.task import SpecialTokens, Task
+from fsdp_shard.data.task import SpecialTokens, Task, check_class_order
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, run_on_all, run_on_main
@@ -56,12 +56,14 @@ class Tokenized:
         held_out: The file of `data.eval_path`, under an empty name, or of each set of `data.eval_sets` by name.
         special: The special tokens of a masked language model.
         notes: Notes on the files that were given, to print.
+        class_names: Of data of a classifier, setting and value of each source, and the names that it gives its classes.
     """
 
     train: Mapping[str, TokenFile]
     held_out: Mapping[str, TokenFile]
     special: SpecialTokens | None = None
     notes: tuple[str, ...] = ()
+    class_names: tuple[tuple[str, Sequence[str]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,16 @@ def tokenize_all(
             examples = train[name].examples()
             first = map(examples.tokens_of, range(min(_NUM_CHATS_LOOKED_AT, len(examples))))
             notes.append(_unended(source, first, tokenizer))
-    return Tokenized(train, held_out, special, tuple(filter(None, notes)))
+    names = _class_names(config) if task == CLASSIFICATION else ()
+    return Tokenized(train, held_out, special, tuple(filter(None, notes)), names)
+
+
+def _class_names(config: DataConfig) -> tuple[tuple[str, Sequence[str]], ...]:
+    sources = (*sources_of(config).values(), *held_out_sets_of(config).values())
+    opened = [(one.label_column, open_source(one, False)) for one in sources]
+    if config.eval_path is not None:
+        opened.append((config.label_column, open_source(config, True)))
+    return tuple((source.name, source.class_names(column)) for column, source in opened)
 
 
 def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer) -> str:
@@ -145,6 +156,8 @@ def open_samples(
         DataError: A file cannot be read, or has nothing to train on.
     """
     task, special = task or Task(), tokenized.special
+    for where, names in tokenized.class_names if task.samples == ROWS else ():
+        check_class_order(names, task, where)
     samples_per_round, held_out, parts = _samples_per_round(config), dict[str, MapDataset](), dict[str, Dataset]()
     if config.streaming:
         assert open_tokenizer is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_shard.data.config import DataConfig, all_sources, default_of
@@ -114,6 +114,18 @@ def check_packed(task: str, samples: str) -> None:
     """Raise ConfigError for samples that `data.packing=true` cannot pack; the arguments are as in `check_task`."""
     if samples == ROWS and task != CAUSAL:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
+
+
+def check_class_order(names: Sequence[str], task: Task, where: str) -> None:
+    """Raise DataError if the data, of which `where` is the setting, has the classes of the model in another order."""
+    known = sorted(task.label_numbers, key=lambda name: task.label_numbers[name])
+    if sorted(names) == sorted(known) and list(names) != known:
+        number = next(number for number, name in enumerate(names) if name != known[number])
+        raise DataError(
+            f"{where} has the classes of the model in another order: class {number} is {names[number]!r} in the data, "
+            f"and {known[number]!r} in the model. Give the labels of the data as names, or the model's label2id and "
+            f"id2label (model.labels) in the order of the data."
+        )
 
 
 def _check_samples(task: str, data: DataConfig, samples: str) -> None:

@@ -7,18 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from tokenizers.processors import RobertaProcessing
 from transformers import BertConfig, GPT2Config, T5Config
 
 from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.labeled_texts import open_labeled_texts
 from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.protocol import Shuffled
 from fsdp_shard.data.samples.windows import MaskedWindows
+from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.task import SpecialTokens, Task, check_task
 from fsdp_shard.data.validate import check_data
+from fsdp_shard.distributed import OnlyRank
 from fsdp_shard.errors import ConfigError, DataError, ModelError
 from fsdp_shard.evaluation import check_text
 from fsdp_shard.models import check_model_task
@@ -97,6 +101,29 @@ def test_a_number_that_is_the_name_of_another_class(tmp_path: Path, label: str |
     number = int(label)
     with pytest.raises(DataError, match=f"stands for index {number}, but .* named '{number}' has index {number - 1}"):
         opened(DataConfig(path=path, sequence_length=4), tmp_path / "cache", task)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("saved", ["a.parquet", "directory"])
+def test_names_of_classes_in_another_order(tmp_path: Path, saved: str, streaming: bool) -> None:
+    features = datasets.Features(text=datasets.Value("string"), kind=datasets.ClassLabel(names=["pos", "neg"]))
+    rows = datasets.Dataset.from_dict({"text": ["abc", "de"], "kind": [0, 1]}, features)
+    with quiet_datasets():
+        (rows.to_parquet if saved == "a.parquet" else rows.save_to_disk)(tmp_path / saved)
+    given: dict[str, Any] = {"path": f"{tmp_path / saved}", "sequence_length": 4, "label_column": "kind"}
+    config, tokenizer = DataConfig(**given, streaming=streaming, shuffle_buffer=1), byte_tokenizer()
+    tokenized = tokenize_all(config, tokenizer, tmp_path / "cache", "sequence_classification")
+    for names in (["pos", "neg"], ["LABEL_0", "LABEL_1"]):
+        task = Task("sequence_classification", num_labels=2, label_numbers=dict(zip(names, (0, 1), strict=True)))
+        train = open_samples(config, tokenized, task, 3, lambda: tokenizer).train
+        assert sorted(train.batch([0, 1]).labels.tolist()) == [0, 1]
+    task = Task("sequence_classification", num_labels=2, label_numbers={"pos": 1, "neg": 0})
+    wrong = "in another order: class 0 is 'pos' in the data, and 'neg' in the model"
+    with pytest.raises(DataError, match=f"data.path=.*{wrong}"):
+        open_samples(config, tokenized, task, 3, lambda: tokenizer)
+    if not streaming:
+        with pytest.raises(DataError, match=f"data.path=.*{wrong}"):
+            open_labeled_texts(config, tokenizer, task, OnlyRank(rank=0, world_size=1))
 
 
 def test_other_labels_are_another_data_set(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.sources import data_files as files
 from fsdp_shard.data.sources.data_files import DataFile
 from fsdp_shard.data.sources.datasets_private import fingerprint, quiet_datasets
-from fsdp_shard.data.sources.readers import START, check_size, is_plain_text, read_rows
+from fsdp_shard.data.sources.readers import START, check_size, class_names, is_plain_text, read_rows
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.utils import first_line, format_count, missing_file_system, redact
@@ -55,6 +55,10 @@ class Source(ABC):
     def has_rows(self, *, plain: bool) -> bool:
         """Return whether any rows are documents of plain text files, or, unless `plain`, have columns."""
         return not plain
+
+    def class_names(self, column: str) -> Sequence[str]:
+        """Return the names of the classes whose indices are in a column, as far as the data has them."""
+        return ()
 
     def check_stream(self) -> None:  # noqa: B027  # most rows are small
         """Raise DataError if the rows are too large for streaming."""
@@ -157,6 +161,11 @@ class FileSource(Source):
     def has_rows(self, *, plain: bool) -> bool:
         return any(is_plain_text(file) == plain for file in self.files)
 
+    def class_names(self, column: str) -> Sequence[str]:
+        """As above, of the first table."""
+        table = next((file for file in self.files if file.format[0] in files.TABLES), None)
+        return () if table is None else class_names(table, column)
+
     def check_stream(self) -> None:
         for file in self.files:
             check_size(file, self.sample_by)
@@ -208,6 +217,9 @@ class DatasetSource(Source):
 
     def stream_fingerprint(self) -> Any:
         return self.fingerprint() if self.is_saved else [self.given, self.subset, self.split]
+
+    def class_names(self, column: str) -> Sequence[str]:
+        return tuple(getattr((self.load().features or {}).get(column), "names", ()))
 
     def load(self) -> Any:
         """Load the dataset with the `datasets` library; raise DataError if that fails."""
