@@ -15,7 +15,7 @@ from fsdp_shard.data.samples.batch import Ints
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.rows import LabeledRows
 from fsdp_shard.data.sources.source import Source, open_source
-from fsdp_shard.data.task import Task
+from fsdp_shard.data.task import Task, check_class_order
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import Communicator, run_on_main
@@ -100,9 +100,12 @@ def open_labeled_texts(config: DataConfig, tokenizer: Tokenizer, task: Task, ran
         DataError: The data cannot be read, has no text with a label, or has a class that the model does not have.
     """
     source, kind = open_source(config, config.eval_path is not None), kind_of(config, CLASSIFICATION)
-    file: TokenFile = run_on_main(
-        ranks, lambda: tokenize(source, kind, tokenizer, cache_directory(config), config.workers)
-    )
+
+    def tokenized() -> TokenFile:
+        check_class_order(source.class_names(config.label_column), task, source.name)
+        return tokenize(source, kind, tokenizer, cache_directory(config), config.workers)
+
+    file: TokenFile = run_on_main(ranks, tokenized)
     samples, _ = SampleFactory(config, task, None, 0).open(file)
     assert isinstance(samples, LabeledRows)
     counts = file.examples_per_row()

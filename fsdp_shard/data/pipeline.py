@@ -6,9 +6,10 @@ one process, `prepare_on_ranks` over the ranks of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -24,15 +25,15 @@ from fsdp_shard.data.config import (
 from fsdp_shard.data.kinds.chat import CHAT
 from fsdp_shard.data.kinds.chat_spans import ends_turns
 from fsdp_shard.data.kinds.chat_template import with_chat_template
-from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
+from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, MASKED_LM, ROWS, Tokenizer
 from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
 from fsdp_shard.data.samples.mixture_schedule import counts_per_round
 from fsdp_shard.data.samples.protocol import Dataset, MapDataset, Shuffled, SourceDataset
-from fsdp_shard.data.sources.source import open_source, skipped_files
+from fsdp_shard.data.sources.source import file_notes, open_source
 from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
-from fsdp_shard.data.task import SpecialTokens, Task
+from fsdp_shard.data.task import SpecialTokens, Task, check_class_order
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, run_on_all, run_on_main
@@ -55,12 +56,14 @@ class Tokenized:
         held_out: The file of `data.eval_path`, under an empty name, or of each set of `data.eval_sets` by name.
         special: The special tokens of a masked language model.
         notes: Notes on the files that were given, to print.
+        class_names: Of data of a classifier, setting and value of each source, and the names that it gives its classes.
     """
 
     train: Mapping[str, TokenFile]
     held_out: Mapping[str, TokenFile]
     special: SpecialTokens | None = None
     notes: tuple[str, ...] = ()
+    class_names: tuple[tuple[str, Sequence[str]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,22 @@ def tokenize_all(
         held_out[""] = _tokenize(config, True, tokenizer, cache_dir, task)
     given = [source.path for source in (*sources.values(), *sets.values())]
     given += [config.eval_path] if config.eval_path else []
-    notes = [*map(skipped_files, given)]
+    notes = list(chain.from_iterable(map(file_notes, given)))
     for name, source in sources.items():
         if source.kind == CHAT:
             examples = train[name].examples()
             first = map(examples.tokens_of, range(min(_NUM_CHATS_LOOKED_AT, len(examples))))
             notes.append(_unended(source, first, tokenizer))
-    return Tokenized(train, held_out, special, tuple(filter(None, notes)))
+    names = _class_names(config) if task == CLASSIFICATION else ()
+    return Tokenized(train, held_out, special, tuple(filter(None, notes)), names)
+
+
+def _class_names(config: DataConfig) -> tuple[tuple[str, Sequence[str]], ...]:
+    sources = (*sources_of(config).values(), *held_out_sets_of(config).values())
+    opened = [(one.label_column, open_source(one, False)) for one in sources]
+    if config.eval_path is not None:
+        opened.append((config.label_column, open_source(config, True)))
+    return tuple((source.name, source.class_names(column)) for column, source in opened)
 
 
 def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer) -> str:
@@ -144,6 +156,8 @@ def open_samples(
         DataError: A file cannot be read, or has nothing to train on.
     """
     task, special = task or Task(), tokenized.special
+    for where, names in tokenized.class_names if task.samples == ROWS else ():
+        check_class_order(names, task, where)
     samples_per_round, held_out, parts = _samples_per_round(config), dict[str, MapDataset](), dict[str, Dataset]()
     if config.streaming:
         assert open_tokenizer is not None
@@ -222,6 +236,7 @@ def _open_files(
         if config.eval_fraction > 0 and source.packing:
             train[name], held_out[name], (note, other) = factory.open_divided(tokenized.train[name])
             notes += [f"{title}: {note}", f"held out: {other}"]
+            notes += _more_than_asked(source, len(train[name]), len(held_out[name]))
             continue
         train[name], note = factory.open(tokenized.train[name])
         notes.append(f"{title}: {note}")
@@ -271,6 +286,18 @@ def _title(name: str, samples_per_round: Mapping[str, int]) -> str:
     if not samples_per_round:
         return "train"
     return f"train, {name} ({samples_per_round[name]} of {sum(samples_per_round.values())} samples)"
+
+
+def _more_than_asked(config: DataConfig, num_train: int, num_held_out: int) -> list[str]:
+    """Warn of packed samples of which far more are held out than asked, as they are divided between texts only."""
+    fraction = num_held_out / (num_train + num_held_out)
+    if num_held_out < 2 or fraction <= 2 * config.eval_fraction:
+        return []
+    return [
+        f"warning: {config.where}.path={config.path}: {fraction:.0%} are held out, {num_held_out:,} windows of "
+        f"{num_train + num_held_out:,}, where data.eval_fraction={config.eval_fraction} asks for less: "
+        f"data.packing=true divides between rows only, and the last ones are long. Give more rows, or data.eval_path."
+    ]
 
 
 def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, SourceDataset]:

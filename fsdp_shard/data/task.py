@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fsdp_shard.data.config import DataConfig, all_sources, default_of
 from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, LABELED, MASKED_LM, ROWS, SEQ2SEQ, Tokenizer
@@ -26,6 +26,7 @@ class Task:
         padding: The padding token of seq2seq models and classifiers, some of which take the last other token.
         samples: What the objective compares: rows (nothing), pairs of answers (DPO, reward models) or labeled answers
             (KTO).
+        vocabulary: Number of tokens that the model embeds; None if that is unknown.
     """
 
     name: str = CAUSAL
@@ -34,13 +35,14 @@ class Task:
     label_numbers: Mapping[str, int] = field(default_factory=dict)
     padding: int = 0
     samples: str = ROWS
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
     """The special tokens in the windows of a masked language model; `begin` and `end` may be empty.
 
-    `vocabulary` is the size of the vocabulary. The tokens in `all` are never masked.
+    `vocabulary` is the number of tokens of which one may replace another. The tokens in `all` are never masked.
     """
 
     mask: int
@@ -65,6 +67,10 @@ class SpecialTokens:
             len(tokenizer),
             tuple(sorted(map(int, tokenizer.all_special_ids))),
         )
+
+    def within(self, vocabulary: int | None) -> SpecialTokens:
+        """Return these for a model that embeds `vocabulary` tokens, which may be fewer than the tokenizer has."""
+        return self if vocabulary is None else replace(self, vocabulary=min(self.vocabulary, vocabulary))
 
 
 def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
@@ -108,6 +114,18 @@ def check_packed(task: str, samples: str) -> None:
     """Raise ConfigError for samples that `data.packing=true` cannot pack; the arguments are as in `check_task`."""
     if samples == ROWS and task != CAUSAL:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
+
+
+def check_class_order(names: Sequence[str], task: Task, where: str) -> None:
+    """Raise DataError if the data, of which `where` is the setting, has the classes of the model in another order."""
+    known = sorted(task.label_numbers, key=lambda name: task.label_numbers[name])
+    if sorted(names) == sorted(known) and list(names) != known:
+        number = next(number for number, name in enumerate(names) if name != known[number])
+        raise DataError(
+            f"{where} has the classes of the model in another order: class {number} is {names[number]!r} in the data, "
+            f"and {known[number]!r} in the model. Give the labels of the data as names, or the model's label2id and "
+            f"id2label (model.labels) in the order of the data."
+        )
 
 
 def _check_samples(task: str, data: DataConfig, samples: str) -> None:

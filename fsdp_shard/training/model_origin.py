@@ -167,7 +167,9 @@ def data_task(config: ModelConfig, source: Location, samples: str = ROWS) -> Tas
     start = decoder_start(empty_model(config, source)) if config.task == SEQ2SEQ else 0
     label_ids = dict(getattr(model, "label2id", None) or {})
     num_labels = getattr(model, "num_labels", 0)
-    return Task(config.task, start, num_labels, label_ids, pad_token(model) or 0, samples)
+    found = getattr(model.get_text_config(), "vocab_size", None)
+    vocabulary = found if isinstance(found, int) else None
+    return Task(config.task, start, num_labels, label_ids, pad_token(model) or 0, samples, vocabulary)
 
 
 def decoder_start(model: PreTrainedModel) -> int:

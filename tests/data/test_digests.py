@@ -89,8 +89,8 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("a.csv", INSTRUCTION, "causal_lm", "plain", "3896201d80fafdc08e1ec23e51d5198e"),
     ("a.jsonl", {"kind": "chat"}, "causal_lm", "chat", "6cd9fcca17bd49210750b69f68c7e0be"),
     ("a.parquet", {"kind": "chat"}, "causal_lm", "chat", "6cd9fcca17bd49210750b69f68c7e0be"),
-    ("a.jsonl", {}, "sequence_classification", "plain", "6175d50c7cdd82f8472814cc3112f0cb"),
-    ("a.csv", {}, "sequence_classification", "begins", "d9d56e81c363bcda41a81efc5af9e026"),
+    ("a.jsonl", {}, "sequence_classification", "plain", "b67e1655498c710f5bc304304b8e6c99"),
+    ("a.csv", {}, "sequence_classification", "begins", "a50c8c0d32861add7b9873540c5b1a26"),
 ]
 
 

@@ -111,6 +111,19 @@ def test_no_document_is_both_trained_and_held_out(tmp_path: Path) -> None:
     assert whole.identity.startswith(f"packed-1:{whole.num_samples}:CausalRows:"), "as that of steps saved before"
 
 
+@pytest.mark.parametrize(("lengths", "warned"), [((5, 500), True), ((500, 5), False), ((5, 20), False)])
+def test_far_more_held_out_than_asked_is_told(tmp_path: Path, lengths: tuple[int, ...], warned: bool) -> None:
+    rows = "".join(json.dumps({"text": "a" * length}) + "\n" for length in lengths)
+    path = write(tmp_path / "a.jsonl", rows)
+    config = DataConfig(path=path, packing=True, sequence_length=32, eval_fraction=0.01)
+    notes = prepare_data(config, byte_tokenizer(), tmp_path / "cache").notes
+    found = [note for note in notes if note.startswith("warning: ")]
+    assert len(found) == warned
+    if warned:
+        assert f"data.path={path}: 94% are held out, 16 windows of 17" in found[0]
+        assert "data.eval_fraction=0.01 asks for less" in found[0]
+
+
 def test_a_single_document_is_divided_itself(tmp_path: Path) -> None:
     config = DataConfig(
         path=write(tmp_path / "a.txt", "abc " * 100), packing=True, sequence_length=32, eval_fraction=0.25

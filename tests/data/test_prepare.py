@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,17 @@ def test_what_is_not_read_of_a_directory_is_told(tmp_path: Path, tokenizer: Any)
     assert notes[0] == f"{tmp_path}/a: 3 of its files are skipped because of their extensions (.gz, .pdf, no extension)"
     assert notes[1].startswith("train: 2 documents")
     assert len(notes) == 3
+
+
+def test_several_formats_in_a_directory_are_told(tmp_path: Path, tokenizer: Any) -> None:
+    row = '{"text": "words of a row"}\n'
+    for name, content in (("a.jsonl", row), ("b.jsonl.gz", gzip.compress(row.encode())), ("README.md", TEXT)):
+        write(tmp_path / "a" / name, content)
+    notes = prepare_data(DataConfig(path=f"{tmp_path}/a", sequence_length=8), tokenizer, tmp_path / "cache").notes
+    assert notes[0].startswith(f"{tmp_path}/a: files of several formats are read (2 .jsonl, 1 .md)")
+    for pattern in ("a/*.jsonl*", "a/*.md"):
+        config = DataConfig(path=f"{tmp_path}/{pattern}", sequence_length=8)
+        assert len(prepare_data(config, tokenizer, tmp_path / "cache").notes) == 1
 
 
 def test_one_window_cannot_be_divided(tmp_path: Path, tokenizer: Any) -> None:

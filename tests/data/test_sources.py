@@ -272,6 +272,18 @@ def test_what_save_to_disk_wrote(tmp_path: Path, streaming: bool) -> None:
         values_of(source_of(str(tmp_path / "one")))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", [None, "numpy", "torch"])
+def test_the_format_of_what_save_to_disk_wrote_hides_nothing(tmp_path: Path, streaming: bool, kind: str | None) -> None:
+    rows = [{"text": row["text"], "n": number} for number, row in enumerate(ROWS)]
+    with quiet_datasets():
+        datasets.Dataset.from_list(rows).with_format(kind, columns=["n"]).save_to_disk(tmp_path / "one")
+    source = source_of(str(tmp_path / "one"), streaming=streaming)
+    assert values_of(source) == rows
+    assert {type(row["n"]) for row in values_of(source)} == {int}
+    assert source.fingerprint() == source_of(str(tmp_path / "one")).fingerprint()
+
+
 TRUNCATED = gzip.compress(b'{"text": "x"}\n' * 5000)[:-20]
 BAD: list[tuple[str, bytes, str]] = [
     ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz cannot be decompressed as \.gz: Not a gzipped file"),

@@ -7,18 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from tokenizers.processors import RobertaProcessing
 from transformers import BertConfig, GPT2Config, T5Config
 
 from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.labeled_texts import open_labeled_texts
 from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.protocol import Shuffled
 from fsdp_shard.data.samples.windows import MaskedWindows
+from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.task import SpecialTokens, Task, check_task
 from fsdp_shard.data.validate import check_data
+from fsdp_shard.distributed import OnlyRank
 from fsdp_shard.errors import ConfigError, DataError, ModelError
 from fsdp_shard.evaluation import check_text
 from fsdp_shard.models import check_model_task
@@ -64,6 +68,64 @@ def test_texts_with_classes(tmp_path: Path) -> None:
         opened(config, tmp_path / "cache", Task("sequence_classification", num_labels=2))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("labels", "names", "expected"),
+    [
+        (["1", "3", "2"], ["1", "2", "3"], [0, 2, 1]),
+        (["1", "0", " 1 "], ["1", "0"], [0, 1, 0]),
+        (["1", "0", "01"], ["bad", "good"], [1, 0, 1]),
+        ([1, "0", 0], ["0", "1"], [1, 0, 0]),
+    ],
+)
+def test_classes_whose_names_are_numbers(
+    tmp_path: Path, labels: list[str | int], names: list[str], expected: list[int], streaming: bool
+) -> None:
+    rows = "".join(json.dumps({"text": "abc", "label": label}) + "\n" for label in labels)
+    config = DataConfig(
+        path=write(tmp_path / "a.jsonl", rows), sequence_length=4, streaming=streaming, shuffle_buffer=1
+    )
+    numbers = {name: number for number, name in enumerate(names)}
+    task = Task("sequence_classification", num_labels=len(names), label_numbers=numbers)
+    tokenizer = byte_tokenizer()
+    tokenized = tokenize_all(config, tokenizer, tmp_path / "cache", task.name)
+    train = open_samples(config, tokenized, task, seed=3, open_tokenizer=lambda: tokenizer).train
+    batch = (train if streaming else train.dataset).batch(range(len(labels)))  # type: ignore[attr-defined]
+    assert batch.labels.tolist() == expected
+
+
+@pytest.mark.parametrize("label", [1, 3, "01"])
+def test_a_number_that_is_the_name_of_another_class(tmp_path: Path, label: str | int) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps({"text": "abc", "label": label}))
+    task = Task("sequence_classification", num_labels=3, label_numbers={"1": 0, "2": 1, "3": 2})
+    number = int(label)
+    with pytest.raises(DataError, match=f"stands for index {number}, but .* named '{number}' has index {number - 1}"):
+        opened(DataConfig(path=path, sequence_length=4), tmp_path / "cache", task)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("saved", ["a.parquet", "directory"])
+def test_names_of_classes_in_another_order(tmp_path: Path, saved: str, streaming: bool) -> None:
+    features = datasets.Features(text=datasets.Value("string"), kind=datasets.ClassLabel(names=["pos", "neg"]))
+    rows = datasets.Dataset.from_dict({"text": ["abc", "de"], "kind": [0, 1]}, features)
+    with quiet_datasets():
+        (rows.to_parquet if saved == "a.parquet" else rows.save_to_disk)(tmp_path / saved)
+    given: dict[str, Any] = {"path": f"{tmp_path / saved}", "sequence_length": 4, "label_column": "kind"}
+    config, tokenizer = DataConfig(**given, streaming=streaming, shuffle_buffer=1), byte_tokenizer()
+    tokenized = tokenize_all(config, tokenizer, tmp_path / "cache", "sequence_classification")
+    for names in (["pos", "neg"], ["LABEL_0", "LABEL_1"]):
+        task = Task("sequence_classification", num_labels=2, label_numbers=dict(zip(names, (0, 1), strict=True)))
+        train = open_samples(config, tokenized, task, 3, lambda: tokenizer).train
+        assert sorted(train.batch([0, 1]).labels.tolist()) == [0, 1]
+    task = Task("sequence_classification", num_labels=2, label_numbers={"pos": 1, "neg": 0})
+    wrong = "in another order: class 0 is 'pos' in the data, and 'neg' in the model"
+    with pytest.raises(DataError, match=f"data.path=.*{wrong}"):
+        open_samples(config, tokenized, task, 3, lambda: tokenizer)
+    if not streaming:
+        with pytest.raises(DataError, match=f"data.path=.*{wrong}"):
+            open_labeled_texts(config, tokenizer, task, OnlyRank(rank=0, world_size=1))
+
+
 def test_other_labels_are_another_data_set(tmp_path: Path) -> None:
     task = Task("sequence_classification", num_labels=2)
     found = []
@@ -100,6 +162,24 @@ def test_hiding_is_a_function_of_seed_epoch_and_sample() -> None:
     place = next(place for place in range(len(data), 2 * len(data)) if order.index_of(place) == 4)
     assert order.sample(place).labels.tolist() == data.sample(4, epoch=1).labels.tolist()
     assert data.sample(4).labels.tolist() != data.sample(4, epoch=1).labels.tolist(), "another epoch hides others"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_random_tokens_are_tokens_of_the_model(tmp_path: Path, streaming: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    first_new = len(tokenizer)
+    tokenizer.add_tokens([f"<{number}>" for number in range(700)])
+    path = write(tmp_path / "a.txt", "abcdefgh" * 200)
+    config = DataConfig(path=path, sequence_length=1600, mask_fraction=0.9, streaming=streaming)
+    tokens = tokenize_all(config, tokenizer, tmp_path / "cache", "masked_lm")
+    shown = {}
+    for vocabulary in (None, first_new, len(tokenizer), len(tokenizer) + 64):
+        task = Task("masked_lm", vocabulary=vocabulary)
+        train = open_samples(config, tokens, task, seed=3, open_tokenizer=lambda: tokenizer).train
+        shown[vocabulary] = train.batch([0]).input_ids.tolist()
+    assert max(shown[None][0]) >= first_new > max(shown[first_new][0])
+    assert shown[None] == shown[len(tokenizer)] == shown[len(tokenizer) + 64]
 
 
 def test_special_tokens_are_never_hidden() -> None:

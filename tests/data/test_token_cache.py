@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import decimal
 import json
 import os
 import signal
@@ -18,16 +20,19 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PhobertTokenizer, PreTrainedTokenizerFast, ProphetNetTokenizer
 
 from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.kinds.kind import plain_ids
 from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.data.kinds.running_text import RunningText
+from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import DatasetSource, open_source
+from fsdp_shard.data.tokenized.encoder import tokenizer_state
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.errors import DataError
@@ -450,6 +455,35 @@ def test_what_changes_tokens_changes_their_name(tmp_path: Path) -> None:
     assert name() == names[0]
 
 
+def test_what_a_tokenizer_in_python_was_made_with_changes_its_name(tmp_path: Path) -> None:
+    """The vocabulary alone does not say what becomes of a text: the case of letters, or the order of merges."""
+    letters = [chr(number) for first in "aA" for number in range(ord(first), ord(first) + 26)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[X_SEP]"]
+    words = write(tmp_path / "words.txt", "\n".join([*special, *letters, *(f"##{letter}" for letter in letters)]))
+    vocabulary = write(tmp_path / "vocab.txt", "".join(f"{piece} 1\n" for piece in ("a@@", "c", "ab@@", "bc")))
+    made: dict[str, Callable[[], Any]] = {
+        "lower": lambda: ProphetNetTokenizer(words, do_lower_case=True),
+        "as it is": lambda: ProphetNetTokenizer(words, do_lower_case=False),
+    }
+    for name, merges in (("a, b", "a b 1\nab c</w> 1\n"), ("b, c", "b c</w> 1\na b 1\n")):
+        merged = write(tmp_path / name, merges)
+        made[name] = lambda merged=merged: PhobertTokenizer(vocabulary, merged)  # type: ignore[misc]  # with a default
+    path, cache = write(tmp_path / "a.jsonl", '{"text": "abc ABC"}\n'), tmp_path / "cache"
+    config = DataConfig(path=path, sequence_length=8)
+    found = {}
+    for name, make in made.items():
+        found[name] = ids(file_of(config, make(), cache))
+        states = []
+        for directory in (tmp_path / f"{name} first", tmp_path / f"{name} second"):
+            make().save_pretrained(directory)
+            loaded = AutoTokenizer.from_pretrained(directory)
+            assert ids(file_of(config, loaded, cache)) == found[name]
+            states.append(json.dumps(tokenizer_state(loaded)))
+        assert states[0] == states[1], "wherever it is"
+    assert found["lower"] != found["as it is"]
+    assert found["a, b"] != found["b, c"]
+
+
 def test_others_may_read_the_cache(tmp_path: Path, tokenizer: Any) -> None:
     before = os.umask(0o022)
     try:
@@ -464,6 +498,27 @@ def test_json_that_python_does_not_read(tmp_path: Path, value: str) -> None:
     path = write(tmp_path / "a.jsonl", f'{{"text": {value}\n')
     with pytest.raises(DataError, match="line 1 is not JSON"):
         list(open_source(DataConfig(path=path), False).rows(["text"]))
+
+
+VALUES = {"bytes": b"ab", "date": datetime.date(2020, 1, 2), "Decimal": decimal.Decimal("1.50")}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("type_name", VALUES)
+def test_values_that_are_no_text(tmp_path: Path, tokenizer: Any, type_name: str, streaming: bool) -> None:
+    """Only the first rows are looked at before, and optional columns may be null in them."""
+    values = [None, VALUES[type_name]]
+    table = pyarrow.table({"instruction": ["q", "q"], "input": values, "output": ["a", "a"], "unused": values})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    given: dict[str, Any] = {"path": f"{tmp_path}/a.parquet", "sequence_length": 99, "streaming": streaming}
+    config = DataConfig(**given, kind="instruction", shuffle_buffer=1)
+    wrong = rf"a\.parquet, row 1: column 'input' holds {type_name}, expected text\. Set data\.input_column"
+    with pytest.raises(DataError, match=wrong):
+        prepare_data(config, tokenizer, tmp_path / "cache").train.batch([0, 1])
+    with pytest.raises(DataError, match=rf"row 1: column 'unused' holds {type_name}, expected text"):
+        prepare_data(replace(config, kind="text", text_column="unused"), tokenizer, tmp_path / "cache").train.batch([0])
+    pairs = replace(config, kind="pairs", source_column="instruction", target_column="output")
+    assert prepare_data(pairs, tokenizer, tmp_path / "cache").train.batch([0, 1]).num_predictions
 
 
 TWO_DAYS = 2 * 24 * 3600

@@ -161,6 +161,11 @@ def test_layers_that_are_not_dropped_are_reported(tmp_path: Path) -> None:
     assert line.startswith("config.json has encoder_layerdrop=0.25, which is not applied")
 
 
+def test_the_data_knows_how_many_tokens_the_model_embeds(tmp_path: Path) -> None:
+    model = save(tmp_path / "llama", LlamaConfig(**{**SIZES, "vocab_size": 123}, intermediate_size=8))
+    assert data_task(model, locate(model.path)).vocabulary == 123
+
+
 def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:
     made = []
     for name, values in (("good", {"pad_token_id": 256}), ("none", {}), ("one", {"pad_token_id": 2, "num_labels": 1})):

@@ -41,9 +41,9 @@ class TextKind(Kind):
 
 @dataclass(frozen=True)
 class LabeledKind(Kind):
-    """Columns of the rows. A label is an integer or a name; rows without a label are dropped."""
+    """Columns of the rows. A label is an integer or text, a name or a number; rows without a label are dropped."""
 
-    chosen_by, version, required = "model.task=sequence_classification", "labelled", ("text", "label")
+    chosen_by, version, required = "model.task=sequence_classification", "labelled-2", ("text", "label")
 
     text: str
     label: str
@@ -61,8 +61,7 @@ class LabeledKind(Kind):
                 f"{row.where}: column {self.label!r} holds {type(label).__name__}, expected the number or name of a "
                 f"class. Set data.label_column."
             )
-        # CSV files have numbers as text.
-        return text, int(label) if isinstance(label, str) and label.strip().isdecimal() else label
+        return text, label
 
     def examples(self, read: list[tuple[str, str | int]], tokenizer: Tokenizer) -> list[list[Example]]:
         texts, labels = zip(*read, strict=True)

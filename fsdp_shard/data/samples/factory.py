@@ -161,7 +161,8 @@ class SampleFactory:
         length = self.config.window_length
         if self.special is None:
             return WindowDataset(tokens, length, name)
-        return MaskedWindows(tokens, length, name, self.special, self.config.mask_fraction, seed)
+        special = self.special.within(self.task.vocabulary)
+        return MaskedWindows(tokens, length, name, special, self.config.mask_fraction, seed)
 
     @property
     def window_tokens(self) -> int:
@@ -175,7 +176,7 @@ class SampleFactory:
 
 def _class_numbers(classes: Sequence[str | int], task: Task) -> tuple[int, ...]:
     """Return the model's index of each class in the data; raise DataError for a class that it does not have."""
-    numbers = [name if isinstance(name, int) else task.label_numbers.get(name, -1) for name in classes]
+    numbers = [_class_number(name, task) for name in classes]
     for name, number in zip(classes, numbers, strict=True):
         if not 0 <= number < task.num_labels:
             known = ", ".join(task.label_numbers) or "none by name"
@@ -184,3 +185,24 @@ def _class_numbers(classes: Sequence[str | int], task: Task) -> tuple[int, ...]:
                 f"{task.num_labels - 1} ({known}). Set id2label and label2id in its config.json, or data.label_column."
             )
     return tuple(numbers)
+
+
+def _class_number(name: str | int, task: Task) -> int:
+    """Return the index of a class: text is its name, or, as in CSV files, its index; -1 if there is none of that name.
+
+    Raises:
+        DataError: `name` is an integer that is the name of a class with another index.
+    """
+    known, text = task.label_numbers, str(name).strip()
+    if isinstance(name, str) and not text.isdecimal():
+        return known.get(name, -1)
+    if isinstance(name, str) and text in known:
+        return known[text]
+    number = int(text)
+    if (named := known.get(str(number), number)) != number:
+        raise DataError(
+            f"The data has the class {number} as a number, which stands for index {number}, but the model's class "
+            f"that is named '{number}' has index {named}. Write names as text, such as \"{number}\", or give the "
+            f"classes of the model other names."
+        )
+    return number

@@ -290,19 +290,26 @@ def _csv_rows(lines: _Lines, delimiter: str) -> Iterator[list[str]]:
             yield fields
 
 
-def _read_table(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
+def class_names(file: DataFile, column: str) -> Sequence[str]:
+    """Return the names of the classes whose indices are in a column of a table, if the table has them."""
+    with quiet_datasets():
+        return tuple(getattr(_load_table(file).features.get(column), "names", ()))
+
+
+def _load_table(file: DataFile, **options: Any) -> Any:
     import datasets
 
-    def load(**options: Any) -> Any:
-        files = [escape(file.address)]
-        return datasets.load_dataset(file.format[0][1:], data_files=files, split="train", streaming=True, **options)
+    files = [escape(file.address)]
+    return datasets.load_dataset(file.format[0][1:], data_files=files, split="train", streaming=True, **options)
 
+
+def _read_table(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
     with quiet_datasets():
         batches = {"batch_size": _ROWS_AT_ONCE} if file.format[0] == ".parquet" else {}
-        table = load(**batches)
+        table = _load_table(file, **batches)
         names = list(table.features)
         if wanted := [name for name in names if name in columns]:
-            table = load(**batches, columns=wanted) if batches else table.select_columns(wanted)
+            table = _load_table(file, **batches, columns=wanted) if batches else table.select_columns(wanted)
         rows = table.skip(start[1]).iter(_ROWS_AT_ONCE)
     header, number = Header(str(file), names), start[1]
     while True:

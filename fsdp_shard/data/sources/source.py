@@ -2,6 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.sources import data_files as files
 from fsdp_shard.data.sources.data_files import DataFile
 from fsdp_shard.data.sources.datasets_private import fingerprint, quiet_datasets
-from fsdp_shard.data.sources.readers import START, check_size, is_plain_text, read_rows
+from fsdp_shard.data.sources.readers import START, check_size, class_names, is_plain_text, read_rows
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.utils import first_line, format_count, missing_file_system, redact
@@ -54,6 +55,10 @@ class Source(ABC):
     def has_rows(self, *, plain: bool) -> bool:
         """Return whether any rows are documents of plain text files, or, unless `plain`, have columns."""
         return not plain
+
+    def class_names(self, column: str) -> Sequence[str]:
+        """Return the names of the classes whose indices are in a column, as far as the data has them."""
+        return ()
 
     def check_stream(self) -> None:  # noqa: B027  # most rows are small
         """Raise DataError if the rows are too large for streaming."""
@@ -107,14 +112,23 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
     return FileSource(name, found, config.sample_by)
 
 
-def skipped_files(given: str) -> str:
-    """Describe the files of a directory that are not read; return an empty text if there are none."""
-    others = [] if _is_hub_name(given) or files.saved_dataset(given) else files.find_files(given, "data.path")[1]
-    if not others:
-        return ""
-    extensions = sorted({Path(name).suffix or "no extension" for name in others})
-    some = ", ".join(extensions[:5]) + (", ..." if len(extensions) > 5 else "")
-    return f"{files.shown(given)}: {len(others)} of its files are skipped because of their extensions ({some})"
+def file_notes(given: str) -> list[str]:
+    """Describe the files of a directory that are not read, and those that are if they have several formats."""
+    if _is_hub_name(given) or files.saved_dataset(given):
+        return []
+    found, others = files.find_files(given, "data.path")
+    where, notes = files.shown(given), []
+    if others:
+        extensions = sorted({Path(name).suffix or "no extension" for name in others})
+        some = ", ".join(extensions[:5]) + (", ..." if len(extensions) > 5 else "")
+        notes.append(f"{where}: {len(others)} of its files are skipped because of their extensions ({some})")
+    formats = Counter(file.format[0] for file in found)
+    if len(formats) > 1:
+        listed = ", ".join(f"{count:,} {extension}" for extension, count in formats.most_common())
+        notes.append(
+            f"{where}: files of several formats are read ({listed}); a pattern such as *.jsonl reads one of them"
+        )
+    return notes
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,11 @@ class FileSource(Source):
 
     def has_rows(self, *, plain: bool) -> bool:
         return any(is_plain_text(file) == plain for file in self.files)
+
+    def class_names(self, column: str) -> Sequence[str]:
+        """As above, of the first table."""
+        table = next((file for file in self.files if file.format[0] in files.TABLES), None)
+        return () if table is None else class_names(table, column)
 
     def check_stream(self) -> None:
         for file in self.files:
@@ -199,6 +218,9 @@ class DatasetSource(Source):
     def stream_fingerprint(self) -> Any:
         return self.fingerprint() if self.is_saved else [self.given, self.subset, self.split]
 
+    def class_names(self, column: str) -> Sequence[str]:
+        return tuple(getattr((self.load().features or {}).get(column), "names", ()))
+
     def load(self) -> Any:
         """Load the dataset with the `datasets` library; raise DataError if that fails."""
         import datasets
@@ -221,6 +243,8 @@ class DatasetSource(Source):
             if self.split not in found:
                 raise DataError(f"{self.name} has no split {self.split!r}; it has {', '.join(found)}.")
             found = found[self.split]
+        if found.format["type"] is not None or found.format["columns"] != found.column_names:
+            found = found.with_format(None)  # as saved, it may hide columns, or give tensors
         return found.to_iterable_dataset() if self.streaming else found
 
 

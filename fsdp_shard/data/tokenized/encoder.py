@@ -8,10 +8,12 @@ margin. They are empty for a row with nothing to learn.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,7 +76,7 @@ def tokenizer_state(tokenizer: Tokenizer) -> list[Any]:
     """Return, as JSON, everything about the tokenizer that decides about the tokens of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        state: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+        state: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), *_made_with(tokenizer)]
     else:
         backend.no_truncation()  # state of the last call, without effect on the next
         backend.no_padding()
@@ -83,3 +85,23 @@ def tokenizer_state(tokenizer: Tokenizer) -> list[Any]:
     around = letter_ids(tokenizer), letter_ids(tokenizer, is_target=True)  # languages, of targets too
     ends = [beginning(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
     return [state, *ends, special, getattr(tokenizer, "split_special_tokens", False), *around]
+
+
+def _made_with(tokenizer: Tokenizer) -> list[Any]:
+    """Return what a tokenizer in Python was made with: its settings, such as lower case, and its vocabulary files.
+
+    The directory that it comes from is not part of it.
+    """
+    names = getattr(tokenizer, "vocab_files_names", {})
+    places = {"name_or_path", "is_local", "local_files_only", *names}
+    settings = {
+        name: value
+        for name, value in tokenizer.init_kwargs.items()
+        if name not in places and not name.endswith("_file")
+    }
+    digests = []
+    for setting, name in sorted(names.items()):
+        given = getattr(tokenizer, setting, None), Path(tokenizer.name_or_path, name)
+        paths = [Path(path) for path in given if isinstance(path, (str, Path)) and os.path.isfile(path)]
+        digests += [[setting, xxhash.xxh3_128_hexdigest(path.read_bytes())] for path in paths[:1]]
+    return [json.dumps(settings, sort_keys=True, default=repr), digests]

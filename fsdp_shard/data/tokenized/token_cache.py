@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # Rows that are tokenized in one call: enough for the tokenizer's threads, few enough for the memory.
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 20
+_OF_JSON = (str, int, float, list, dict, type(None))  # bytes, dates and decimals are not
 _LEFTOVER_SECONDS = 24 * 3600  # a run writes more often than that
 
 
@@ -84,7 +85,7 @@ def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) 
 
     with TemporaryDirectory(dir=directory) as held, quiet_datasets(), _errors_of_map(num_workers):
         file = Path(held) / "rows"
-        ends, num_rows = _store(source, encoder.kind.columns, file)
+        ends, num_rows = _store(source, encoder.kind, file)
         if not num_rows:
             raise source.empty(num_rows)
         encoder.kind.check_num_rows(num_rows, source.name)
@@ -104,15 +105,21 @@ def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) 
         return [Path(file["filename"]) for file in tokens.cache_files]
 
 
-def _store(source: Source, columns: tuple[str, ...], file: Path) -> tuple[list[int], int]:
-    """Write rows as lines of JSON; return where each batch of them ends, and the number of rows."""
+def _store(source: Source, kind: Kind, file: Path) -> tuple[list[int], int]:
+    """Write rows as lines of JSON; return where each batch of them ends, and the number of rows.
+
+    Raises:
+        DataError: A row cannot be written, or has a value that `kind` refuses and that JSON would have as text.
+    """
     from tqdm import tqdm
 
-    ends, number = list[int](), 0
+    ends, number, columns = list[int](), 0, kind.columns
     title, rows = one_line(f"reading {source.name}"), source.rows(columns)
     with file.open("wb") as out, tqdm(rows, title, unit=" rows", unit_scale=True, disable=None, leave=False) as bar:
         for number, row in enumerate(bar, 1):
             values = {name: row.values[name] for name in columns if name in row.values} or row.values
+            if not all(isinstance(value, _OF_JSON) for value in values.values()):
+                kind.check_row(row)
             try:
                 text = json.dumps([row.where, values, row.is_text, row.header], ensure_ascii=False, default=str)
             except RecursionError as error:
