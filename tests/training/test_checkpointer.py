@@ -502,6 +502,32 @@ def test_a_flipped_bit_is_found_before_anything_changes(tmp_path: Path) -> None:
         assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_the_steps_of_finetune_are_neither_restored_nor_deleted(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    given = ["train.steps=1", "data.sequence_length=16", "launch.device=cpu", f"data.cache_dir={tmp_path}/cache"]
+    fs.finetune([*given, f"model.path={tiny_model}", f"data.path={texts}/held_out.txt", f"run_dir={tmp_path}/run"])
+    model = Net()
+    with fs.Checkpointer(tmp_path / "run", keep_last=1) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"has no checkpointer.json: it was not saved by a Checkpointer"):
+            checkpointer.restore(model)
+        words = (
+            r"step-00000001 has no checkpointer.json: `fsdp-shard finetune` saved it.*another directory than .*run\."
+        )
+        with pytest.raises(SaveError, match=words):
+            checkpointer.save(2, model)
+        assert checkpointer.steps == [1]
+
+
+def test_a_document_that_is_gone(tmp_path: Path) -> None:
+    model = Net()
+    with fs.Checkpointer(tmp_path, verify_on_resume=False, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model)
+        (tmp_path / "checkpoints" / "step-00000001" / "checkpointer.json").unlink()
+        with pytest.raises(CheckpointError, match=r"checkpointer.json is missing: the checkpoint names it"):
+            checkpointer.restore(model)
+        checkpointer.save(2, model)
+        assert checkpointer.steps == [1, 2]
+
+
 _DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda document: [],
     "another version": lambda document: {**document, "format_version": 9},

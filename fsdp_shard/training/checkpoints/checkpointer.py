@@ -17,6 +17,7 @@ from typing import Any, Self
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import (
     CHECKPOINTS,
+    RUN_CONFIG,
     CheckpointConfig,
     RemoteStore,
     Store,
@@ -34,6 +35,7 @@ from fsdp_shard.training.checkpoints.given_state import (
 from fsdp_shard.training.checkpoints.loop_state import (
     DOCUMENT,
     first_difference,
+    has_loop_state,
     read_loop_state,
     restore_random_state,
 )
@@ -194,8 +196,8 @@ class Checkpointer:
                 same on all ranks, but for DTensors; None is left out.
 
         Raises:
-            SaveError: The step exists, the ranks disagree about it, a state is no data, or this or the previous save
-                failed. Earlier steps are kept.
+            SaveError: The step exists, the directory is that of a run of `finetune`, the ranks disagree about the step,
+                a state is no data, or this or the previous save failed. Earlier steps are kept.
             ModelError: What this rank holds of a parameter is not known.
         """
         self._require_open()
@@ -206,7 +208,7 @@ class Checkpointer:
         figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured its own
         value = self._monitored(figures)
         given = GivenState(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
-        run_on_main(ranks, lambda: self._store.require_new(step))
+        run_on_main(ranks, lambda: self._require_own(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
             raise SaveError(
@@ -388,6 +390,18 @@ class Checkpointer:
         self._store.clean_leftovers()
         if (latest := self._store.latest()) is not None:
             self._store.set_latest(latest)
+
+    def _require_own(self, step: int) -> None:
+        """Refuse to save a step that exists, or among those of a run of another kind, which retention would delete."""
+        self._store.require_new(step)
+        latest = self._store.latest()
+        if latest is None or has_loop_state(directory := self._store.path(latest)):
+            return
+        whose = "`fsdp-shard finetune`" if (directory / RUN_CONFIG).is_file() else "something else"
+        raise SaveError(
+            f"{directory} has no {DOCUMENT}: {whose} saved it, not a Checkpointer, which would delete the steps of "
+            f"that run (keep_last). Give the Checkpointer another directory than {self.path}."
+        )
 
     def _require_open(self) -> None:
         if self._is_closed:

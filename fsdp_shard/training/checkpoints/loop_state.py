@@ -7,6 +7,7 @@ names.
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -18,7 +19,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.checkpoint import TensorIndex, load_shards, member, tensor_bytes, to_torch
+from fsdp_shard.checkpoint import TensorIndex, load_shards, member, read_manifest, tensor_bytes, to_torch
 from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.training.checkpoints.state_tree import flatten_state, restore_state
@@ -56,14 +57,22 @@ class LoopState:
         return (json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}) + "\n").encode()
 
 
+def has_loop_state(step_directory: Path) -> bool:
+    """Whether a Checkpointer saved a step: it has the document of one, or its manifest says that it had."""
+    if os.path.lexists(step_directory / DOCUMENT):
+        return True
+    manifest = read_manifest(step_directory)
+    return manifest is not None and DOCUMENT in manifest.files
+
+
 def read_loop_state(step_directory: Path) -> LoopState:
     """Read the document of a step; CheckpointError if it has none or it is damaged."""
-    path = member(step_directory, DOCUMENT)
-    if not path.is_file():
+    if step_directory.is_dir() and not has_loop_state(step_directory):
         raise CheckpointError(
             f"{step_directory} has no {DOCUMENT}: it was not saved by a Checkpointer. Resume it with `fsdp-shard "
             f"finetune`, or read its weights with fsdp_shard.load_weights."
         )
+    path = member(step_directory, DOCUMENT)
     values = parse_json(read_bounded(path, "metadata_bytes"), str(path))
     if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
         raise CheckpointError(f"{path} is not of format version {_FORMAT_VERSION}.")
