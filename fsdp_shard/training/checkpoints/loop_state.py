@@ -98,7 +98,7 @@ class StateTensors:
 
     def add_own(self, state: Any, name: str) -> Any:
         """Add the tensors of a state that only this rank has; returns its document."""
-        document, tensors = flatten_state(state, f"${name}")
+        document, tensors = flatten_state(state, f"${name}", self.shards)
         for key, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 raise SaveError(f"{key} is a DTensor, which all ranks hold together; give it in a state, not as extra.")
@@ -107,7 +107,7 @@ class StateTensors:
 
     def add_shared(self, state: Any, name: str) -> Any:
         """Add the tensors of a state that all ranks have: DTensors divided, anything else the same on each rank."""
-        document, tensors = flatten_state(state, f"${name}")
+        document, tensors = flatten_state(state, f"${name}", self.shards)
         digest = xxhash.xxh3_64(json.dumps(document).encode())
         for key, tensor in tensors.items():
             writes = self._ranks.is_main
