@@ -24,6 +24,7 @@ from fsdp_shard.checkpoint import (
 )
 from fsdp_shard.distributed import Communicator, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.sharding import fill_copied_buffers
 from fsdp_shard.training.checkpoints.given_state import (
     GivenState,
     Models,
@@ -43,6 +44,7 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
     Optimizers,
     bare_optimizers,
     create_states,
+    kept_on_error,
     listed,
     load_slots,
     optimizer_parts,
@@ -292,7 +294,8 @@ class Checkpointer:
     ) -> Restored | None:
         """Fill models, optimizers and states from a step, which may be of another number of ranks or other wrappers.
 
-        The weights of a model and the options and states of an optimizer must be exactly those that were saved.
+        The weights of a model and the options and states of an optimizer must be exactly those that were saved. The
+        optimizer makes its states by a step that changes nothing, which runs hooks of its steps.
 
         Args:
             model: The model, whose values are replaced, or several by name.
@@ -339,14 +342,16 @@ class Checkpointer:
     ) -> Restored:
         """Fill everything from a step, after everything has been compared with it."""
         ranks, optimizers = self._ranks, bare_optimizers(optimizer)
-        given = run_on_all(ranks, lambda: given_states(states))
+        given = run_on_all(ranks, lambda: given_states(states, model))
         shards = run_on_all(ranks, lambda: shards_of_all(model, ranks))
         found = run_on_all(ranks, lambda: stored.read(shards, optimizers, given, ranks))
-        run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
-        slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
-        if stored.states is not None:
-            load_slots(stored.states, stored.slots, slots, ranks)
-        run_on_all(ranks, lambda: checkpoint.load_shards(stored.weights, shards.shards))
+        with kept_on_error(optimizers):
+            run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
+            slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
+            if stored.states is not None:
+                load_slots(stored.states, stored.slots, slots, ranks)
+            run_on_all(ranks, lambda: checkpoint.load_shards(stored.weights, shards.shards))
+            fill_copied_buffers(shards)
         for name, one in optimizers.items():
             set_options(one, found.options[name])
             set_values(one, slot_prefix(name), shards.shards, found.values)
