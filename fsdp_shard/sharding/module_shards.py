@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -34,10 +35,12 @@ class ModuleShards(NamedTuple):
     Attributes:
         shards: Its parameters and persistent buffers by the FQN that they have in the module without wrappers.
         aliases: {tied name: name in `shards`}.
+        replicated: The names of the parameters that no wrapper divides: each rank has them whole.
     """
 
     shards: dict[str, LocalShard]
     aliases: dict[str, str]
+    replicated: Sequence[str] = ()
 
 
 def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleShards:
@@ -70,6 +73,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
     names: dict[int, str] = {}
     shards: dict[str, LocalShard] = {}
     aliases: dict[str, str] = {}
+    replicated: list[str] = []
     for number, (raw, param) in enumerate(inside.named_parameters(remove_duplicate=False)):
         name = clean_fqn(raw)
         if (kept := names.setdefault(id(param), name)) != name:
@@ -87,6 +91,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
             shards[name] = shard_of(param, writes=is_first(param.device_mesh, param.placements), box=box)
         else:
             _refuse_strided(name, param)
+            replicated.append(name)
             shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # they divide the work
     for _, _, raw, buffer in persistent_buffers(inside):
         if isinstance(buffer, DTensor):
@@ -94,7 +99,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         else:
             whole = (0, tuple(buffer.shape))
             shards[clean_fqn(raw)] = LocalShard(buffer, buffer.detach().reshape(-1), *whole, writes=ranks.is_main)
-    return ModuleShards(shards, aliases)
+    return ModuleShards(shards, aliases, replicated)
 
 
 def free_gathered(module: nn.Module) -> None:

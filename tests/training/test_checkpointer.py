@@ -27,6 +27,7 @@ import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
+from fsdp_shard.training.checkpoints.loop_state import bits_sum
 from tests.support.ranks import on_ranks
 from tests.support.tiny import byte_tokenizer, llama, token_batch
 from tests.support.wrapped_net import WRAPPERS, Net, by_fully_shard, by_nobody
@@ -498,6 +499,13 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
 # What is wrong is one clear error, and nothing is lost
 
 
+def _of_rank(rank: int) -> nn.Module:
+    """A model that nobody keeps the same on all ranks."""
+    model = Net()
+    nn.init.constant_(model.norm.weight, rank)
+    return model
+
+
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
@@ -538,6 +546,10 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
     [
         ("step-00000001 exists already", {"step": 1}),
         ("a whole number of at least 0, not -1", {"step": -1}),
+        (
+            "differ in the parameter norm.weight, which each of them has whole",
+            {"model": lambda context: _of_rank(context.rank), "optimizer": None},
+        ),
         ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
         ("extra.path is a pathlib.*which is no data", {"extra": {"path": Path("x")}}),
         ("odd.fn is a builtins.function", {"odd": _Odd({"fn": lambda: 0})}),
@@ -597,6 +609,16 @@ def _with_extra() -> nn.Module:
     model = Net()
     model.extra = nn.Linear(2, 2)
     return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_digest_on_a_gpu_is_a_sum_of_bits(dtype: torch.dtype) -> None:
+    """On the CPU, as a GPU is asked for nothing else."""
+    data = torch.arange(1.0, 9.0).to(dtype)
+    other = data.clone()
+    other[3] = 7.0
+    assert bits_sum(data) == bits_sum(data.clone()) != bits_sum(other)
+    assert 0 <= bits_sum(torch.full((8,), -1.0).to(dtype)) < 2**64
 
 
 def test_settings_that_a_loop_does_not_have(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts
     check_savable(given.optimizers)
     tensors.digests["the number of the step"] = given.step
     tensors.add_shared([list(shards), found.aliases], "the names of the parameters")
+    tensors.add_replicated({name: shards[name] for name in found.replicated})
     slots, options, values = optimizer_parts(given.optimizers, shards)
     document = LoopState(given.step, dict(given.metrics))
     # With parts of parameters, a rank may lack the states of those that it has nothing of.
@@ -91,6 +92,7 @@ def shards_of_all(models: Models, ranks: Communicator) -> ModuleShards:
     """This rank's shards of a module, or of several with their names before those of the parameters."""
     shards: dict[str, LocalShard] = {}
     aliases: dict[str, str] = {}
+    replicated: list[str] = []
     models_of: dict[str, str] = {}
     for name, module in by_name(models).items():
         found, prefix = shards_of(module, ranks), f"{name}." if name else ""
@@ -102,7 +104,8 @@ def shards_of_all(models: Models, ranks: Communicator) -> ModuleShards:
                 )
         shards |= {prefix + key: shard for key, shard in found.shards.items()}
         aliases |= {prefix + key: prefix + kept for key, kept in found.aliases.items()}
-    return ModuleShards(shards, aliases)
+        replicated += [prefix + key for key in found.replicated]
+    return ModuleShards(shards, aliases, replicated)
 
 
 def given_figures(metrics: Mapping[str, Any]) -> dict[str, float]:

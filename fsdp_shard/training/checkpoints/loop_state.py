@@ -27,6 +27,7 @@ from fsdp_shard.utils import parse_json, read_bounded
 
 DOCUMENT = "checkpointer.json"
 _FORMAT_VERSION = 1
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 @dataclass
@@ -118,6 +119,19 @@ class StateTensors:
                 digest.update(tensor_bytes(shard.data))
         self.digests[name] = digest.intdigest()
         return document
+
+    def add_replicated(self, params: Mapping[str, LocalShard]) -> None:
+        """Compare parameters that each rank has whole, as different ranks write them."""
+        if self._ranks.world_size > 1:
+            for name, shard in params.items():
+                data = shard.data
+                digest = xxhash.xxh3_64(tensor_bytes(data)).intdigest() if data.device.type == "cpu" else bits_sum(data)
+                self.digests[f"the parameter {name}, which each of them has whole"] = digest
+
+
+def bits_sum(data: torch.Tensor) -> int:
+    """The sum of the elements of a flat tensor as whole numbers of 64 bits: a digest that a GPU computes by itself."""
+    return int(data.view(_WHOLE.get(data.element_size(), torch.uint8)).sum(dtype=torch.int64)) % 2**64
 
 
 def text_digest(names: list[str]) -> int:
