@@ -596,6 +596,14 @@ def test_what_a_step_is_not(words: str, change: Callable[[], dict[str, Any]], tm
             checkpointer.restore(**given)
 
 
+def test_a_restore_of_what_is_no_module(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, Net())
+        for model in (None, {"a": None}):
+            with pytest.raises(ModelError, match=r"None is no torch.nn.Module"):
+                checkpointer.restore(model)
+
+
 @pytest.mark.parametrize("step", ["1", True, 1.0, None])
 def test_what_is_no_step(step: Any, tmp_path: Path) -> None:
     model = Net()

@@ -342,8 +342,8 @@ class Checkpointer:
     ) -> Restored:
         """Fill everything from a step, after everything has been compared with it."""
         ranks, optimizers = self._ranks, bare_optimizers(optimizer)
-        given = run_on_all(ranks, lambda: given_states(states, model))
         shards = run_on_all(ranks, lambda: shards_of_all(model, ranks))
+        given = run_on_all(ranks, lambda: given_states(states, model))
         found = run_on_all(ranks, lambda: stored.read(shards, optimizers, given, ranks))
         with kept_on_error(optimizers):
             run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
