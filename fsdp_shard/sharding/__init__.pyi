@@ -40,7 +40,9 @@ from .mesh import (
 from .module_shards import (
     ModuleShards as ModuleShards,
     bare_module as bare_module,
+    fill_copied_buffers as fill_copied_buffers,
     free_gathered as free_gathered,
+    modules_with_extra_state as modules_with_extra_state,
     shards_of as shards_of,
     transformers_model as transformers_model,
 )

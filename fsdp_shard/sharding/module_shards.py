@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
@@ -33,10 +35,12 @@ class ModuleShards(NamedTuple):
     Attributes:
         shards: Its parameters and persistent buffers by the FQN that they have in the module without wrappers.
         aliases: {tied name: name in `shards`}.
+        replicated: The names of the parameters that no wrapper divides: each rank has them whole.
     """
 
     shards: dict[str, LocalShard]
     aliases: dict[str, str]
+    replicated: Sequence[str] = ()
 
 
 def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleShards:
@@ -50,10 +54,12 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         ranks: All ranks that hold parts of it, each of them the same parameters.
 
     Returns:
-        Views of the parameters and buffers; writing into them changes the module.
+        Views of the parameters and buffers; writing into them changes the module, but for buffers that are not
+        contiguous in memory (`fill_copied_buffers`).
 
     Raises:
-        ModelError: A parameter is on meta, or is kept in a way that does not say which part a rank has.
+        ModelError: A parameter is on meta, is not contiguous in memory, or is kept in a way that does not say which
+            part a rank has.
     """
     if not isinstance(module, nn.Module) and not isinstance(getattr(module, "module", None), nn.Module):
         raise ModelError(f"{module!r} is no torch.nn.Module, nor what `shard` returns.")
@@ -67,6 +73,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
     names: dict[int, str] = {}
     shards: dict[str, LocalShard] = {}
     aliases: dict[str, str] = {}
+    replicated: list[str] = []
     for number, (raw, param) in enumerate(inside.named_parameters(remove_duplicate=False)):
         name = clean_fqn(raw)
         if (kept := names.setdefault(id(param), name)) != name:
@@ -83,6 +90,8 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
             _refuse_partial(name, param)
             shards[name] = shard_of(param, writes=is_first(param.device_mesh, param.placements), box=box)
         else:
+            _refuse_strided(name, param)
+            replicated.append(name)
             shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # they divide the work
     for _, _, raw, buffer in persistent_buffers(inside):
         if isinstance(buffer, DTensor):
@@ -90,7 +99,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         else:
             whole = (0, tuple(buffer.shape))
             shards[clean_fqn(raw)] = LocalShard(buffer, buffer.detach().reshape(-1), *whole, writes=ranks.is_main)
-    return ModuleShards(shards, aliases)
+    return ModuleShards(shards, aliases, replicated)
 
 
 def free_gathered(module: nn.Module) -> None:
@@ -119,6 +128,21 @@ def transformers_model(module: nn.Module | ShardedModel) -> PreTrainedModel | No
     return inside if isinstance(inside, PreTrainedModel) else None
 
 
+def modules_with_extra_state(module: nn.Module | ShardedModel) -> dict[str, nn.Module]:
+    """The modules inside of `module` that have a `get_extra_state()` of their own, by their FQN without wrappers."""
+    parts = _inside(bare_module(module)).named_modules()
+    base = nn.Module.get_extra_state
+    return {clean_fqn(f"{raw}.")[:-1]: part for raw, part in parts if type(part).get_extra_state is not base}
+
+
+def fill_copied_buffers(found: ModuleShards) -> None:
+    """Give buffers that are not contiguous in memory what was read into their shards, which are copies."""
+    with torch.no_grad():
+        for shard in found.shards.values():
+            if not isinstance(shard.tensor, DTensor) and not shard.tensor.is_contiguous():
+                shard.tensor.copy_(shard.data.view(shard.shape))
+
+
 def _inside(module: nn.Module) -> nn.Module:
     """The module without what wraps the whole of it."""
     while True:
@@ -142,6 +166,15 @@ def _flat_shards(module: nn.Module) -> dict[int, LocalShard]:
         id(param): LocalShard(param, data, start, shape, writes=0 in ranks)
         for param, data, start, shape, ranks in flat_parameter_shards(module)
     }
+
+
+def _refuse_strided(name: str, param: nn.Parameter) -> None:
+    if not param.is_contiguous():
+        raise ModelError(
+            f"{name} of shape {list(param.shape)} is not contiguous in memory (strides {list(param.stride())}), as of "
+            f"channels_last or transposed weights, so that it cannot be saved or filled; make it so by "
+            f"`param.data = param.data.contiguous()`."
+        )
 
 
 def _refuse_partial(name: str, param: DTensor) -> None:

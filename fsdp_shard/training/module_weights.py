@@ -17,7 +17,14 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import RunState, Store, TensorIndex, locate
 from fsdp_shard.distributed import current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, SaveError, StorageError
-from fsdp_shard.sharding import ModuleShards, ShardedModel, bare_module, shards_of, transformers_model
+from fsdp_shard.sharding import (
+    ModuleShards,
+    ShardedModel,
+    bare_module,
+    fill_copied_buffers,
+    shards_of,
+    transformers_model,
+)
 from fsdp_shard.training.checkpoints.side_files import side_files
 from fsdp_shard.training.checkpoints.stored_names import check_tensors
 from fsdp_shard.utils import fsync_path, parse_size
@@ -67,6 +74,7 @@ def load_weights(
         for shard in loaded.values():  # a save in the background may be reading them
             increment_version(shard.tensor)
         run_on_all(ranks, lambda: checkpoint.load_shards(index, loaded, names))
+        fill_copied_buffers(ModuleShards(loaded, {}))
     return note
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import signal
@@ -26,6 +27,7 @@ import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
+from fsdp_shard.training.checkpoints.loop_state import bits_sum
 from tests.support.ranks import on_ranks
 from tests.support.tiny import byte_tokenizer, llama, token_batch
 from tests.support.wrapped_net import WRAPPERS, Net, by_fully_shard, by_nobody
@@ -328,7 +330,180 @@ def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
     assert on_ranks(2, train) == [3, 3]
 
 
+def test_tensors_whose_keys_look_alike_stay_apart(tmp_path: Path) -> None:
+    state = {
+        "shadow": {"weight": torch.zeros(2)},
+        "shadow.weight": torch.ones(2),
+        0: torch.ones(1),
+        "0": torch.zeros(1),
+    }
+    first, second = _Odd(state), _Odd({"b": {"c": torch.full((2,), 2.0)}})
+    given = {"a": _Odd({"b.b.c": torch.full((2,), 3.0)}), "a.b": second, "odd": first}
+    model = Net()
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, extra=state, **given)
+        checkpointer.wait()
+        found: dict[str, Any] = {name: _Odd({}) for name in given}
+        restored = checkpointer.restore(model, **found)
+    assert restored is not None
+    for again in (restored.extra, found["odd"].state):
+        assert (again["shadow"]["weight"].tolist(), again["shadow.weight"].tolist()) == ([0, 0], [1, 1])
+        assert (again[0].item(), again["0"].item()) == (1, 0)
+    assert (found["a"].state["b.b.c"].tolist(), found["a.b"].state["b"]["c"].tolist()) == ([3, 3], [2, 2])
+
+
+class _Counting(nn.Linear):
+    """A layer whose state is not only tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.extra: Any = {"calls": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("wrapper", ["by_nobody", "by_ddp", "by_fsdp"])
+def test_extra_states_of_modules_come_back(wrapper: str, tmp_path: Path) -> None:
+    def work(context: DistributedContext, calls: int) -> Any:
+        net = Net()
+        net.blocks[1].counting = layer = _Counting()
+        layer.extra = {"calls": calls, "amax": torch.full((2,), float(calls))}
+        models = {"net": WRAPPERS[wrapper](net, context), "other": nn.Linear(2, 1)}
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            if calls:
+                checkpointer.save(1, models)
+                layer.extra = {"calls": context.rank}
+                checkpointer.wait()
+                with pytest.raises(SaveError, match=r"differ in get_extra_state\(\) of modules"):
+                    checkpointer.save(2, models)
+                layer.extra = {"scales": {1.0}}
+                words = r"modules.net.blocks.1.counting.scales is a builtins.set, which is no data"
+                with pytest.raises(SaveError, match=words):
+                    checkpointer.save(2, models)
+            else:
+                checkpointer.restore(models)
+        return layer.extra
+
+    on_ranks(2, work, 42)
+    for found in on_ranks(2, work, 0):
+        assert (found["calls"], found["amax"].tolist()) == (42, [42.0, 42.0])
+
+
+class _WithoutRate(torch.optim.Optimizer):
+    """Steps of a fixed size, with a sum of gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"step_size": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    total = self.state[param].setdefault("total", torch.zeros_like(param))
+                    param.sub_(group["step_size"] * total.add_(param.grad))
+
+
+def test_an_optimizer_without_a_learning_rate_comes_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = _WithoutRate(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with fs.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        again = _WithoutRate(model.parameters())
+        assert checkpointer.restore(model, again) is not None
+    assert torch.equal(again.state[model.weight]["total"], torch.ones(1, 2))
+
+
+class _Global(torch.optim.SGD):
+    """Keeps a state that is of no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.state.setdefault("global", {"steps": torch.zeros(())})["steps"] += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (torch.optim.LBFGS, "LBFGS cannot be saved as an optimizer: restore.* a step with gradients of zeros"),
+        (torch.optim.SparseAdam, "SparseAdam cannot be saved .*such as state_of_sparseadam=optimizer"),
+        (_Global, "_Global cannot be saved as an optimizer: it has a state under the key 'global'"),
+    ],
+)
+def test_an_optimizer_that_is_saved_as_a_state(kind: Any, words: str, tmp_path: Path) -> None:
+    def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 2, sparse=kind is torch.optim.SparseAdam)
+        optimizer = kind(model.parameters())
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            found = model(torch.arange(4)).square().sum()
+            found.backward()
+            return found
+
+        optimizer.step(loss)
+        return model, optimizer
+
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        model, optimizer = trained()
+        with pytest.raises(SaveError, match=words):
+            checkpointer.save(1, model, optimizer)
+        checkpointer.save(1, model, mine=optimizer)
+        saved = optimizer.state_dict()
+        checkpointer.wait()
+        again = kind(model.parameters())
+        checkpointer.restore(model, mine=again)
+    torch.testing.assert_close(again.state_dict(), saved, rtol=0, atol=0)
+
+
+def test_gradients_outlive_a_restore(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with fs.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        checkpointer.restore(model, optimizer)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
+    model = nn.Conv2d(3, 4, 3)
+    model.register_buffer("table", torch.arange(6.0).reshape(2, 3).t())
+    with fs.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
+        checkpointer.save(1, model)
+        for fill in (checkpointer.restore, lambda model: fs.load_weights(model, tmp_path / "run")):
+            model.table.zero_()
+            fill(model)
+            assert model.table.tolist() == [[0, 3], [1, 4], [2, 5]]
+        model.to(memory_format=torch.channels_last)
+        for use in (
+            lambda model: checkpointer.save(2, model),
+            checkpointer.restore,
+            lambda model: fs.load_weights(model, tmp_path / "run"),
+            lambda model: fs.save_pretrained(model, tmp_path / "model"),
+        ):
+            with pytest.raises(ModelError, match=r"weight of shape \[4, 3, 3, 3\] is not contiguous.*param.data = "):
+                use(model)
+
+
 # What is wrong is one clear error, and nothing is lost
+
+
+def _of_rank(rank: int) -> nn.Module:
+    """A model that nobody keeps the same on all ranks."""
+    model = Net()
+    nn.init.constant_(model.norm.weight, rank)
+    return model
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -371,6 +546,10 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
     [
         ("step-00000001 exists already", {"step": 1}),
         ("a whole number of at least 0, not -1", {"step": -1}),
+        (
+            "differ in the parameter norm.weight, which each of them has whole",
+            {"model": lambda context: _of_rank(context.rank), "optimizer": None},
+        ),
         ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
         ("extra.path is a pathlib.*which is no data", {"extra": {"path": Path("x")}}),
         ("odd.fn is a builtins.function", {"odd": _Odd({"fn": lambda: 0})}),
@@ -382,6 +561,10 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
         ("is no torch.optim.Optimizer", {"optimizer": lambda context: _Odd({})}),
         ("is on the meta device", {"model": lambda context: Net().to("meta"), "optimizer": None}),
         ("None is no torch.nn.Module", {"model": None}),
+        (
+            "a.b.weight is the name of a parameter or buffer of both models 'a' and 'a.b'",
+            {"model": {"a": nn.ModuleDict({"b": nn.Linear(2, 1)}), "a.b": nn.Linear(2, 1)}, "optimizer": None},
+        ),
         (r"scheduler=3 has no state_dict\(\) and load_state_dict\(\)", {"scheduler": 3}),
         ("metrics has loss='x', which is not a number", {"metrics": {"loss": "x"}}),
     ],
@@ -413,6 +596,14 @@ def test_what_a_step_is_not(words: str, change: Callable[[], dict[str, Any]], tm
             checkpointer.restore(**given)
 
 
+def test_a_restore_of_what_is_no_module(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, Net())
+        for model in (None, {"a": None}):
+            with pytest.raises(ModelError, match=r"None is no torch.nn.Module"):
+                checkpointer.restore(model)
+
+
 @pytest.mark.parametrize("step", ["1", True, 1.0, None])
 def test_what_is_no_step(step: Any, tmp_path: Path) -> None:
     model = Net()
@@ -426,6 +617,16 @@ def _with_extra() -> nn.Module:
     model = Net()
     model.extra = nn.Linear(2, 2)
     return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_digest_on_a_gpu_is_a_sum_of_bits(dtype: torch.dtype) -> None:
+    """On the CPU, as a GPU is asked for nothing else."""
+    data = torch.arange(1.0, 9.0).to(dtype)
+    other = data.clone()
+    other[3] = 7.0
+    assert bits_sum(data) == bits_sum(data.clone()) != bits_sum(other)
+    assert 0 <= bits_sum(torch.full((8,), -1.0).to(dtype)) < 2**64
 
 
 def test_settings_that_a_loop_does_not_have(tmp_path: Path) -> None:
@@ -500,6 +701,48 @@ def test_a_flipped_bit_is_found_before_anything_changes(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="shard-00000-of-00001"):
             checkpointer.restore(model, optimizer)
         assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_failed_restore_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    model = Net()
+    model(token_batch(0, 2, 3, 13)).sum().backward()
+    first, second = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters(), amsgrad=True)
+    first.step()
+    second.step()
+    with fs.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model, first)
+        weights = [param.clone() for param in model.parameters()]
+        before = copy.deepcopy(second.state_dict())
+        with pytest.raises(CheckpointError, match="max_exp_avg_sq"):
+            checkpointer.restore(model, second)
+    assert all(map(torch.equal, weights, model.parameters()))
+    torch.testing.assert_close(second.state_dict(), before, rtol=0, atol=0)
+
+
+def test_the_steps_of_finetune_are_neither_restored_nor_deleted(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    given = ["train.steps=1", "data.sequence_length=16", "launch.device=cpu", f"data.cache_dir={tmp_path}/cache"]
+    fs.finetune([*given, f"model.path={tiny_model}", f"data.path={texts}/held_out.txt", f"run_dir={tmp_path}/run"])
+    model = Net()
+    with fs.Checkpointer(tmp_path / "run", keep_last=1) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"has no checkpointer.json: it was not saved by a Checkpointer"):
+            checkpointer.restore(model)
+        words = (
+            r"step-00000001 has no checkpointer.json: `fsdp-shard finetune` saved it.*another directory than .*run\."
+        )
+        with pytest.raises(SaveError, match=words):
+            checkpointer.save(2, model)
+        assert checkpointer.steps == [1]
+
+
+def test_a_document_that_is_gone(tmp_path: Path) -> None:
+    model = Net()
+    with fs.Checkpointer(tmp_path, verify_on_resume=False, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model)
+        (tmp_path / "checkpoints" / "step-00000001" / "checkpointer.json").unlink()
+        with pytest.raises(CheckpointError, match=r"checkpointer.json is missing: the checkpoint names it"):
+            checkpointer.restore(model)
+        checkpointer.save(2, model)
+        assert checkpointer.steps == [1, 2]
 
 
 _DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -65,9 +65,10 @@ def used_parameters(slots: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = None) -> None:
-    """Make an optimizer allocate its state without changing a parameter, by a step with zero gradients and zero rate.
+    """Make an optimizer allocate its state by a step with zero gradients and zero rate, which changes no parameter.
 
     torch's `set_optimizer_state_dict` does the same: there is no public way to ask an optimizer for empty state.
+    Gradients are kept. An optimizer without a rate (`lr`) may decay the parameters: fill them afterwards.
 
     Args:
         optimizer: The optimizer, which has no state yet.
@@ -75,16 +76,19 @@ def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = N
     """
     assert not optimizer.state, "the optimizer has stepped already"
     chosen = None if params is None else {id(param) for param in params}
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for param in group["params"]:
-            if chosen is None or id(param) in chosen:
-                param.grad = torch.zeros_like(param)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    rated = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    gradients = [(param, param.grad) for group in optimizer.param_groups for param in group["params"]]
+    try:
+        for group, rate in rated:
+            group["lr"] = torch.tensor(0.0) if isinstance(rate, torch.Tensor) else 0.0
+        for param, _ in gradients:
+            param.grad = torch.zeros_like(param) if chosen is None or id(param) in chosen else None
+        optimizer.step()
+    finally:
+        for param, gradient in gradients:
+            param.grad = gradient
+        for group, rate in rated:
+            group["lr"] = rate
 
 
 def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], extra: Sequence[str]) -> None:

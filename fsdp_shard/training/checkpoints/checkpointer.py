@@ -17,12 +17,14 @@ from typing import Any, Self
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import (
     CHECKPOINTS,
+    RUN_CONFIG,
     CheckpointConfig,
     RemoteStore,
     Store,
 )
 from fsdp_shard.distributed import Communicator, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.sharding import fill_copied_buffers
 from fsdp_shard.training.checkpoints.given_state import (
     GivenState,
     Models,
@@ -34,6 +36,7 @@ from fsdp_shard.training.checkpoints.given_state import (
 from fsdp_shard.training.checkpoints.loop_state import (
     DOCUMENT,
     first_difference,
+    has_loop_state,
     read_loop_state,
     restore_random_state,
 )
@@ -41,6 +44,7 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
     Optimizers,
     bare_optimizers,
     create_states,
+    kept_on_error,
     listed,
     load_slots,
     optimizer_parts,
@@ -194,8 +198,8 @@ class Checkpointer:
                 same on all ranks, but for DTensors; None is left out.
 
         Raises:
-            SaveError: The step exists, the ranks disagree about it, a state is no data, or this or the previous save
-                failed. Earlier steps are kept.
+            SaveError: The step exists, the directory is that of a run of `finetune`, the ranks disagree about the step,
+                a state is no data, or this or the previous save failed. Earlier steps are kept.
             ModelError: What this rank holds of a parameter is not known.
         """
         self._require_open()
@@ -206,7 +210,7 @@ class Checkpointer:
         figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured its own
         value = self._monitored(figures)
         given = GivenState(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
-        run_on_main(ranks, lambda: self._store.require_new(step))
+        run_on_main(ranks, lambda: self._require_own(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
             raise SaveError(
@@ -290,7 +294,8 @@ class Checkpointer:
     ) -> Restored | None:
         """Fill models, optimizers and states from a step, which may be of another number of ranks or other wrappers.
 
-        The weights of a model and the options and states of an optimizer must be exactly those that were saved.
+        The weights of a model and the options and states of an optimizer must be exactly those that were saved. The
+        optimizer makes its states by a step that changes nothing, which runs hooks of its steps.
 
         Args:
             model: The model, whose values are replaced, or several by name.
@@ -337,14 +342,16 @@ class Checkpointer:
     ) -> Restored:
         """Fill everything from a step, after everything has been compared with it."""
         ranks, optimizers = self._ranks, bare_optimizers(optimizer)
-        given = run_on_all(ranks, lambda: given_states(states))
         shards = run_on_all(ranks, lambda: shards_of_all(model, ranks))
+        given = run_on_all(ranks, lambda: given_states(states, model))
         found = run_on_all(ranks, lambda: stored.read(shards, optimizers, given, ranks))
-        run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
-        slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
-        if stored.states is not None:
-            load_slots(stored.states, stored.slots, slots, ranks)
-        run_on_all(ranks, lambda: checkpoint.load_shards(stored.weights, shards.shards))
+        with kept_on_error(optimizers):
+            run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
+            slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
+            if stored.states is not None:
+                load_slots(stored.states, stored.slots, slots, ranks)
+            run_on_all(ranks, lambda: checkpoint.load_shards(stored.weights, shards.shards))
+            fill_copied_buffers(shards)
         for name, one in optimizers.items():
             set_options(one, found.options[name])
             set_values(one, slot_prefix(name), shards.shards, found.values)
@@ -388,6 +395,18 @@ class Checkpointer:
         self._store.clean_leftovers()
         if (latest := self._store.latest()) is not None:
             self._store.set_latest(latest)
+
+    def _require_own(self, step: int) -> None:
+        """Refuse to save a step that exists, or among those of a run of another kind, which retention would delete."""
+        self._store.require_new(step)
+        latest = self._store.latest()
+        if latest is None or has_loop_state(directory := self._store.path(latest)):
+            return
+        whose = "`fsdp-shard finetune`" if (directory / RUN_CONFIG).is_file() else "something else"
+        raise SaveError(
+            f"{directory} has no {DOCUMENT}: {whose} saved it, not a Checkpointer, which would delete the steps of "
+            f"that run (keep_last). Give the Checkpointer another directory than {self.path}."
+        )
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 
 from fsdp_shard.checkpoint import RunState
 from fsdp_shard.distributed import Communicator, LocalShard
-from fsdp_shard.errors import ConfigError, SaveError
-from fsdp_shard.sharding import ModuleShards, ShardedModel, shards_of
+from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.sharding import ModuleShards, ShardedModel, modules_with_extra_state, shards_of
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, StateTensors, random_state, text_digest
-from fsdp_shard.training.checkpoints.optimizer_groups import by_name, optimizer_parts
+from fsdp_shard.training.checkpoints.optimizer_groups import by_name, check_savable, listed, optimizer_parts
 from fsdp_shard.training.checkpoints.side_files import side_files
 from fsdp_shard.training.checkpoints.stored_step import Stateful
 
 Models = nn.Module | ShardedModel | Mapping[str, nn.Module | ShardedModel]
+_EXTRA_STATES = "get_extra_state() of modules"  # the name of a state
 
 
 class GivenState(NamedTuple):
@@ -58,15 +59,17 @@ def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts
     """Take what this rank has of a step, without talking to the others: `tensors.digests` must agree on all ranks."""
     tensors, found = StateTensors(ranks), shards_of_all(given.model, ranks)
     shards = found.shards
+    check_savable(given.optimizers)
     tensors.digests["the number of the step"] = given.step
     tensors.add_shared([list(shards), found.aliases], "the names of the parameters")
+    tensors.add_replicated({name: shards[name] for name in found.replicated})
     slots, options, values = optimizer_parts(given.optimizers, shards)
     document = LoopState(given.step, dict(given.metrics))
     # With parts of parameters, a rank may lack the states of those that it has nothing of.
     is_flat = any(map(_is_part, shards.values()))
     tensors.digests["what states the optimizer has"] = 0 if is_flat else text_digest(sorted(slots))
     document.groups = tensors.add_shared(options, "the options of the optimizer")
-    stateful = given_states(given.states)
+    stateful = given_states(given.states, given.model)
     document.states = {name: tensors.add_shared(one.state_dict(), name) for name, one in sorted(stateful.items())}
     document.extra = tensors.add_own(given.extra, "extra") if ranks.is_main else None
     groups = [group for one in given.optimizers.values() for group in one.param_groups]
@@ -89,11 +92,20 @@ def shards_of_all(models: Models, ranks: Communicator) -> ModuleShards:
     """This rank's shards of a module, or of several with their names before those of the parameters."""
     shards: dict[str, LocalShard] = {}
     aliases: dict[str, str] = {}
+    replicated: list[str] = []
+    models_of: dict[str, str] = {}
     for name, module in by_name(models).items():
         found, prefix = shards_of(module, ranks), f"{name}." if name else ""
+        for key in (*found.shards, *found.aliases):
+            if (other := models_of.setdefault(prefix + key, name)) != name:
+                raise ConfigError(
+                    f"{prefix}{key} is the name of a parameter or buffer of both models {other!r} and {name!r}, as the "
+                    f"name of the model stands before it; give one of the two models another name."
+                )
         shards |= {prefix + key: shard for key, shard in found.shards.items()}
         aliases |= {prefix + key: prefix + kept for key, kept in found.aliases.items()}
-    return ModuleShards(shards, aliases)
+        replicated += [prefix + key for key in found.replicated]
+    return ModuleShards(shards, aliases, replicated)
 
 
 def given_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -107,8 +119,27 @@ def given_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
     return figures
 
 
-def given_states(states: Mapping[str, Stateful | None]) -> dict[str, Stateful]:
-    """The objects that are saved or restored by name, without those that are None."""
+class _ExtraStates:
+    """What modules return by `get_extra_state()`, which is neither a parameter nor a buffer."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+
+    def state_dict(self) -> Any:
+        return {name: module.get_extra_state() for name, module in self._modules.items()}
+
+    def load_state_dict(self, state: Any) -> None:
+        if state.keys() != self._modules.keys():
+            raise CheckpointError(
+                f"The step has {_EXTRA_STATES} {listed(state)}, and the model has modules with such a state "
+                f"{listed(self._modules)}; expected the same."
+            )
+        for name, module in self._modules.items():
+            module.set_extra_state(state[name])
+
+
+def given_states(states: Mapping[str, Stateful | None], models: Models) -> dict[str, Stateful]:
+    """The objects that are saved or restored by name, without those that are None, and the extra states of modules."""
     given = {name: one for name, one in states.items() if one is not None}
     for name, one in given.items():
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
@@ -116,7 +147,12 @@ def given_states(states: Mapping[str, Stateful | None]) -> dict[str, Stateful]:
                 f"{name}={one!r} has no state_dict() and load_state_dict(), by which an object is saved and restored; "
                 f"give data as extra."
             )
-    return given
+    extras = {
+        f"{name}.{part}" if name else part: module
+        for name, model in by_name(models).items()
+        for part, module in modules_with_extra_state(model).items()
+    }
+    return {**given, _EXTRA_STATES: _ExtraStates(extras)} if extras else given
 
 
 def _is_part(shard: LocalShard) -> bool:

@@ -7,6 +7,7 @@ names.
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -18,7 +19,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.checkpoint import TensorIndex, load_shards, member, tensor_bytes, to_torch
+from fsdp_shard.checkpoint import TensorIndex, load_shards, member, read_manifest, tensor_bytes, to_torch
 from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.training.checkpoints.state_tree import flatten_state, restore_state
@@ -26,6 +27,7 @@ from fsdp_shard.utils import parse_json, read_bounded
 
 DOCUMENT = "checkpointer.json"
 _FORMAT_VERSION = 1
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 @dataclass
@@ -56,14 +58,22 @@ class LoopState:
         return (json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}) + "\n").encode()
 
 
+def has_loop_state(step_directory: Path) -> bool:
+    """Whether a Checkpointer saved a step: it has the document of one, or its manifest says that it had."""
+    if os.path.lexists(step_directory / DOCUMENT):
+        return True
+    manifest = read_manifest(step_directory)
+    return manifest is not None and DOCUMENT in manifest.files
+
+
 def read_loop_state(step_directory: Path) -> LoopState:
     """Read the document of a step; CheckpointError if it has none or it is damaged."""
-    path = member(step_directory, DOCUMENT)
-    if not path.is_file():
+    if step_directory.is_dir() and not has_loop_state(step_directory):
         raise CheckpointError(
             f"{step_directory} has no {DOCUMENT}: it was not saved by a Checkpointer. Resume it with `fsdp-shard "
             f"finetune`, or read its weights with fsdp_shard.load_weights."
         )
+    path = member(step_directory, DOCUMENT)
     values = parse_json(read_bounded(path, "metadata_bytes"), str(path))
     if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
         raise CheckpointError(f"{path} is not of format version {_FORMAT_VERSION}.")
@@ -89,7 +99,7 @@ class StateTensors:
 
     def add_own(self, state: Any, name: str) -> Any:
         """Add the tensors of a state that only this rank has; returns its document."""
-        document, tensors = flatten_state(state, f"${name}")
+        document, tensors = flatten_state(state, f"${name}", self.shards)
         for key, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 raise SaveError(f"{key} is a DTensor, which all ranks hold together; give it in a state, not as extra.")
@@ -98,7 +108,7 @@ class StateTensors:
 
     def add_shared(self, state: Any, name: str) -> Any:
         """Add the tensors of a state that all ranks have: DTensors divided, anything else the same on each rank."""
-        document, tensors = flatten_state(state, f"${name}")
+        document, tensors = flatten_state(state, f"${name}", self.shards)
         digest = xxhash.xxh3_64(json.dumps(document).encode())
         for key, tensor in tensors.items():
             writes = self._ranks.is_main
@@ -109,6 +119,19 @@ class StateTensors:
                 digest.update(tensor_bytes(shard.data))
         self.digests[name] = digest.intdigest()
         return document
+
+    def add_replicated(self, params: Mapping[str, LocalShard]) -> None:
+        """Compare parameters that each rank has whole, as different ranks write them."""
+        if self._ranks.world_size > 1:
+            for name, shard in params.items():
+                data = shard.data
+                digest = xxhash.xxh3_64(tensor_bytes(data)).intdigest() if data.device.type == "cpu" else bits_sum(data)
+                self.digests[f"the parameter {name}, which each of them has whole"] = digest
+
+
+def bits_sum(data: torch.Tensor) -> int:
+    """The sum of the elements of a flat tensor as whole numbers of 64 bits: a digest that a GPU computes by itself."""
+    return int(data.view(_WHOLE.get(data.element_size(), torch.uint8)).sum(dtype=torch.int64)) % 2**64
 
 
 def text_digest(names: list[str]) -> int:

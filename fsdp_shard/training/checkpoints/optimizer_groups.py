@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import TensorIndex
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all
-from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
@@ -34,6 +35,22 @@ def bare_optimizers(given: Optimizers) -> dict[str, Optimizer]:
             )
         found[name] = one
     return found
+
+
+def check_savable(optimizers: Mapping[str, Optimizer]) -> None:
+    """Raise SaveError for an optimizer whose states `restore` could not fill."""
+    for optimizer in optimizers.values():
+        kind = type(optimizer).__name__
+        why = None
+        if isinstance(optimizer, LBFGS | SparseAdam):
+            why = "restore() has its states made by a step with gradients of zeros, which it does not take"
+        elif other := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+            why = f"it has a state under the key {other[0]!r}, and only those of parameters are saved"
+        if why is not None:
+            raise SaveError(
+                f"{kind} cannot be saved as an optimizer: {why}. Give it to save() and restore() by a name of its own "
+                f"instead, such as state_of_{kind.lower()}=optimizer: then its state_dict() is saved."
+            )
 
 
 def optimizer_parts(
@@ -109,6 +126,19 @@ def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, Loca
         found = [shards[key].tensor for key in (checkpoint.used_parameters(own, shards) if own else ())]
         if used := [param for param in found if id(param) in members and param.numel()]:
             checkpoint.create_state(optimizer, used)
+
+
+@contextmanager
+def kept_on_error(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
+    """Give the optimizers their states back if they cannot be filled; until then the memory of both is needed."""
+    before = {name: dict(one.state) for name, one in optimizers.items()}
+    try:
+        yield
+    except BaseException:
+        for name, one in optimizers.items():
+            one.state.clear()
+            one.state.update(before[name])
+        raise
 
 
 def load_slots(index: TensorIndex, stored: Sequence[str], slots: Mapping[str, LocalShard], ranks: Communicator) -> None:

@@ -11,7 +11,7 @@ import base64
 import binascii
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -20,14 +20,16 @@ from fsdp_shard.errors import CheckpointError, SaveError
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _MAX_DEPTH = 100
+_Add = Callable[[str, torch.Tensor], str]  # takes a tensor under a name; returns the one that it got
 
 
-def flatten_state(state: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten_state(state: Any, name: str, taken: Container[str] = ()) -> tuple[Any, dict[str, torch.Tensor]]:
     """Divide a state into a document for JSON and its tensors.
 
     Args:
         state: None, bool, int, float, str, bytes, tensors, and lists, tuples, dicts and Counters of them.
         name: What it is called in errors and in the names of its tensors.
+        taken: Names that its tensors cannot have.
 
     Returns:
         The document, in which each tensor is its name, and the tensors by name.
@@ -36,10 +38,17 @@ def flatten_state(state: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
         SaveError: Something in it is of another type; it names the key.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _encode(state, name, tensors, 0), tensors
+
+    def add(key: str, tensor: torch.Tensor) -> str:
+        while key in tensors or key in taken:  # {"a": {"b": x}, "a.b": y}
+            key += "~"
+        tensors[key] = tensor
+        return key
+
+    return _encode(state, name, add, 0), tensors
 
 
-def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+def _encode(value: Any, name: str, add: _Add, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise SaveError(f"{_shown(name)} is nested more than {_MAX_DEPTH} levels deep, or contains itself.")
     kind = type(value)
@@ -50,31 +59,30 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int)
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        tensors[name] = value
-        return {"$tensor": name}
+        return {"$tensor": add(name, value)}
     if kind in (list, tuple):
-        items = [_encode(item, f"{name}.{number}", tensors, depth + 1) for number, item in enumerate(value)]
+        items = [_encode(item, f"{name}.{number}", add, depth + 1) for number, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind is Counter:
-        return {"$counter": _pairs(value, name, tensors, depth)}
+        return {"$counter": _pairs(value, name, add, depth)}
     if kind in _DICTS:
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: _encode(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
-        return {"$dict": _pairs(value, name, tensors, depth)}
+            return {key: _encode(item, f"{name}.{key}", add, depth + 1) for key, item in value.items()}
+        return {"$dict": _pairs(value, name, add, depth)}
     raise SaveError(
         f"{_shown(name)} is a {kind.__module__}.{kind.__qualname__}, which is no data: give tensors, None, bool, "
         f"int, float, str, bytes, and lists, tuples and dicts of them."
     )
 
 
-def _pairs(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor], depth: int) -> list[list[Any]]:
+def _pairs(value: Mapping[Any, Any], name: str, add: _Add, depth: int) -> list[list[Any]]:
     for key in value:
         if not (key is None or type(key) in (bool, int, float, str)):
             raise SaveError(
                 f"{_shown(name)} has the key {key!r} of type {type(key).__name__}; keys may be strings, numbers, None."
             )
     return [
-        [_encode(key, name, tensors, depth + 1), _encode(item, f"{name}.{key}", tensors, depth + 1)]
+        [_encode(key, name, add, depth + 1), _encode(item, f"{name}.{key}", add, depth + 1)]
         for key, item in value.items()
     ]
 
