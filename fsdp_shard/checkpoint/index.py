@@ -132,7 +132,7 @@ class TensorIndex:
             CheckpointError: There is no such tensor, or its file is damaged.
             IndexError: `slices` do not fit its shape.
         """
-        parts = () if slices is None else (slices,) if isinstance(slices, (slice, int)) else slices
+        parts = () if slices is None else slices if isinstance(slices, (tuple, list)) else (slices,)
         return self.reader.read(self.entry(name), parts)
 
     def read_into(self, name: str, start: int, out: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +186,11 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
+def _is_integer(part: Any) -> bool:
+    """Whether it is an integer of Python, NumPy or torch; a bool, and a tensor with dimensions, mean something else."""
+    return hasattr(part, "__index__") and not isinstance(part, bool) and not getattr(part, "ndim", 0)
+
+
 def _box_of(
     entry: TensorEntry, slices: Sequence[slice | int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[slice | int, ...]]:
@@ -201,6 +207,9 @@ def _box_of(
             offsets[axis], shape[axis] = start, max(stop - start, 0)
             rest.append(slice(None, None, step))
             continue
+        if not _is_integer(part):
+            raise IndexError(f"{entry.name}: {part!r} is neither an integer nor a slice")
+        part = operator.index(part)
         if not -size <= part < size:
             raise IndexError(f"{entry.name}: index {part} is outside dimension {axis} of size {size}")
         offsets[axis], shape[axis] = part % size, 1

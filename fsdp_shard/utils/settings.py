@@ -139,11 +139,13 @@ def check(config: Any) -> None:
 
 
 def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """Check the value of one setting; ConfigError if it is missing, out of range or not a known choice."""
+    """Check the value of one setting; ConfigError if it is missing, out of range, not a known choice or not a bool."""
     if value == REQUIRED:
         raise ConfigError(f"{name} is not set: {field.metadata.get('help', 'it is required')} Add {name}=VALUE.")
     if value is None:
         return
+    if field.type in (bool, "bool") and not isinstance(value, bool):  # from Python: any text would count as true
+        raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected a bool: True or False.")
     rules = field.metadata
     choices = rules.get("choices")
     if choices is not None and value not in choices:

@@ -665,3 +665,9 @@ def test_a_config_that_ties_otherwise_is_said(
     assert report.warnings == (problem.message,)
     assert f"warning: {problem.message}" in capsys.readouterr().err
     assert verify(tmp_path / "target").problems, "it is written all the same, and still wrong"
+
+
+def test_yes_and_no_are_no_text(tmp_path: Path) -> None:
+    for name in ("overwrite", "verify", "dequantize"):
+        with pytest.raises(ConfigError, match=f"{name}='false' is str, expected a bool"):
+            convert(tmp_path, tmp_path / "target", **{name: "false"})  # type: ignore[arg-type]  # what people give

@@ -5,6 +5,7 @@ import re
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -94,6 +95,16 @@ def test_slices_are_those_of_torch(shape: tuple[int, ...], parts: list[slice | i
             found = index.read("w", parts)
             assert found.shape == expected.shape
             assert raw_bytes(found) == raw_bytes(expected)
+
+
+def test_what_is_neither_an_integer_nor_a_slice_is_no_part(tmp_path: Path) -> None:
+    tensor = random_tensor((4, 3), torch.float32)
+    with open_checkpoint(write_huggingface(tmp_path, {"w": tensor})) as index:
+        for part in (True, torch.tensor([1, 2]), ..., (..., 0), "1", 1.0):
+            with pytest.raises(IndexError, match=r"w: .* is neither an integer nor a slice"):
+                index.read("w", part)  # type: ignore[arg-type]  # what people give
+        for number in (np.int64(2), torch.tensor(2)):
+            assert torch.equal(index.read("w", number), tensor[2])  # type: ignore[arg-type]  # integers, too
 
 
 def test_short_runs_are_read_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
