@@ -76,9 +76,7 @@ def run_ranks(
         try:
             rendezvous = Rendezvous.create(settings)
             cleanup.callback(rendezvous.leave)
-            if threading.current_thread() is threading.main_thread():  # which alone has handlers
-                for number in stop_signals():  # torch's agent replaces them
-                    cleanup.callback(signal.signal, number, signal.getsignal(number))
+            _keep_handlers(cleanup)
             prepare(rendezvous.first_value)
             spec = WorkerSpec(
                 role="rank",
@@ -100,6 +98,13 @@ def run_ranks(
             error = RunError(f"The machines could not meet at launch.rendezvous={settings.rendezvous}: {failed}")
     if error is not None:
         raise error
+
+
+def _keep_handlers(cleanup: ExitStack) -> None:
+    """Put back the handlers of signals in the end, which torch's agent replaces; only the main thread has any."""
+    if threading.current_thread() is threading.main_thread():
+        for number in stop_signals():
+            cleanup.callback(signal.signal, number, signal.getsignal(number))
 
 
 def numa_options(settings: LaunchConfig) -> NumaOptions | None:

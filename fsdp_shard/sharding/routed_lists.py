@@ -6,7 +6,7 @@ would add up those of different modules.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -37,9 +37,10 @@ def alternatives(model: nn.Module) -> Iterator[str]:
                 yield from (f"{prefix}.{key}" for key, module in modules.named_children() if number[type(module)] > 1)
 
 
-def is_within(fqn: str, modules: Collection[str]) -> bool:
-    """Whether `fqn` is one of `modules`, or of something in one."""
-    return any(fqn == module or fqn.startswith(f"{module}.") for module in modules)
+def is_within(fqn: str, modules: Set[str]) -> bool:
+    """Whether `fqn` is one of `modules`, or of something in one; there may be tens of thousands of them."""
+    parts = fqn.split(".")
+    return any(".".join(parts[:number]) in modules for number in range(1, len(parts) + 1))
 
 
 def complete_gradients(model: nn.Module) -> None:

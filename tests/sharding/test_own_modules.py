@@ -13,6 +13,7 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, ModelError
+from fsdp_shard.sharding.routed_lists import alternatives, is_within
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, save_model, token_batch
 
@@ -131,3 +132,12 @@ def test_fsdp1_trains_no_lists_of_which_some_modules_run() -> None:
             fs.shard(model, context, wrapper="fsdp1", param_dtype="float32")
 
     on_ranks(1, shard)
+
+
+def test_experts_in_plain_lists_are_alternatives() -> None:
+    found = set(alternatives(Mixture()))
+    layers = {"layers.0", "layers.1"}
+    assert found == layers | {f"{layer}.experts.{number}" for layer in layers for number in range(4)}
+    assert is_within("layers.1.experts.3.up.weight", found)
+    assert not is_within("layers.10.norm.weight", found)
+    assert not is_within("head.weight", found)

@@ -40,7 +40,8 @@ def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
     if latest is not None and (local is None or local < latest):
         fetch_step(remote, latest, store.path(latest), replace=False)
         store.set_latest(latest)
-        if (best := remote.best()) in store.steps() and best is not None:
+        best = remote.best()
+        if best is not None and best in store.steps():
             store.set_best(best)
     return latest
 

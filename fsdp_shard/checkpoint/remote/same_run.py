@@ -7,8 +7,6 @@ from fsdp_shard.checkpoint.steps import MANIFEST, TRAINER, Store, parse_manifest
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import parse_json, read_bounded
 
-_MOST_BYTES = 1 << 20  # of a trainer.json
-
 
 def check_same_run(remote: RemoteStore, store: Store) -> None:
     """Raise ConfigError if both have steps, which are of different runs.
@@ -23,29 +21,24 @@ def check_same_run(remote: RemoteStore, store: Store) -> None:
     local, uploaded = store.steps(), remote.steps()
     if not local or not uploaded:
         return
-    if common := set(local) & set(uploaded):
-        step = max(common)
-        other, own = (
-            parse_manifest(remote.manifest(step), remote.address(step, MANIFEST)),
-            read_manifest(store.path(step)),
-        )
-        if own is not None and own.tensors != other.tensors:
-            raise _another_run(remote, step, store, step, "their weights differ")
+    common = set(local) & set(uploaded)
+    own_step, other_step = (max(common), max(common)) if common else (max(local), max(uploaded))
+    own = read_manifest(store.path(own_step))
+    other = parse_manifest(remote.manifest(other_step), remote.address(other_step, MANIFEST))
+    if own is None:
         return
-    one, other_one = max(local), max(uploaded)
-    has = (
-        read_manifest(store.path(one)),
-        parse_manifest(remote.manifest(other_one), remote.address(other_one, MANIFEST)),
+    if common and own.tensors != other.tensors:
+        raise _another_run(remote, other_step, store, own_step, "their weights differ")
+    if common or TRAINER not in own.files or TRAINER not in other.files:
+        return
+    path, address = store.path(own_step) / TRAINER, remote.address(other_step, TRAINER)
+    own_state, other_state = (
+        _described(read_bounded(path, "config_bytes"), str(path)),
+        _described(remote.read(other_step, TRAINER), address),
     )
-    if any(manifest is None or TRAINER not in manifest.files for manifest in has):
-        return
-    if has[1] is not None and has[1].files[TRAINER].size > _MOST_BYTES:
-        return
-    path = store.path(one) / TRAINER
-    own_state = _described(read_bounded(path, "config_bytes"), str(path))
-    for name, value in _described(remote.read(other_one, TRAINER), remote.address(other_one, TRAINER)).items():
-        if value != own_state[name]:
-            raise _another_run(remote, other_one, store, one, f"their {name} differs")
+    for name, value in own_state.items():
+        if value != other_state[name]:
+            raise _another_run(remote, other_step, store, own_step, f"their {name} differs")
 
 
 def _described(content: bytes, where: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the cost of a step depends on other than the settings: measured once for a model, then used for many plans."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,11 +108,9 @@ def model_facts(
     computing = build_planned(config, model, adapter, shard.param_dtype)
     file_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     frozen = sum(param.numel() for param in computing.parameters() if not param.requires_grad)
-    amounts, problem = _measured(computing, shard)
-    if amounts is None:
-        computing = build_planned(config, model, adapter, shard.param_dtype)
-        with FakeTensorMode():
-            amounts, problem = _measured(computing, shard, "cpu")
+    amounts, problem = measured_amounts(
+        lambda: build_planned(config, model, adapter, shard.param_dtype), tuple(shard.blocks)
+    )
     params = {
         name: ParamFacts(tuple(param.shape), param.element_size(), param.is_floating_point(), param.requires_grad)
         for name, param in stored.named_parameters()
@@ -143,10 +141,25 @@ def _unmasked_flops(config: PretrainedConfig, settings: models.ModelConfig, adap
     return 2 * weight.numel() * (3 if weight.requires_grad else 2)  # logits, gradients of the input and of the weight
 
 
-def _measured(
-    model: PreTrainedModel, shard: sharding.ShardConfig, device: str = "meta"
+def measured_amounts(
+    build: Callable[[], PreTrainedModel], blocks: Sequence[str] = ()
 ) -> tuple[ModelAmounts | None, str | None]:
-    blocks = [block.fqn for block in models.no_split_blocks(model, shard.blocks) if block.repeated]
+    """FLOPs and saved bytes of a model, or why they cannot be measured.
+
+    Args:
+        build: Builds the model on meta, in the dtype that it computes in.
+        blocks: `shard.blocks`.
+    """
+    amounts, problem = _measured(build(), blocks, "meta")
+    if amounts is None:
+        model = build()
+        with FakeTensorMode():
+            amounts, problem = _measured(model, blocks, "cpu")
+    return amounts, problem
+
+
+def _measured(model: PreTrainedModel, names: Sequence[str], device: str) -> tuple[ModelAmounts | None, str | None]:
+    blocks = [block.fqn for block in models.no_split_blocks(model, names) if block.repeated]
     try:
         return measure_amounts(model, blocks, device), None
     # What models that were not written for this raise: they take no text, or depend on values.

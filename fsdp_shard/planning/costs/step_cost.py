@@ -48,7 +48,8 @@ class StepCost:
     Attributes:
         num_ranks: Number of ranks.
         num_steps: Number of steps of the run; None where it depends on the data.
-        tokens: Tokens of a step, over all ranks: those that have labels, as in the metrics of a run.
+        tokens: Tokens of a step, over all ranks: of a seq2seq model those of targets, of a masked one those that are
+            predicted.
         flops: FLOPs that a rank must compute, recomputation included; None where they cannot be measured. Attention
             counts the pairs that its mask allows. Elementwise work and the optimizer's do not count.
         model_flops: Those of them that are trained on: without recomputation, a reference, a teacher, or answers that
@@ -143,7 +144,7 @@ def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int
 
 
 def _labels_of_rows(run: PlannedRun) -> int:
-    """Number of tokens with labels that count in a micro-batch; of masked ones their mean."""
+    """Number of tokens that are predicted in a micro-batch, of all rows; of a masked language model the mean."""
     return round(run.num_rows * (run.target_length or run.sequence_length) * (run.mask_fraction or 1))
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from fsdp_shard.inference import DispatchConfig, model_from_config
-from fsdp_shard.models import load_config, no_split_blocks
-from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
+from fsdp_shard.models import load_config
+from fsdp_shard.planning.costs.block_flops import ModelAmounts
+from fsdp_shard.planning.costs.model_facts import measured_amounts
 from fsdp_shard.planning.costs.step_cost import StepCost
 from fsdp_shard.planning.facts import Facts
 from fsdp_shard.planning.planned_run import PlannedRun
@@ -31,7 +32,7 @@ def with_teacher(cost: StepCost, run: PlannedRun, facts: Facts) -> StepCost:
         return cost
     assert isinstance(run.objective, DistillConfig)
     make = partial(_amounts, run.objective, trust_remote_code=run.model.trust_remote_code)
-    amounts = facts.of("teacher amounts", (run.objective.teacher, run.model.trust_remote_code), make)
+    amounts, problem = facts.of("teacher amounts", (run.objective.teacher, run.model.trust_remote_code), make)
     num_passes = run.num_micro_batches
     flops = None
     if amounts is not None and cost.flops is not None:
@@ -43,18 +44,11 @@ def with_teacher(cost: StepCost, run: PlannedRun, facts: Facts) -> StepCost:
         flops=flops,
         memory_bytes=cost.memory_bytes + num_passes * teacher.weights_bytes,
         to_device_bytes=cost.to_device_bytes + num_passes * teacher.streamed_bytes,
-        problem=cost.problem if flops is not None else cost.problem or "the teacher cannot be run without data",
+        problem=cost.problem or (None if problem is None else f"the teacher: {problem}"),
     )
 
 
-def _amounts(distill: DistillConfig, *, trust_remote_code: bool) -> ModelAmounts | None:
-    """FLOPs of the teacher; None where they cannot be measured."""
-    source = distill.locate(fetch_weights=False)
-    config = load_config(source.directory, trust_remote_code)
-    model = model_from_config(config, DispatchConfig(trust_remote_code=trust_remote_code))
-    blocks = [block.fqn for block in no_split_blocks(model) if block.repeated]
-    try:
-        return measure_amounts(model, blocks)
-    # What models that were not written for this raise: they depend on values.
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError):
-        return None
+def _amounts(distill: DistillConfig, *, trust_remote_code: bool) -> tuple[ModelAmounts | None, str | None]:
+    """FLOPs of the teacher, or why they cannot be measured."""
+    config = load_config(distill.locate(fetch_weights=False).directory, trust_remote_code)
+    return measured_amounts(lambda: model_from_config(config, DispatchConfig(trust_remote_code=trust_remote_code)))
