@@ -15,7 +15,11 @@ from .documents import (
     prepare_documents as prepare_documents,
     read_texts as read_texts,
 )
-from .kinds.chat_template import with_chat_template as with_chat_template
+from .kinds.chat_template import (
+    parse_chat_template_kwargs as parse_chat_template_kwargs,
+    with_chat_template as with_chat_template,
+    with_template_variables as with_template_variables,
+)
 from .kinds.kind import (
     CAUSAL as CAUSAL,
     CLASSIFICATION as CLASSIFICATION,

@@ -24,7 +24,7 @@ from fsdp_shard.data.config import (
 )
 from fsdp_shard.data.kinds.chat import CHAT
 from fsdp_shard.data.kinds.chat_spans import ends_turns
-from fsdp_shard.data.kinds.chat_template import with_chat_template
+from fsdp_shard.data.kinds.chat_template import with_chat_template, writes_date
 from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, MASKED_LM, ROWS, Tokenizer
 from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.samples.factory import SampleFactory
@@ -107,6 +107,7 @@ def tokenize_all(
             examples = train[name].examples()
             first = map(examples.tokens_of, range(min(_NUM_CHATS_LOOKED_AT, len(examples))))
             notes.append(_unended(source, first, tokenizer))
+    notes += [_dated(source, tokenizer) for source in sources_of(config).values() if source.kind == CHAT]
     names = _class_names(config) if task == CLASSIFICATION else ()
     return Tokenized(train, held_out, special, tuple(filter(None, notes)), names)
 
@@ -131,6 +132,17 @@ def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterabl
         f"warning: {source.where}.path={source.path}: {template} ends no trained turn of the assistant with an end "
         f"token, such as {end}, so that the model does not learn to stop. Set data.chat_template to one that writes "
         f"it behind each turn, in {{% generation %}} if it has that."
+    )
+
+
+def _dated(source: DataConfig, tokenizer: Tokenizer) -> str:
+    """Warn of a chat template that writes today's date, with which other tokens are trained on another day."""
+    if not writes_date(with_chat_template(tokenizer, source)):
+        return ""
+    return (
+        f"warning: {source.where}.path={source.path}: the chat template writes today's date into each conversation, so "
+        f"that a run on another day, or one that is resumed, trains on other tokens. Give the date with "
+        f"data.chat_template_kwargs, such as {{date_string: 26 Jul 2024}}, if the template takes it from a variable."
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint import Location, SourceSettings, locate
+from fsdp_shard.data import parse_chat_template_kwargs
 from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import REMOTE_CODE
@@ -248,6 +249,12 @@ class GenerateSettings(SourceSettings):
         "Put each prompt through the model's chat template, as a user's message. Without prompts: a conversation on "
         "the terminal.",
     )
+    system: str | None = free_text("chat=true: the system message that begins each conversation.")
+    # Any, as in DispatchConfig.
+    chat_template_kwargs: Any = setting(
+        None,
+        "chat=true: values of variables of the chat template, such as {enable_thinking: false}.",
+    )
     tensor_parallel: int = setting(
         1,
         "Ranks that divide each layer (transformers' tensor-parallel plan). launch.ranks must be a multiple of it; the "
@@ -267,10 +274,14 @@ class GenerateSettings(SourceSettings):
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
     adapter_paths = Parsed("adapters", parse_adapters)
+    template_variables = Parsed("chat_template_kwargs", parse_chat_template_kwargs)
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError unless there is one source of prompts, or for settings that would have no effect."""
         self._check_adapters(prefix)
+        if not self.chat:
+            of_chats = ["system", "chat_template_kwargs"]
+            refuse_changed(self, of_chats, prefix, f"has no effect without {prefix}chat=true; add it, or remove this.")
         if self.tensor_parallel > 1:
             names = ("device_map", "max_memory", "prefetch_blocks", "quantize")
             why = f"has no effect with {prefix}tensor_parallel={self.tensor_parallel}, where ranks hold parts of layers"

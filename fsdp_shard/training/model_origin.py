@@ -237,21 +237,22 @@ def collect_model_files(
     Args:
         source: The model.
         model: Its settings; the dtype is for the config.
-        data: The settings of the data; `data.chat_template` becomes the only chat template.
+        data: The settings of the data; the chat template that they choose or change becomes the only one.
         adapter: The adapter that is saved instead of the model, with files of its own, and with the tokenizer only if
             that has another chat template.
 
     Returns:
         File name -> content.
     """
-    if adapter is not None and data.chat_template is None:
+    has_own_template = data.chat_template is not None or bool(data.template_variables)
+    if adapter is not None and not has_own_template:
         return adapter.files()
     with TemporaryDirectory() as directory:
         names = copy_model_files(source.model_files, Path(directory), model.dtype)
         files = {name: read_bounded(Path(directory) / name, "tokenizer_bytes") for name in names}
     if model.labels and adapter is None:
         files[CONFIG] = set_classes(files[CONFIG], classifier_entries(model, empty_model(model, source)))
-    if data.chat_template is None:
+    if not has_own_template:
         return files
     tokenizer = with_chat_template(load_tokenizer(source.tokenizer, model.trust_remote_code), data)
     name = data.chat_template if data.template_text is None else None

@@ -371,6 +371,16 @@ MIXED = {"chats": {"path": "a.jsonl", "kind": "chat"}, "books": {"path": "b.txt"
         ({"kind": "chat", "roles": {"bot": ["user"]}}, "does not map a name to a role"),
         ({"kind": "chat", "roles": {1: "user"}}, "roles={1: user} does not map a name"),
         (
+            {"kind": "preference", "roles": {"bot": "asistant"}},
+            r"roles={bot: asistant} .* \(did you mean assistant\?\)",
+        ),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs={'a': 1} is for kind=chat or preference, not text"),
+        ({"kind": "chat", "chat_template_kwargs": ["a"]}, r"chat_template_kwargs=\['a'\] is not a mapping"),
+        ({"kind": "chat", "chat_template_kwargs": {"a b": 1}}, "has the name 'a b', which is no variable"),
+        ({"kind": "chat", "chat_template_kwargs": {"messages": []}}, "has the name 'messages', which is no variable"),
+        ({"kind": "chat", "chat_template_kwargs": {"a": [None]}}, r"chat_template_kwargs\.a=\[None\] is no text"),
+        ({"kind": "chat", "chat_template_kwargs": {"a": float("inf")}}, r"chat_template_kwargs\.a=inf is no text"),
+        (
             {"kind": "chat", "chat_template": "no/such.jinja"},
             "chat_template=no/such.jinja cannot be read: .* No such file",
         ),

@@ -52,7 +52,9 @@ class Scripted(Decoder):
         return [Answer([])]
 
 
-def talk(model: Any, answers: list[str], *lines: str | type[BaseException]) -> tuple[Scripted, str, int]:
+def talk(
+    model: Any, answers: list[str], *lines: str | type[BaseException], **options: Any
+) -> tuple[Scripted, str, int]:
     said: list[str] = []
     left = list(lines)
 
@@ -63,7 +65,7 @@ def talk(model: Any, answers: list[str], *lines: str | type[BaseException]) -> t
         raise line
 
     decoder = Scripted(model, answers)
-    count = converse(decoder, ask, said.append, 128)
+    count = converse(decoder, ask, said.append, 128, **options)
     return decoder, "".join(said), count
 
 
@@ -110,6 +112,13 @@ def test_ctrl_c_between_two_tokens_ends_a_real_answer(model: Any) -> None:
 def test_a_full_context_forgets_the_oldest_turns(model: Any) -> None:
     decoder, said, _ = talk(model, ["x", "y", "z"], "1" * 30, "2" * 30, "3" * 200, "4")
     assert decoder.seen == [f"[u]{'1' * 30}[a]", f"[u]{'2' * 30}[a]", "[u]4[a]"]
+    assert "oldest turn was dropped" in said
+    assert "exceeds the model's context of 128 tokens" in said
+
+
+def test_the_system_message_stays(model: Any) -> None:
+    decoder, said, _ = talk(model, ["x", "y", "z"], "1" * 30, "2" * 30, "/new", "3" * 200, "4", system="S")
+    assert decoder.seen == [f"[s]S[u]{'1' * 30}[a]", f"[s]S[u]{'2' * 30}[a]", "[s]S[u]4[a]"]
     assert "oldest turn was dropped" in said
     assert "exceeds the model's context of 128 tokens" in said
 

@@ -55,6 +55,15 @@ def test_budgets_are_bytes_by_device() -> None:
         (GenerateSettings(checkpoint="x", prompt=" \n"), "prompt is empty"),
         (GenerateSettings(checkpoint="x", prompt="a", output="out.txt"), "must end in .jsonl"),
         (GenerateSettings(prompt="a"), "checkpoint is not set"),
+        (GenerateSettings(checkpoint="x", prompt="a", system="b"), "system=b has no effect without chat=true"),
+        (
+            GenerateSettings(checkpoint="x", prompt="a", chat_template_kwargs={"a": 1}),
+            "chat_template_kwargs={'a': 1} has no effect without chat=true",
+        ),
+        (
+            GenerateSettings(checkpoint="x", chat=True, chat_template_kwargs="thinking"),
+            "chat_template_kwargs=thinking is not a mapping",
+        ),
         (GenerateSettings(checkpoint="x", chat=True, output="a.jsonl"), "output=a.jsonl has no effect: chat=true"),
         (
             GenerateSettings(checkpoint="x", chat=True, generation=GenerationSettings(output_scores=True)),

@@ -189,6 +189,8 @@ def test_a_chat_goes_through_the_template() -> None:
     )
     (ids, *_) = tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True)
     assert tokenizer.decode(ids) == "[user]abc[assistant]"
+    (ids, *_) = tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True, system="Be brief.")
+    assert tokenizer.decode(ids) == "[system]Be brief.[user]abc[assistant]"
 
 
 def test_prompts_that_leave_no_room_are_refused() -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from fsdp_shard.data.kinds import chat_spans, kind
 from fsdp_shard.data.kinds.chat_template import TemplateSettings, check_template, user_prompt
-from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_role_names, check_roles, read_conversation
+from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_roles, read_conversation
 from fsdp_shard.data.kinds.kind import CAUSAL, ROWS, Example, Kind, Question, Tokenizer
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.utils import setting
@@ -87,6 +87,3 @@ class ChatSettings(TemplateSettings):
 
     def build_kind(self, task: str) -> Kind:
         return ChatKind(self.messages_column, dict(self.roles or {}))
-
-    def check_kind(self, prefix: str) -> None:
-        check_role_names(self.roles or {}, f"{prefix}roles")

@@ -1,13 +1,18 @@
-"""The settings of chat templates (`data.chat_template`, `data.roles`) that all kinds with conversations share.
+"""The settings of chat templates that all kinds with conversations share: the template, its variables, role names.
 
 `chat_spans.py` renders conversations for training, and `inference/generation/tokenize_prompts.py` for `generate`.
 """
 
 import copy
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.data.kinds.conversation import check_role_names
 from fsdp_shard.data.kinds.kind import RowSettings, Tokenizer
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import tokenizer_files
@@ -25,6 +30,35 @@ def _read_template(value: str | None, name: str) -> str | None:
     return None
 
 
+_DATE = "\ue000date\ue001"  # private characters, which no template writes
+
+# What transformers gives to every template, so that a default would be ignored.
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
+def parse_chat_template_kwargs(value: Any, name: str) -> dict[str, Any]:
+    """Parse the values of a chat template's variables; ConfigError unless they map names to JSON values."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value} is not a mapping; give variables, such as {{enable_thinking: false}}.")
+    for key, given in (value or {}).items():
+        if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) or key in _GIVEN:
+            raise ConfigError(
+                f"{name} has the name {key!r}, which is no variable of a chat template that can be set; give one that "
+                f"the template uses, such as enable_thinking."
+            )
+        if not _is_plain(given):
+            raise ConfigError(f"{name}.{key}={given} is no text, number, truth value, list or mapping; give one.")
+    return dict(value or {})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value))
+
+
 @dataclass
 class TemplateSettings(RowSettings):
     """Settings of the kinds of rows that a chat template renders."""
@@ -40,7 +74,18 @@ class TemplateSettings(RowSettings):
         "and save with the checkpoints. Default: that of the tokenizer.",
     )
 
+    # Any: OmegaConf cannot replace an optional dict that is None by a mapping.
+    chat_template_kwargs: Any = setting(
+        None,
+        "kind=chat and preference: values of variables of the chat template, such as {enable_thinking: false} or "
+        "{date_string: 26 Jul 2024}. The template that is saved with the checkpoints has them as its defaults.",
+    )
+
     template_text = Parsed("chat_template", _read_template)
+    template_variables = Parsed("chat_template_kwargs", parse_chat_template_kwargs)
+
+    def check_kind(self, prefix: str) -> None:
+        check_role_names(self.roles or {}, f"{prefix}roles")
 
 
 def check_template(tokenizer: Tokenizer, chosen_by: str, other: str) -> None:
@@ -96,15 +141,29 @@ def user_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
     return list(ids)
 
 
+def writes_date(tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template writes the date of the day into a conversation, as Llama 3's does."""
+    hiding = "{% macro strftime_now(format) %}" + _DATE + "{% endmacro %}"
+    message = {"role": "user", "content": ""}
+    with suppress(Exception):  # a template is a program
+        template = hiding + str(tokenizer.get_chat_template())
+        return _DATE in str(tokenizer.apply_chat_template([message], chat_template=template, tokenize=False))
+    return False
+
+
 def with_chat_template(tokenizer: Tokenizer, settings: TemplateSettings) -> Tokenizer:
-    """Return a copy of `tokenizer` whose only chat template is that of `data.chat_template`; itself if that is not set.
+    """Return a copy of `tokenizer` with the chat template that `settings` choose, and defaults of its variables.
+
+    It has no other template then. Without such settings, `tokenizer` itself is returned.
 
     Raises:
-        DataError: The tokenizer has no template of that name, or has one with the name of the file.
+        DataError: The tokenizer has no template of that name, or has one with the name of the file; or the template
+            does not use a variable.
     """
     name, text, own = settings.chat_template, settings.template_text, tokenizer.chat_template
+    variables = settings.template_variables
     if name is None:
-        return tokenizer
+        return with_template_variables(tokenizer, variables, "data.chat_template_kwargs")
     templates = own if isinstance(own, dict) else {"default": own} if own else {}
     if (text is None) == (name not in templates):
         problem = "no file, and the tokenizer has no template of that name" if text is None else "a file and a template"
@@ -114,4 +173,37 @@ def with_chat_template(tokenizer: Tokenizer, settings: TemplateSettings) -> Toke
         )
     changed = copy.copy(tokenizer)
     changed.chat_template = templates[name] if text is None else text
+    return with_template_variables(changed, variables, "data.chat_template_kwargs")
+
+
+def with_template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any], name: str) -> Tokenizer:
+    """Return a copy of `tokenizer` whose chat template has defaults for variables; itself if there are none.
+
+    The defaults are part of the template, so that whatever renders it, here or elsewhere, has them.
+
+    Args:
+        tokenizer: The tokenizer.
+        variables: Name -> value.
+        name: The setting that they are from, for messages.
+
+    Raises:
+        DataError: The tokenizer has several templates or none, or its template does not use a variable.
+    """
+    template: Any = tokenizer.chat_template
+    if not variables:
+        return tokenizer
+    if not isinstance(template, str):
+        raise DataError(
+            f"{name} needs one chat template, and the tokenizer has {', '.join(template or ()) or 'none'} "
+            f"({tokenizer_files(tokenizer)}). Save it with one, or remove {name}."
+        )
+    for variable in variables:
+        given = variable in tokenizer.special_tokens_map
+        if given or not re.search(rf"\b{variable}\b", template):
+            why = "is a special token of the tokenizer" if given else "is no variable that the chat template uses"
+            raise DataError(f"{name}.{variable} {why} ({tokenizer_files(tokenizer)}); correct the name, or remove it.")
+    changed = copy.copy(tokenizer)
+    # Templates are rendered with trim_blocks: a newline behind a statement is left out.
+    lines = [f"{{% set {variable} = {variable} | default({value!r}) %}}\n" for variable, value in variables.items()]
+    changed.chat_template = "".join(lines) + template
     return changed

@@ -11,14 +11,21 @@ import torch
 from fsdp_shard.distributed import noting_ctrl_c
 from fsdp_shard.inference.generation.decoder import Decoder
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
-from fsdp_shard.inference.generation.tokenize_prompts import Message, apply_chat_template
+from fsdp_shard.inference.generation.tokenize_prompts import Message, apply_chat_template, beginning_of_chat
 
 HELP = "/quit ends the conversation, /new starts another; Ctrl-C stops an answer"
 
 Write = Callable[[str], object]
 
 
-def converse(decoder: Decoder, ask: Callable[[str], str], write: Write, limit: int | None = None, seed: int = 0) -> int:
+def converse(
+    decoder: Decoder,
+    ask: Callable[[str], str],
+    write: Write,
+    limit: int | None = None,
+    seed: int = 0,
+    system: str | None = None,
+) -> int:
     """Hold a conversation until end of input or /quit.
 
     Args:
@@ -27,12 +34,13 @@ def converse(decoder: Decoder, ask: Callable[[str], str], write: Write, limit: i
         write: Called with text to show.
         limit: The model's context in tokens, beyond which the oldest turns are dropped; None if it has no limit.
         seed: Seed of sampling; what an answer draws depends on it and on the number of answers before.
+        system: The system message.
 
     Returns:
         The number of answers.
     """
     write(f"{HELP}\n")
-    messages: list[Message] = []
+    messages = beginning_of_chat(system)
     cache = PrefixCache()
     num_answers = 0
     while True:
@@ -47,7 +55,7 @@ def converse(decoder: Decoder, ask: Callable[[str], str], write: Write, limit: i
         if text == "/quit":
             return num_answers
         if text == "/new":
-            messages = []
+            messages = beginning_of_chat(system)
         elif text.startswith("/"):
             write(f"unknown command {text.split()[0]}; {HELP}\n")
         elif text:
@@ -88,8 +96,9 @@ def _fitting(decoder: Decoder, messages: list[Message], write: Write, limit: int
         excess = 0 if limit is None else len(ids) + decoder.settings.max_new_tokens - limit
         if excess <= 0:
             return ids
-        if len(messages) == 1:
+        first = 1 if messages[0]["role"] == "system" else 0
+        if len(messages) == first + 1:
             write(f"The message exceeds the model's context of {limit} tokens by {excess}; shorten it.\n")
             return None
-        del messages[:2]
+        del messages[first : first + 2]
         write("[the oldest turn was dropped: the model's context is full]\n")

@@ -100,6 +100,8 @@ def completion_inputs(
         "chat": settings.chat,
         "dtype": settings.dispatch.dtype,
         "quantize": settings.dispatch.quantize,
+        **({"system": settings.system} if settings.system is not None else {}),
+        **({"chat_template_kwargs": settings.template_variables} if settings.template_variables else {}),
         **({"adapters": adapters} if adapters else {}),
     }
 

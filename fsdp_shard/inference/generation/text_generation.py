@@ -10,6 +10,7 @@ from typing import Any
 from torch import cuda
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fsdp_shard.data import with_template_variables
 from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distributed, world_sizes
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.dispatch import Log, dispatch_model, with_adapters
@@ -59,8 +60,10 @@ def complete_prompts(
     log: Log = say if is_main else lambda text: None
     sampling, trusted = settings.generation, settings.dispatch.trust_remote_code
     config, tokenizer = load_config(source.directory, trusted), load_tokenizer(source.tokenizer, trusted)
+    tokenizer = with_template_variables(tokenizer, settings.template_variables, "chat_template_kwargs")
     prompts = [] if settings.is_conversation else prompt_files.read_prompts(settings)
-    encoded, room = tokenize_prompts(tokenizer, prompts, config, chat=settings.chat), context_of(config, trusted)
+    encoded = tokenize_prompts(tokenizer, prompts, config, chat=settings.chat, system=settings.system)
+    room = context_of(config, trusted)
     if beyond := check_room(prompts, encoded, sampling.max_new_tokens, room, has_encoder=config.is_encoder_decoder):
         log(f"warning: {beyond}")
 
@@ -68,7 +71,9 @@ def complete_prompts(
     model = _load(settings, config, budget, log, context)
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
     if settings.is_conversation:
-        result: dict[str, Any] = {"num_prompts": chat_session.converse(decoder, input, _write, room.length, seed)}
+        result: dict[str, Any] = {
+            "num_prompts": chat_session.converse(decoder, input, _write, room.length, seed, settings.system)
+        }
     else:
         file = open_completions(settings, run_dir, prompts, seed) if is_main else None
         _complete(decoder, prompts, encoded, seed, file, context)

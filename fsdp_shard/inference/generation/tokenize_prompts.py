@@ -23,6 +23,7 @@ def tokenize_prompts(
     config: PretrainedConfig,
     *,
     chat: bool = False,
+    system: str | None = None,
 ) -> list[list[int]]:
     """Tokenize each prompt.
 
@@ -31,6 +32,7 @@ def tokenize_prompts(
         prompts: The prompts.
         config: The model's config.
         chat: Put each prompt through the chat template, as a user's message.
+        system: The system message before it.
 
     Returns:
         Token ids of each prompt.
@@ -47,7 +49,8 @@ def tokenize_prompts(
 
     def encode() -> list[list[int]]:
         if chat:
-            return [_render(tokenizer, [{"role": "user", "content": prompt.text}]) for prompt in prompts]
+            begin = beginning_of_chat(system)
+            return [_render(tokenizer, [*begin, {"role": "user", "content": prompt.text}]) for prompt in prompts]
         closing = 0 if config.is_encoder_decoder else _num_closing(tokenizer)
         return [_without_closing(tokenizer(prompt.text)["input_ids"], closing) for prompt in prompts]
 
@@ -118,6 +121,11 @@ def check_generates(config: PretrainedConfig) -> None:
     known = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     if known is not None and not (known.can_generate() and known.main_input_name == "input_ids"):
         raise ModelError(f"The model is a {known.__name__}, which does not generate text from text.")
+
+
+def beginning_of_chat(system: str | None) -> list[Message]:
+    """The messages with which each conversation begins."""
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
