@@ -53,7 +53,7 @@ class PieceReader:
         import torch
 
         offsets, shape, rest = _box_of(entry, slices)
-        out = torch.empty(shape, dtype=to_torch(entry.dtype))
+        out = torch.empty(shape, dtype=to_torch(entry.dtype), device="cpu")  # torch.set_default_device may be another
         if out.numel():
             self._read_box(entry, offsets, shape, out)
         part = out[rest]

@@ -95,7 +95,7 @@ def load_dispatched(
     others: Any = {name: value for name, value in options.items() if name != "adapters"}
     settings = DispatchConfig(
         dict(device_map) if isinstance(device_map, Mapping) else device_map,
-        None if max_memory is None else dict(max_memory),
+        dict(max_memory) if isinstance(max_memory, Mapping) else max_memory,
         str(dtype or "keep").removeprefix("torch."),
         **others,
     )
@@ -105,9 +105,10 @@ def load_dispatched(
     source = locate(local.absolute() if local.exists() else path, base=base, config=config)
     if adapters:
         settings = with_adapters(settings, source, adapters)
-    model = dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
-    if adapters:
-        add_adapters(model, adapters, source)
+    with torch.device("cpu"):  # where tensors are made that name no device; torch.set_default_device may be another
+        model = dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
+        if adapters:
+            add_adapters(model, adapters, source)
     return model
 
 

@@ -41,6 +41,14 @@ shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 slices = st.builds(slice, st.none() | st.integers(-8, 8), st.none() | st.integers(-8, 8), st.none() | st.integers(1, 3))
 
 
+def test_tensors_are_in_cpu_memory_whatever_the_default_device(tmp_path: Path) -> None:
+    tensors = uneven()
+    with open_checkpoint(write_huggingface(tmp_path / "model", tensors)) as index:
+        with torch.device("meta"):
+            found = {name: index.read(name) for name in tensors}
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
 def test_reads_what_safetensors_wrote(tmp_path: Path) -> None:
     tensors = uneven()
     with open_checkpoint(write_huggingface(tmp_path / "model", tensors)) as index:

@@ -257,6 +257,7 @@ def test_a_second_equal_copy_of_a_tied_tensor_and_a_missing_prefix_are_fine(tiny
         ({"device_map": {"": 0, "model.norm": "cpu"}}, PlanError, "names GPU 0, but this machine has no GPU"),
         ({"device_map": "everywhere"}, ConfigError, "device_map=everywhere is not one of"),
         ({"max_memory": {"cpu": "1kB"}}, PlanError, "too little"),
+        ({"max_memory": "1GB"}, ConfigError, "max_memory=1GB is not a mapping from devices to sizes such as"),
         ({"device_map": "cpu", "max_memory": {"cpu": "100kB"}}, PlanError, "take device_map=auto"),
         ({"dtype": "int3"}, ConfigError, "dtype=int3 is not one of"),
     ],
@@ -265,6 +266,13 @@ def test_a_second_equal_copy_of_a_tied_tensor_and_a_missing_prefix_are_fine(tiny
 def test_what_cannot_be_asked(tiny_model: Path, wanted: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         load_dispatched(tiny_model, **wanted)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_the_default_device_changes_nothing(tiny_model: Path, device_map: str) -> None:
+    with torch.device("meta"):
+        model = load_dispatched(tiny_model, device_map)
+    assert torch.equal(logits(model), logits(plain(tiny_model)))
 
 
 def test_no_such_checkpoint_names_the_path(tmp_path: Path) -> None:
