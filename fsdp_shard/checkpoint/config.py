@@ -148,7 +148,8 @@ class ConvertSettings(SourceSettings):
     )
     dtype: str = setting(
         "keep",
-        "Dtype to cast floating-point tensors to; those with 8 bits keep theirs. Quantized weights are not cast.",
+        "Dtype to cast floating-point tensors to; those with 8 bits keep theirs, and those that the model loads in "
+        "float32 stay in it. Quantized weights are not cast.",
         choices=("keep", "float32", "bfloat16", "float16"),
     )
     dequantize: bool = setting(

@@ -24,6 +24,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import damage, scan
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
+from fsdp_shard.checkpoint.keys.kept_dtypes import FLOAT32, IN_16_BITS, kept_in_float32
 from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, may_contradict, stored_twice, with_own_head
 from fsdp_shard.checkpoint.location import Location, locate
@@ -76,7 +77,8 @@ class ConvertReport:
         peak_memory_bytes: Peak of the resident memory of the process.
         verified: Whether the target was read back and compared.
         left_out: Number of tensors in the source that are not weights, by kind: `optimizer`, `adapter`, `other`.
-        notes: Lines about what an adapter's settings leave out, and about tensors that the model of `config=` has not.
+        notes: Lines about what an adapter's settings leave out, about tensors that the model of `config=` has not, and
+            about those that stay in float32.
         source: What was converted, as `Location.to_json` has it: a run may have a later step by now.
         warnings: Why nothing would load what was written, as its config ties other tensors; said on standard error too.
     """
@@ -291,7 +293,7 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         peak_memory_bytes=peak_resident_bytes(),
         verified=settings.verify,
         left_out={kind: extra.num_tensors for kind, extra in index.extras.items()},
-        notes=(*index.notes, *notes),
+        notes=(*index.notes, *notes, *_kept_wider(plan, settings.dtype)),
         source=source.to_json(),
         warnings=tuple(warnings),
     )
@@ -332,7 +334,9 @@ def plan_conversion(
         raise CheckpointError(f"{index.root} has no tensors, so there is nothing to convert.")
     aliases = _ties(index, settings.format)
     kept = [entry for name, entry in index.tensors.items() if name not in aliases]
-    specs = [_target_spec(entry.spec, settings.dtype) for entry in kept]
+    in_float32 = kept_in_float32(index, settings.dtype)
+    dtypes = [FLOAT32 if entry.name in in_float32 else settings.dtype for entry in kept]
+    specs = [_target_spec(entry.spec, dtype) for entry, dtype in zip(kept, dtypes, strict=True)]
     limit = settings.max_shard_bytes
     phases = {spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)}
     request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest, phases)
@@ -341,6 +345,14 @@ def plan_conversion(
     return ConversionPlan(
         target, tuple(moves), aliases, model_files or {}, settings.verify, settings.sync, settings.dequantize
     )
+
+
+def _kept_wider(plan: ConversionPlan, dtype: str) -> list[str]:
+    """A line about tensors that are in float32 where the others are in 16 bits."""
+    wide = [move.target.name for move in plan.moves if torch_name(move.target.dtype) == FLOAT32]
+    if dtype not in IN_16_BITS or not wide:
+        return []
+    return [f"kept in float32, as the model loads them: {format_count(len(wide), 'tensor')} ({wide[0]} first)"]
 
 
 def _is_copied(index: TensorIndex, target: TensorSpec) -> bool:

@@ -18,6 +18,7 @@ from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint, latest_step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file
+from fsdp_shard.checkpoint.keys.lora_settings import scale_differences
 from fsdp_shard.checkpoint.keys.quantized_weights import (
     DEQUANTIZED,
     configured_quantization,
@@ -378,6 +379,15 @@ def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[Tenso
     if one.is_adapter == two.is_adapter:
         return one.index, two.index
     return one.model_index, two.model_index
+
+
+def differences_of_adapters(one: Location, two: Location) -> list[str]:
+    """Return how the settings of two adapters differ in what equal matrices add; none if one is no adapter."""
+    if not (one.is_adapter and two.is_adapter):
+        return []
+    lines = scale_differences(peft.read_adapter_config(one.weights), peft.read_adapter_config(two.weights))
+    where = f"{one.weights / peft.ADAPTER_CONFIG} and {two.weights / peft.ADAPTER_CONFIG}"
+    return [f"{where} differ: {line}." for line in lines]
 
 
 def is_checkpoint(directory: Path, *, sealed: bool = False) -> bool:

@@ -5,7 +5,6 @@ others are read again each time they run (see `offload`). Nothing is written, so
 """
 
 import os
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_b
 from fsdp_shard.inference.named_adapters import adapters_bytes, add_adapters
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
-from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config, no_split_blocks
+from fsdp_shard.models import Block, build_on_meta, keep_dtypes, load_config, no_split_blocks
 from fsdp_shard.utils import check, format_count, format_size
 
 Log = Callable[[str], object]
@@ -190,6 +189,7 @@ def dispatch_model(
         quantizer = None
         if kind := QUANTIZATIONS.get(settings.quantize):
             layers = quantization.quantized_layers(model, blocks, kind)
+            log(f"quantize={settings.quantize}: {quantization.describe(model, layers)}")
             quantizer = kind.quantizer(model, layers, plan.main)
         stream = dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
         schedule.keep_stream(model, stream)
@@ -319,12 +319,7 @@ def _dtype(wanted: str, index: TensorIndex) -> torch.dtype:
 def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """The model on meta; as in `from_pretrained`, tensors that its class keeps in float32 are."""
     model = build_on_meta(config, dtype, trust_remote_code=trust_remote_code).requires_grad_(False)
-    kept = [(re.compile(glob.replace("*", ".*")), its) for glob, its in dtypes_to_keep(model, dtype).items()]
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        its = next((its for pattern, its in kept if pattern.search(name)), None)
-        if its is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(its)
+    keep_dtypes(model, dtype, model.named_parameters(remove_duplicate=False))
     return model
 
 

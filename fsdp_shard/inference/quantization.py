@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from fsdp_shard.utils import require_package
+from fsdp_shard.errors import ModelError
+from fsdp_shard.utils import format_count, require_package
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +58,7 @@ class Quantization(ABC):
 def quantized_layers(
     model: PreTrainedModel, blocks: Sequence[Block], quantization: Quantization
 ) -> dict[str, list[nn.Linear]]:
-    """The linear layers to quantize, by the FQN of their block."""
+    """The linear layers to quantize, by the FQN of their block; ModelError if there are none."""
     from torch import nn
 
     head = model.get_output_embeddings() if quantization.takes_head else None
@@ -71,7 +72,19 @@ def quantized_layers(
             if type(layer) is nn.Linear and (block.repeated or layer is head) and uses[id(layer.weight)] == 1
         ]
         found[block.fqn] = [layer for layer in layers if quantization.takes(layer)]
+    if not any(found.values()):
+        raise ModelError(
+            f"dispatch.quantize is for models with linear layers (torch.nn.Linear) in their repeated blocks, and this "
+            f"{type(model).__name__} has none of a shape that it takes; leave it out."
+        )
     return found
+
+
+def describe(model: PreTrainedModel, layers: Layers) -> str:
+    """How many layers are quantized, and how much of the model they are."""
+    weights = [layer.weight for its in layers.values() for layer in its]
+    part = sum(weight.numel() for weight in weights) / sum(param.numel() for param in model.parameters())
+    return f"{format_count(len(weights), 'linear layer')} with {part:.0%} of the parameters"
 
 
 def quantized_blocks(

@@ -23,6 +23,8 @@ from .loading import (
     classifier_name as classifier_name,
     computed_tensor as computed_tensor,
     end_tokens as end_tokens,
+    keep_dtypes as keep_dtypes,
+    kept_dtype as kept_dtype,
     load_config as load_config,
     load_tokenizer as load_tokenizer,
     rebuild_buffers as rebuild_buffers,
@@ -50,7 +52,6 @@ from .shared_prompts import (
 )
 from .transformers_private import (
     apply_tensor_plan as apply_tensor_plan,
-    dtypes_to_keep as dtypes_to_keep,
     follows_plans_by_fqn as follows_plans_by_fqn,
     ignored_missing_keys as ignored_missing_keys,
     ignored_unexpected_keys as ignored_unexpected_keys,

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fsdp_shard.models.offline import without_requests
 from fsdp_shard.models.transformers_private import (
     attention_implementation,
     build_from_config,
+    dtypes_to_keep,
     forget_implementations,
     initialize,
     model_classes,
@@ -250,6 +251,8 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Build a model on the meta device, with tied weights tied and in eval mode.
 
+    Buffers that its class keeps in float32, as DeepSeek's routers do, are in it, as in `from_pretrained`.
+
     Args:
         config: The config of the model. The class is the first of its `architectures`, or the causal LM of its type.
         dtype: Dtype of the parameters; None uses that of the config.
@@ -288,7 +291,25 @@ def build_on_meta(
             # those of a block on disk are read again.
             model.config.rescale_every = 0
         model.tie_weights()
+        keep_dtypes(model, kwargs["dtype"], model.named_buffers(remove_duplicate=False))
         return model.eval()  # type: ignore[no-any-return]  # torch leaves eval() untyped here
+
+
+def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Change `tensors` of a model in `dtype`, by name, to the dtype that `from_pretrained` would keep them in."""
+    kept = kept_dtype(model, dtype)
+    for name, tensor in tensors:
+        if (own := kept(name)) is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(own)
+
+
+def kept_dtype(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """Return a function from names to the dtype that `from_pretrained` keeps the tensor in where it loads in `dtype`.
+
+    It returns None for tensors that are loaded in `dtype`.
+    """
+    kept = [(re.compile(glob.replace("*", ".*")), own) for glob, own in dtypes_to_keep(model, dtype).items()]
+    return lambda name: next((own for pattern, own in kept if pattern.search(name)), None)
 
 
 def attention_implementations(model: nn.Module) -> list[str]:

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from fsdp_shard.errors import ConfigError, PlanError
-from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.errors import ConfigError, ModelError, PlanError
+from fsdp_shard.inference.config import DispatchConfig
+from fsdp_shard.inference.dispatch import load_dispatched, plan_dispatch
 from fsdp_shard.inference.int4 import Int4, check_gpu
+from fsdp_shard.inference.int8 import Int8
+from fsdp_shard.inference.quantization import describe, quantized_layers
+from fsdp_shard.models import build_on_meta, no_split_blocks
 from tests.support.tiny import token_batch
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -24,6 +28,24 @@ IDS = token_batch(0, rows=2, length=9)
 def test_a_missing_torchao_is_named(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"quantize=int8 needs torchao.*\[quantize\]"):
         load_dispatched(tiny_model, quantize="int8")
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    """GPT-2's are Conv1D; before, nothing was quantized, and nothing said so."""
+    model = build_on_meta(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=257), "float32")
+    with pytest.raises(
+        ModelError, match=r"linear layers .* in their repeated blocks, and this GPT2LMHeadModel has none"
+    ):
+        plan_dispatch(model, DispatchConfig("cpu", {"cpu": "1GB"}, quantize="int8"))
+
+
+def test_how_much_is_quantized() -> None:
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=7)
+    model = build_on_meta(config, "float32")
+    layers = quantized_layers(model, no_split_blocks(model), Int8())
+    weights = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 7 * 32
+    share = weights / (weights + 7 * 32 + 5 * 32)
+    assert describe(model, layers) == f"15 linear layers with {share:.0%} of the parameters"
 
 
 def test_what_int4_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint.integrity.compare import Pair, match, read_elements
 from fsdp_shard.checkpoint.integrity.diff_report import DiffReport, Side, TensorDifference
 from fsdp_shard.checkpoint.integrity.scan import position
 from fsdp_shard.checkpoint.io import in_threads, itemsize
-from fsdp_shard.checkpoint.location import Location, open_both
+from fsdp_shard.checkpoint.location import Location, differences_of_adapters, locate, open_both
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.integrity.numeric_errors import Errors
@@ -41,7 +41,9 @@ def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
         CheckpointError: One of them cannot be opened or read.
     """
     start = time.perf_counter()
-    one, two = open_both(a, b)
+    located = [item if isinstance(item, Location) else locate(item) for item in (a, b)]
+    settings = differences_of_adapters(*located)
+    one, two = open_both(*located)
     with one, two:
         matching = match(one, two)
         differing = _differing_bytes(one, two, matching.pairs)
@@ -54,6 +56,7 @@ def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
             extra=tuple(two.tensors[name].spec for name in matching.only_two),
             num_equal=len(matching.pairs) - len(differing),
             differences=tuple(sorted(differences, key=lambda difference: difference.rank, reverse=True)),
+            settings=tuple(settings),
             seconds=time.perf_counter() - start,
         )
 

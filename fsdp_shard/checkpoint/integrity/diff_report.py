@@ -58,7 +58,9 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """`missing` are the tensors of A only, `extra` those of B only; `differences` are sorted, the largest first."""
+    """`missing` are the tensors of A only, `extra` those of B only; `differences` are sorted, the largest first.
+    `settings` are those by which two adapters differ.
+    """
 
     a: Side
     b: Side
@@ -67,11 +69,12 @@ class DiffReport:
     num_equal: int
     differences: tuple[TensorDifference, ...]
     seconds: float
+    settings: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
-        """Whether all tensors are equal, byte for byte."""
-        return not (self.missing or self.extra or self.differences)
+        """Whether all tensors are equal, byte for byte, and the settings of two adapters."""
+        return not (self.missing or self.extra or self.differences or self.settings)
 
     @property
     def num_differences(self) -> int:
@@ -87,7 +90,7 @@ class DiffReport:
         if self.is_equal:
             size = f"{format_count(self.num_equal, 'tensor')}, {format_size(self.a.num_bytes)}"
             return f"{self.a.path} and {self.b.path} are equal, byte for byte ({size}; {self.seconds:.1f} s)."
-        lines = [_head("A", self.a), _head("B", self.b)]
+        lines = [_head("A", self.a), _head("B", self.b), *self.settings]
         lines += _one_sided("only in A", self.missing, everything)
         lines += _one_sided("only in B", self.extra, everything)
         shapes = [found for found in self.differences if found.max_absolute is None]

@@ -21,7 +21,13 @@ from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
 from fsdp_shard.checkpoint.integrity.scan import Scan, checksum_problems, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
-from fsdp_shard.checkpoint.location import Location, local_path, locate, refuse_unused_base
+from fsdp_shard.checkpoint.location import (
+    Location,
+    differences_of_adapters,
+    local_path,
+    locate,
+    refuse_unused_base,
+)
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.steps import (
     AVERAGE,
@@ -112,6 +118,8 @@ def _verify(pair: _Pair) -> VerifyReport:
             if one.is_adapter != two.is_adapter:
                 one.merge()
                 two.merge()
+            elif one.location is not None and two.location is not None:
+                one.problems += map(Problem, differences_of_adapters(one.location, two.location))
             num_cast = _compare(one, two)
         problems = [*one.problems, *(two.problems if two else ())]
         index = one.index

@@ -31,6 +31,16 @@ _OTHER_KINDS = (
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 _STARTS_AT_ZERO = (True, "gaussian")  # B is zero before it is trained
 _DEFAULT_RANK = _DEFAULT_ALPHA = 8  # peft's
+# What decides about the product of the matrices, with peft's defaults.
+_SCALES = {
+    "r": _DEFAULT_RANK,
+    "lora_alpha": _DEFAULT_ALPHA,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+}
 _ALL_LINEAR = "all-linear"
 # Last parts of the names of embeddings and output heads, which all-linear leaves out.
 _NOT_LINEAR = frozenset({"embed_tokens", "wte", "wpe", "word_embeddings", "shared", "embed_in", "lm_head", "embed_out"})
@@ -172,6 +182,12 @@ def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
     if settings.layers_pattern and settings.layers is None:
         raise _wrong(where, "layers_pattern needs layers_to_transform")
     return settings
+
+
+def scale_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """Return how two adapter_config.json differ in what adapters of equal matrices add to a model, a line each."""
+    found = [(name, one.get(name) or default, two.get(name) or default) for name, default in _SCALES.items()]
+    return [f"{name} is {str(a)[:80]} and {str(b)[:80]}" for name, a, b in found if a != b]
 
 
 def _refuse_other_kinds(where: Path, config: Mapping[str, Any]) -> None:

@@ -22,6 +22,9 @@ DEQUANTIZED = frozenset({"fp8", "mxfp4"})
 """The methods that `convert dequantize=true` knows."""
 
 _PACKED = frozenset({"U8", "I8", "I32", "F8_E4M3", "F8_E5M2"})
+# Codes of AQLM, HIGGS, SpQR and MLX; alone they are no sign, since models have buffers of integers.
+_WIDE_CODES = frozenset({"I16", "U16", "U32", "I64", "U64"})
+_POSITIONS = re.compile(r"position_ids$|position_index$")
 
 
 def quantization(index: TensorIndex) -> str | None:
@@ -30,14 +33,17 @@ def quantization(index: TensorIndex) -> str | None:
     Weights of a GGUF file are plain, as they are dequantized when they are read. A config that names a method for plain
     weights is an old one.
     """
+    configured = configured_quantization(index.model_directory)
     names = "\n".join(index.names)
     marks = [method for method, mark in _MARKS.items() if re.search(mark, names, re.MULTILINE)]
     if "mxfp4" in marks and not re.search("_scales$", names, re.MULTILINE):
         marks.remove("mxfp4")
-    is_packed = any(entry.dtype in _PACKED and len(entry.shape) > 1 for entry in index.tensors.values())
+    matrices = [entry for entry in index.tensors.values() if len(entry.shape) > 1]
+    codes = _PACKED | (_WIDE_CODES if configured else frozenset())
+    is_packed = any(entry.dtype in codes and not _POSITIONS.search(entry.name) for entry in matrices)
     if not marks and not is_packed:
         return None
-    return configured_quantization(index.model_directory) or next(iter(marks), None)
+    return configured or next(iter(marks), None)
 
 
 def configured_quantization(directory: Path) -> str | None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.integrity.diff import diff
 from fsdp_shard.checkpoint.integrity.diff_report import TensorDifference
 from fsdp_shard.checkpoint.integrity.numeric_errors import Errors, decode
+from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io.safetensors_format import from_torch_name
 from tests.checkpoint.files import Tensors, random_tensor, raw_bytes, write_huggingface
+from tests.support.tiny import save_adapter
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
@@ -36,6 +40,34 @@ def test_numbers_are_decoded_as_torch_does(dtype: torch.dtype) -> None:
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         numbers = torch.from_numpy(found.astype(wide))
     assert torch.equal(numbers.nan_to_num(7), tensor.to(getattr(torch, wide)).nan_to_num(7))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("lora_alpha", 500, "lora_alpha is 8 and 500"),
+        ("use_rslora", True, "use_rslora is False and True"),
+        ("rank_pattern", {"q_proj": 4}, "rank_pattern is {} and {'q_proj': 4}"),
+    ],
+)
+def test_adapters_of_equal_matrices_and_other_settings(
+    tiny_model: Path, tmp_path: Path, name: str, value: Any, says: str
+) -> None:
+    one = save_adapter(tmp_path / "one", tiny_model)
+    two = shutil.copytree(one, tmp_path / "two")
+    settings = json.loads((two / "adapter_config.json").read_text())
+    assert diff(one, two).is_equal
+    assert verify(one, two).is_sound
+    # What has no part in it: null is the default, and another order of targets is the same.
+    settings |= {"use_dora": None, "target_modules": sorted(settings["target_modules"], reverse=True)}
+    (two / "adapter_config.json").write_text(json.dumps(settings))
+    assert diff(one, two).is_equal
+    (two / "adapter_config.json").write_text(json.dumps(settings | {name: value}))
+    report = diff(one, two)
+    assert not report.is_equal
+    assert says in report.to_text()
+    (problem,) = verify(one, two).problems
+    assert says in problem.message
 
 
 def test_equal_checkpoints_of_two_formats(tmp_path: Path) -> None:

@@ -88,6 +88,22 @@ def test_quantized_weights_are_never_cast(method: str, has_config: bool, tmp_pat
         load_dispatched(source)
 
 
+@pytest.mark.parametrize(
+    ("method", "dtype", "names"),
+    [
+        ("aqlm", torch.int16, [".codes", ".codebooks", ".scales"]),
+        ("spqr", torch.int64, [".dense_weights", ".second_order_data"]),
+        ("metal", torch.uint32, [".weight", ".scales", ".qbiases"]),
+    ],
+)
+def test_codes_of_a_method_that_the_config_names(
+    method: str, dtype: torch.dtype, names: list[str], tmp_path: Path
+) -> None:
+    source = write(tmp_path / "model", packed(*names, dtype=dtype), method)
+    with pytest.raises(CheckpointError, match=rf"model is quantized \({method}\), and dtype=bfloat16 would cast"):
+        convert(source, tmp_path / "cast", dtype="bfloat16")
+
+
 @pytest.mark.parametrize("command", ["generate", "evaluate", "finetune"])
 def test_the_commands_say_so(command: str, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
@@ -130,7 +146,11 @@ def test_no_plan_of_what_cannot_be_converted(tmp_path: Path) -> None:
 
 def test_a_config_that_was_left_behind(tmp_path: Path) -> None:
     """Weights in floating point are plain, whatever the config says; and float8 alone is a dtype, not a method."""
-    convert(write(tmp_path / "model", lambda tensors: None, "fp8"), tmp_path / "cast", dtype="bfloat16")
+
+    def add_positions(tensors: Tensors) -> None:
+        tensors["model.embeddings.position_ids"] = torch.arange(8)[None]
+
+    convert(write(tmp_path / "model", add_positions, "fp8"), tmp_path / "cast", dtype="bfloat16")
 
     def cast(tensors: Tensors) -> None:
         tensors[f"{LINEAR}.weight"] = tensors[f"{LINEAR}.weight"].to(torch.float8_e4m3fn)

@@ -1,0 +1,35 @@
+"""Tensors that a model keeps in float32 where its weights are in 16 bits, as DeepSeek's routers do."""
+
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import from_torch_name, has_file, to_torch
+from fsdp_shard.checkpoint.model_files import CONFIG
+from fsdp_shard.errors import ModelError
+
+FLOAT32 = "float32"
+IN_16_BITS = ("bfloat16", "float16")
+_WIDER = ("F32", "F64")
+
+
+def kept_in_float32(index: TensorIndex, dtype: str) -> frozenset[str]:
+    """Find the stored tensors that `from_pretrained` loads in float32 where it loads the model in `dtype`.
+
+    The model is built on the meta device, which imports transformers.
+
+    Args:
+        index: The checkpoint.
+        dtype: torch's name of a dtype.
+
+    Returns:
+        The names of those that are stored in more than 16 bits; none without a config of transformers.
+    """
+    wide = [name for name, entry in index.tensors.items() if entry.dtype in _WIDER]
+    if dtype not in IN_16_BITS or not wide or not has_file(index.model_directory, CONFIG):
+        return frozenset()
+    from fsdp_shard.models import build_on_meta, kept_dtype, load_config
+
+    try:
+        model = build_on_meta(load_config(index.model_directory), dtype)
+    except (ModelError, ArithmeticError, AttributeError, TypeError, ValueError):  # what odd configs raise
+        return frozenset()
+    own = kept_dtype(model, to_torch(from_torch_name(dtype)))
+    return frozenset(name for name in wide if own(name) is not None)
