@@ -8,7 +8,7 @@ whose heartbeat stops for too long is killed, before NCCL ends those that wait f
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fsdp_shard.utils import set_environment
 _SECONDS_TO_END = 5.0  # for ranks that have lost another one: to notice it, and to report
 _SECONDS_TO_SAVE = 30.0
 _SECONDS_TO_START = 10.0
+_SECONDS_BETWEEN_LOOKS = 0.05
 _SILENT_PART = 0.75  # of launch.timeout_seconds, after which NCCL would end the ranks that wait for the frozen one
 
 
@@ -70,10 +71,12 @@ class Agent(OverridableAgent):
         self._settings, self._reports = settings, reports
         self._heartbeats = Heartbeats()
         self._attempt = AttemptDirectory(reports)
-        # Of the last attempt: the rank that died first, its exit status as Python gives it, and the frozen ones.
+        # Of the last attempt: the rank that died first, its exit status as Python gives it, the frozen ones, and
+        # process ids by rank.
         self._first_death: tuple[int, int] | None = None
         self._death_seen: float | None = None
         self._frozen: set[int] = set()
+        self._pids: dict[int, int] = {}
         self._started, self._waited_for = time.monotonic(), list[int]()
 
     def first_death(self) -> tuple[int, str]:
@@ -107,6 +110,7 @@ class Agent(OverridableAgent):
         self._attempt = AttemptDirectory.create(self._reports, attempt)
         with set_environment({ATTEMPT: attempt}):  # the ranks inherit it
             pids = super().start_workers(worker_group)
+        self._pids = {int(worker.global_rank): pids[worker.local_rank] for worker in worker_group.workers}
         # A thread of one of the launchers serves the store, and looks up the name of whoever connects: a rank that is
         # forked at that moment finds the resolver of the C library locked for ever. So no rank connects before all are
         # forked. One late machine does not keep the others waiting: what could happen then is rare.
@@ -144,6 +148,20 @@ class Agent(OverridableAgent):
         status = self._first_death[1]
         if status == InputError.exit_status or (status > 128 and not self._settings.is_elastic):
             self.forbid_restarts()
+
+    def end_ranks(self, number: signal.Signals, timeout_seconds: int) -> None:
+        # A rank whose work is done waits for this launcher to read what it returned, which it does no more. The first
+        # signal may have come while it still worked, and would have ended with it.
+        _send(number, self._running())
+        deadline = time.monotonic() + timeout_seconds
+        while self._running() and time.monotonic() < deadline:
+            _send(signal.SIGTERM, self._running(self._attempt.finished()))
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+    def _running(self, among: Collection[int] | None = None) -> list[int]:
+        """Return the processes of the last attempt that run, of all ranks or of those in `among`."""
+        pids = (pid for rank, pid in self._pids.items() if among is None or rank in among)
+        return [pid for pid in pids if _exit_status(pid) is None]
 
     def stop_workers(self, worker_group: WorkerGroup) -> None:
         # Healthy ranks are stopped because a machine joined or left, and may save first. But if that machine died in

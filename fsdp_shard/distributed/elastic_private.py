@@ -48,13 +48,18 @@ class OverridableAgent(LocalElasticAgent):
         """Send SIGTERM to all ranks, and SIGKILL to those that run after the timeout."""
         self._shutdown(timeout=timeout_seconds)
 
+    def end_ranks(self, number: signal.Signals, timeout_seconds: int) -> None:
+        """Send a signal to all ranks, and wait until they have ended or the timeout is over."""
+        raise NotImplementedError
+
     def forbid_restarts(self) -> None:
         """Let the run fail when a rank fails."""
         self._remaining_restarts = 0
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
         if self._pcontext is not None:
-            self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+            self.end_ranks(death_sig, self._shutdown_timeout if timeout is None else timeout)
+            self._pcontext.close(death_sig, 0)
         super()._shutdown(death_sig)  # the ranks have ended
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:

@@ -92,7 +92,10 @@ def run_ranks(
             error = _run_agent(Agent(spec, settings, start_method, reports), rendezvous, settings, reports)
         except SignalException as stopped:
             _kill_ranks()
-            error = interruption(AttemptDirectory.last(reports).reports(), int(stopped.sigval))
+            last = AttemptDirectory.last(reports)
+            # A signal after which the ranks still did all of their work has interrupted nothing.
+            is_done = len(last.finished()) == settings.ranks
+            error = None if is_done else interruption(last.reports(), int(stopped.sigval))
         except RendezvousError as failed:
             _kill_ranks()
             error = RunError(f"The machines could not meet at launch.rendezvous={settings.rendezvous}: {failed}")

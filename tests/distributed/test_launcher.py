@@ -397,6 +397,24 @@ def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> 
     assert out == "Interrupted: Stopped by SIGTERM.\n"
 
 
+def test_ranks_that_end_their_work_after_a_signal_are_not_waited_for(tmp_path: Path) -> None:
+    """They wait for the launcher, which waited for them as long as it waits for ranks that work, and killed them."""
+    body = """
+    signal.signal(signal.SIGTERM, lambda number, frame: (Path(here) / f'heard-{rank}').touch())
+    (Path(here) / f'working-{rank}').touch()
+    while not (Path(here) / f'heard-{rank}').exists():
+        time.sleep(0.02)
+    """
+    program = _program(tmp_path, body, "grace_seconds=100")
+    options = {"cwd": tmp_path, "env": environment(), "preexec_fn": hear_signals}
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, **options)
+    while len(list(tmp_path.glob("working-*"))) < 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0] == ""
+    assert len(list(tmp_path.glob("heard-*"))) == 2
+
+
 @pytest.mark.long
 def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_path: Path) -> None:
     body = """

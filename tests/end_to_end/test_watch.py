@@ -228,3 +228,70 @@ def test_settings_that_would_do_nothing(settings: list[str], tmp_path: Path, ove
     ended = run_recipe("finetune", tmp_path, *settings, *overrides)
     assert ended.status == 2
     assert words in ended.err
+
+
+def evaluated_steps(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+def test_a_resume_with_nothing_left_to_train_evaluates_its_step(settings: list[str], tmp_path: Path) -> None:
+    first = run_recipe("finetune", tmp_path, *settings, "train.steps=4", "train.eval_every=3", "checkpoint.every=2")
+    assert first.status == 0, first.err
+    for step in (tmp_path / "checkpoints").glob("step-*"):  # one of them was deleted as another one was better
+        if step.name > "step-00000002":
+            shutil.rmtree(step)
+    (tmp_path / "result.json").unlink()
+    again = run_recipe("finetune", tmp_path, *settings, "train.steps=2", "train.eval_every=3")
+    assert again.status == 0, again.err
+    assert evaluated_steps(tmp_path) == [0, 2]
+    assert again.result["perplexity"] != again.result["perplexity_before"]
+    assert (again.result["steps"], again.result["best_step"]) == (2, 2)
+    assert (tmp_path / "checkpoints" / "best").read_text().strip() == "step-00000002"
+
+
+def test_a_resume_elsewhere_begins_files_of_its_own(settings: list[str], tmp_path: Path) -> None:
+    """Rows of a run that died there before its first save are of other steps."""
+    arguments = [*settings, "train.eval_every=2", "train.steps=2"]
+    for name in ("one", "other"):
+        assert run_recipe("finetune", tmp_path / name, *arguments).status == 0
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    (tmp_path / "other" / "result.json").unlink()
+    ended = run_recipe(
+        "finetune", tmp_path / "other", *arguments, "train.steps=4", "train.global_batch_size=4",
+        f"resume={tmp_path}/one",
+    )  # fmt: skip
+    assert ended.status == 0, ended.err
+    assert [row["step"] for row in ended.metrics] == [3, 4]
+    assert evaluated_steps(tmp_path / "other") == [4]
+    assert "perplexity_before" not in ended.result
+
+
+def test_the_best_of_the_saved_steps_where_the_best_is_not_saved(settings: list[str], tmp_path: Path) -> None:
+    arguments = [*settings, "train.eval_every=1", "checkpoint.save_best=false", "checkpoint.every=2", "optim.lr=0.3"]
+    ended = run_recipe("finetune", tmp_path, *arguments, "train.steps=8", "seed=3")
+    assert ended.status == 0, ended.err
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    lowest = min((2, 4, 6, 8), key=losses.__getitem__)
+    assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{lowest:08d}"
+
+
+def test_retention_holds_from_the_start_of_a_resume(settings: list[str], tmp_path: Path) -> None:
+    """After a full disk, fewer steps to keep make room for the first save."""
+    arguments = [*settings, "checkpoint.every=1", "checkpoint.save_best=false", "train.eval_windows=4"]
+    assert run_recipe("finetune", tmp_path, *arguments, "train.steps=3").status == 0
+    (tmp_path / "result.json").unlink()
+    ended = run_recipe("finetune", tmp_path, *arguments, "train.steps=3", "checkpoint.keep_last=1")
+    assert ended.status == 0, ended.err
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def test_a_damaged_step_says_what_to_do(settings: list[str], tmp_path: Path) -> None:
+    assert run_recipe("finetune", tmp_path, *settings, "train.steps=2", "checkpoint.every=1").status == 0
+    step = tmp_path / "checkpoints" / "step-00000002"
+    shard = next(step.glob("shard-*.safetensors"))
+    content = shard.read_bytes()
+    advice = f"Delete {step} to resume from an earlier step, or to start at the beginning."
+    for damage in (lambda: shard.write_bytes(content[:-10]), lambda: (step / "manifest.json").write_text("{")):
+        damage()
+        refused = run_recipe("finetune", tmp_path, *settings, "train.steps=4", "checkpoint.every=1")
+        assert (refused.status, advice in refused.err) == (2, True), refused.err

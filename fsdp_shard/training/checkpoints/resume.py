@@ -1,5 +1,7 @@
 """Finds the step that a run resumes from, and restores model, optimizer and trainer state, all of it or nothing."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.optim import Optimizer
@@ -206,7 +208,19 @@ def verify_resumed(step_directory: Path | None, config: CheckpointConfig, contex
     """
     run_on_main(context, lambda: check_optimizer(step_directory))
     if step_directory is not None and config.verify_on_resume:
-        run_on_all(context, lambda: checkpoint.check_content(step_directory, context.rank, context.world_size))
+        with _advising(step_directory):
+            run_on_all(context, lambda: checkpoint.check_content(step_directory, context.rank, context.world_size))
+
+
+@contextmanager
+def _advising(step_directory: Path) -> Iterator[None]:
+    """Say of a damaged step what can be done without it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} Delete {step_directory} to resume from an earlier step, or to start at the beginning."
+        ) from error
 
 
 def _has_updated(step_directory: Path) -> bool:
@@ -235,6 +249,8 @@ def _check_complete(directory: Path) -> Path:
                 f"{directory} cannot be resumed from: it has no {name}, which is {what}. To train from its weights "
                 f"only, give it as model.path."
             )
-    if TRAINER not in checkpoint.check_files(directory).files:
+    with _advising(directory):
+        files = checkpoint.check_files(directory).files
+    if TRAINER not in files:
         raise CheckpointError(f"{directory} cannot be resumed from: its {MANIFEST} does not list {TRAINER}.")
     return directory

@@ -81,9 +81,12 @@ def _acquire(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     while not _is_current(handle := _open(run_dir), run_dir):
         os.close(handle)  # the run that had it has just ended and deleted it
-    os.ftruncate(handle, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
+    except OSError as error:  # of a handle, it names no file
+        raise OSError(error.errno, error.strerror, str(run_dir / LOCK)) from error
     return handle
 
 

@@ -45,6 +45,7 @@ class Saver(StepSaver):
     ) -> None:
         super().__init__(context, config, committer, log)
         self._loaded, self._optimizer, self._model_files = loaded, optimizer, model_files
+        self._has_best = run_on_main(context, committer.has_best)
         self.average: WeightAverage | None = None
         self.settle_before([optimizer])
 
@@ -59,8 +60,10 @@ class Saver(StepSaver):
             SaveError: The save failed, or the previous one did, and the run has to stop for it.
         """
         self.wait()
+        is_best = state.saves_best(has_best=self._has_best)
+        self._has_best = self._has_best or is_best
         run_state, in_background = self._run_state(state), self._config.asynchronous
-        self.save_step(state.step, run_state, is_best=state.is_best, in_background=in_background)
+        self.save_step(state.step, run_state, is_best=is_best, in_background=in_background)
 
     def _run_state(self, trainer: TrainerState) -> checkpoint.RunState:
         """This rank's part of what a step directory holds."""
@@ -85,7 +88,8 @@ class Saver(StepSaver):
 
     def note_best(self, state: TrainerState) -> None:
         """Mark the step that the run resumed from as the best, if the evaluation that it still owed says so."""
-        if state.is_best:
+        if state.saves_best(has_best=self._has_best):
+            self._has_best = True
             run_on_main(self._context, lambda: self._committer.mark_best(state.step))
 
 
@@ -120,6 +124,7 @@ def new_saver(
     store = checkpoint.Store(Path(run_dir) / checkpoint.CHECKPOINTS)
     run_on_main(context, lambda: _begin(store, model_files))
     committer = StepCommitter(context, store, config, is_adapter=loaded.adapter is not None)
+    committer.apply_retention()
     step = committer.upload_missing()
     if committer.remote is not None and step is not None:
         log.note(f"uploaded {committer.remote.address(step)}, which was in the run directory only")

@@ -65,6 +65,14 @@ class StepCommitter:
         """Upload the latest step if an earlier part of the run could not; returns it."""
         return None if self.remote is None else checkpoint.catch_up(self._context, self.remote, self._store)
 
+    def apply_retention(self) -> None:
+        """Delete the steps that `checkpoint.keep_*` do not keep, of a run that was stopped, perhaps by a full disk."""
+        self._try_on_main(self._apply_retention)
+
+    def has_best(self) -> bool:
+        """Whether a step of the run is marked as the best."""
+        return self._store.best() is not None
+
     def mark_best(self, step: int) -> None:
         """Make `best` point to a step, on each store that has it."""
         for store in (self._store, self.remote):
@@ -90,9 +98,12 @@ class StepCommitter:
         checkpoint.fault_point("verified")
 
     def _prune(self, step: int, *, is_best: bool) -> None:
-        config = self._config
         if is_best:
             self._replace_best(self._store, step)
+        self._apply_retention()
+
+    def _apply_retention(self) -> None:
+        config = self._config
         if config.keep_last is not None:
             self._store.prune(config.keep_last, config.keep_every)
         if config.keep_optimizer_last is not None:

@@ -81,7 +81,7 @@ class RunLog:
         self._trackers = self._exit.enter_context(trackers)
         if self._is_main:
             (self._run_dir / RESULT).unlink(missing_ok=True)  # of a finished run that now continues
-            resumed = state.step or None
+            resumed = state.step if self._continues_own_files() else None
             evaluated = resumed - state.owes_evaluation if resumed else None
             self._files = {
                 METRICS: MetricsLog(self._run_dir / METRICS, resumed),
@@ -92,6 +92,10 @@ class RunLog:
             for file in self._files.values():
                 self._exit.callback(file.close)
         return self
+
+    def _continues_own_files(self) -> bool:
+        """Whether the rows in the run directory are of the run that is resumed, not of another one that ended there."""
+        return self._checkpoint is not None and self._checkpoint.resolve().is_relative_to(self._run_dir.resolve())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._exit.close()
