@@ -44,7 +44,8 @@ class RankFailure:
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:
         """Report `error` as the one that ended this rank."""
-        error = error.as_error() if isinstance(error, Stopped) else error
+        stopped = _stop_behind(error)
+        error = error if stopped is None else stopped.as_error()
         return cls(
             rank=int(os.environ["RANK"]),
             kind=type(error).__name__,
@@ -74,6 +75,13 @@ class RankFailure:
         error: errors.FsdpShardError = known(self.message)
         error.__cause__ = errors.RankError(f"Rank {self.rank}", traceback=self.traceback)
         return error
+
+
+def _stop_behind(error: BaseException | None) -> Stopped | None:
+    """Return the stop that an error is or was raised from: Python up to 3.11 wraps what comes in `__set_name__`."""
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__cause__
+    return error
 
 
 @dataclass(frozen=True)

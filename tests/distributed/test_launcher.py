@@ -22,6 +22,7 @@ from fsdp_shard.distributed import LaunchConfig, init_distributed, launch, launc
 from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
 from fsdp_shard.distributed.local_workers import numa_options
 from fsdp_shard.distributed.rank_reports import RankFailure, first_cause, reports_directory
+from fsdp_shard.distributed.signals import Stopped
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError, RunError
 from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
 
@@ -268,6 +269,21 @@ def test_a_failure_before_a_kill_is_the_cause() -> None:
     assert str(error) == "Rank 0 raised ValueError: wrong."
     assert isinstance(error, RankError)
     assert error.traceback == "Traceback of 0"
+
+
+def test_a_stop_that_python_wraps_is_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python 3.11 does where a class is defined, in the middle of an import."""
+
+    class Field:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setenv("RANK", "1")
+    try:
+        type("Owner", (), {"field": Field()})
+    except BaseException as error:
+        found = RankFailure.of(error)
+    assert (found.kind, found.message, found.exit_status) == ("Interrupted", "Stopped by SIGTERM.", 143)
 
 
 def test_ranks_that_all_stopped_were_interrupted() -> None:
