@@ -227,8 +227,7 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str =
         The amounts for sequences of any length.
 
     Raises:
-        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: The model cannot run there,
-            because it takes no text, or because its control flow depends on values.
+        Any of CANNOT_RUN: The model cannot run there.
     """
     replace_tensors(model.train(), lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     runs = _Runs(model, blocks, device)

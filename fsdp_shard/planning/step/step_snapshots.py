@@ -21,7 +21,7 @@ from fsdp_shard.planning.step.divided_model import divide_model
 from fsdp_shard.planning.step.load_snapshots import FIGURES_BYTES, loading_snapshots, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.recording.events import DONE, LOSS, Event, Recordings
-from fsdp_shard.planning.step.recording.record_passes import ExtraPasses, record_passes, what_failed
+from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, ExtraPasses, record_passes, what_failed
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
@@ -71,7 +71,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     try:
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
             recordings = facts.of("recording", of_recording, record)
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+    except CANNOT_RUN as error:
         return SimulatedStep((*before,), problem=what_failed(error))
     if run.on_gpu:
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES

@@ -25,7 +25,7 @@ from fsdp_shard.planning.facts import Facts
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.micro_batch import most_chosen
 from fsdp_shard.planning.step.recording.events import DONE, Event
-from fsdp_shard.planning.step.recording.record_passes import record_forward, what_failed
+from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.training import DeviceBatch, DistillConfig, TopTokens, dispatched_rows, split_targets, use_loss_head
 
@@ -96,7 +96,7 @@ def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
     top_k = distill.top_k or int(config.get_text_config().vocab_size)
     try:
         taken, problem = _pass_bytes(model, run, top_k), None
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+    except CANNOT_RUN as error:
         taken, problem = 0, what_failed(error)
     held = devices.resident_bytes.get(devices.main, 0) + devices.buffer_bytes + buffers
     weights = sum(devices.resident_bytes.values())
