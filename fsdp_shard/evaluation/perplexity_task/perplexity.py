@@ -19,7 +19,7 @@ from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
-from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
+from fsdp_shard.evaluation.config import DOCUMENTS, EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
 from fsdp_shard.evaluation.model_digests import describe_model
@@ -287,13 +287,11 @@ def open_perplexity(
 
 
 def settle_windows(settings: EvaluateSettings) -> None:
-    """Set `data.sequence_length`, if windows are evaluated and it is null, by the contexts of the models.
+    """Set `data.sequence_length`, if it is null, by the contexts of the models.
 
     Raises:
         ConfigError: The windows are longer than a model has positions, or than their stride allows.
     """
-    if settings.task != PERPLEXITY:
-        return
     trust = settings.dispatch.trust_remote_code
 
     def length_of(context: Context) -> float:

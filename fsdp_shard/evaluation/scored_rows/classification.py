@@ -209,14 +209,12 @@ def open_classification(
 
 
 def check_classification(settings: EvaluateSettings) -> None:
-    """Check that the model is a classifier, and determine `data.sequence_length`; nothing for another task.
+    """Check that the model is a classifier, and determine `data.sequence_length`.
 
     Raises:
         ModelError: The model is no classifier of texts by one class each.
         ConfigError: `data.sequence_length` exceeds the model's context.
     """
-    if settings.task != CLASSIFICATION:
-        return
     trust = settings.dispatch.trust_remote_code
     config: PretrainedConfig = load_config(settings.source.directory, trust)
     try:

@@ -208,14 +208,12 @@ def open_rewards(
 
 
 def check_rewards(settings: EvaluateSettings) -> None:
-    """Check that the model is a reward model, and determine `data.sequence_length`; nothing for another task.
+    """Check that the model is a reward model, and determine `data.sequence_length`.
 
     Raises:
         ModelError: The model is no sequence classifier with one output.
         ConfigError: `data.sequence_length` exceeds the model's context.
     """
-    if settings.task != REWARD:
-        return
     trust = settings.dispatch.trust_remote_code
     config = load_config(settings.source.directory, trust)
     needs = f"task={REWARD} needs a reward model, which is a sequence classifier with one output"
