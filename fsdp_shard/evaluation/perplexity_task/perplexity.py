@@ -28,13 +28,12 @@ from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, Doc
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
     ScoredText,
     TextSize,
-    describe_left_out,
     open_documents,
     open_windows,
 )
 from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
 from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses
-from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.provenance import data_row, provenance
 from fsdp_shard.evaluation.significance import Difference, Floats
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
@@ -134,7 +133,7 @@ class PerplexityEvaluation:
         if text.documents is not None:
             used = len(text.documents) - sum(text.left_out.values())
             lines[-1] = f"{format_count(used, 'document')}, {lines[-1]}"
-            lines += describe_left_out(text)
+            lines += text.left_out_lines
         if text.num_unscored and (text.documents is not None or self.settings.stride is not None):
             lines.append(f"{format_count(text.num_unscored, 'token')} not scored: nothing is before them")
         return "\n".join(lines)
@@ -190,9 +189,7 @@ class PerplexityEvaluation:
             "num_resamples": settings.perplexity.num_resamples,
         }
         found = provenance(settings, self.tokenizer, settled)
-        path = settings.data.eval_path or settings.data.path
-        data = {"path": path, "kind": settings.data.kind, "digest": self.text.digest}
-        return found | {"data": data, "seed": self.seed}
+        return found | {"data": data_row(settings, self.text.digest), "seed": self.seed}
 
     @property
     def _layout(self) -> dict[str, Any]:

@@ -15,15 +15,14 @@ from fsdp_shard.data import CLASSIFICATION as SEQUENCE_CLASSIFICATION, Ints, Lab
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
+from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
     classifier_task,
-    described,
     interval_text,
-    left_out_lines,
     text_provenance,
     write_predictions,
 )

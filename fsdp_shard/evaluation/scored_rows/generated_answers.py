@@ -16,16 +16,14 @@ from fsdp_shard.data import CAUSAL, SEQ2SEQ, QuestionRow, check_task, read_quest
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, LossError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
+from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.model_loader import LoadModel
-from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.provenance import data_row, provenance
 from fsdp_shard.evaluation.scored_rows.answer_metrics import Metric, score_answers
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
-    data_row,
-    described,
     interval_text,
-    left_out_lines,
     write_predictions,
 )
 from fsdp_shard.inference import (

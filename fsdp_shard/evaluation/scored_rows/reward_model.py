@@ -22,15 +22,14 @@ from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, r
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import REWARD, EvaluateSettings, Figures
+from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
     classifier_task,
-    described,
     interval_text,
-    left_out_lines,
     text_provenance,
     write_predictions,
 )
