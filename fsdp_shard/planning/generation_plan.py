@@ -159,7 +159,7 @@ def plan_generation(
     Returns:
         The plan.
     """
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     blocks = no_split_blocks(model)
     repeated = [block.fqn for block in blocks if block.repeated]
     if model.config.is_encoder_decoder:

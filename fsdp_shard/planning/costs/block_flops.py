@@ -351,7 +351,7 @@ def _is_activation(value: Any) -> bool:
 
 
 def _num_bytes(tensors: Iterator[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _backward(outputs: Sequence[Any]) -> None:

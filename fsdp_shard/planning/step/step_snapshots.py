@@ -80,11 +80,11 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     terms["batch"] = (
         2 * batch_bytes(model, _batch_size(config, run)) * run.num_micro_batches
     )  # those of the next step too
-    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + FIGURES_BYTES
+    terms["buffers"] = sum(buffer.nbytes for buffer in model.buffers()) + FIGURES_BYTES
     if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
         terms["attention scores"] = _score_bytes(config, run)
     if not run.shard.is_sharded:
-        terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        terms[GRADIENTS] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
             terms["buckets of the first step"] = terms[GRADIENTS]
     begin, rules = SIMULATORS[run.shard.wrapper], _rules(model, run)

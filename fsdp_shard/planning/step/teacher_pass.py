@@ -91,7 +91,7 @@ def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
         devices = plan_dispatch(model, settings)[1]
     except InputError as error:
         raise type(error)(f"objective.teacher={distill.teacher}: {error}") from error
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     use_loss_head(model, "auto", any_vocabulary=True)
     top_k = distill.top_k or int(config.get_text_config().vocab_size)
     try:

@@ -206,7 +206,7 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
             training = _training(config, run, built, frozen, context, live)
             shards = training.model.local_shards().values()
             held = [shard.data for shard in shards if isinstance(shard.tensor, nn.Parameter)]
-            state["parameters"] = sum(part.numel() * part.element_size() for part in held)
+            state["parameters"] = sum(part.nbytes for part in held)
         live.phase = "forward"
         with _phases(live, training, built.blocks, state):
             for _ in train(training):
