@@ -295,15 +295,24 @@ def _groups(
 ) -> dict[str, Any]:
     """The meshes and groups of a context; `parallel` are its numbers of tensor, expert and context ranks."""
     tensor, expert, context = parallel
-    shape = {"replicate": replicas, "shard": world_size // (replicas * tensor)}
-    shape |= {"tensor": tensor} if tensor > 1 else {}
-    expert_shape = {"replicate": replicas, "shard": world_size // (replicas * expert), "expert": expert, "tensor": 1}
+    shape, expert_shape = mesh_shapes(world_size, replicas, tensor, expert)
     return {
         "mesh": _make_mesh(device_type, shape, timeout),
-        "expert_mesh": _make_mesh(device_type, expert_shape, timeout) if expert > 1 else None,
+        "expert_mesh": None if expert_shape is None else _make_mesh(device_type, expert_shape, timeout),
         "num_context_ranks": context,
         "context_group": _neighbors(context, world_size, timeout) if context > 1 else None,
     }
+
+
+def mesh_shapes(
+    world_size: int, replicas: int, tensor: int, expert: int
+) -> tuple[dict[str, int], dict[str, int] | None]:
+    """The dimensions of `mesh` and `expert_mesh` of a context, the latter None without expert parallelism."""
+    shape = {"replicate": replicas, "shard": world_size // (replicas * tensor)}
+    shape |= {"tensor": tensor} if tensor > 1 else {}
+    if expert == 1:
+        return shape, None
+    return shape, {"replicate": replicas, "shard": world_size // (replicas * expert), "expert": expert, "tensor": 1}
 
 
 def _backend(device: torch.device) -> str:
