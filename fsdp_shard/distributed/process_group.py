@@ -384,7 +384,7 @@ def init_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join_store(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> Store:
+def join_store(rendezvous: str, timeout_seconds: float) -> Store:
     """Connect to the store of the ranks that the environment describes.
 
     A restarted attempt has a prefix of its own, so that it never sees the keys of a dead one.

@@ -25,8 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fsdp_shard.models import attention_implementations
 from fsdp_shard.planning.step.recording.recorder import GROUPED_PRODUCT, grouped_product
-from fsdp_shard.sharding import is_saved_operator
-from fsdp_shard.utils import TorchDispatchMode, replace_tensors, tree_leaves, tree_map
+from fsdp_shard.utils import TorchDispatchMode, is_costly_operator, replace_tensors, tree_leaves, tree_map
 
 _STEP = 64  # a multiple of the chunks that linear attention computes in
 _LENGTHS = ((1, 1), (2, 2), (3, 3))  # in steps; without a decoder both are the same
@@ -155,7 +154,7 @@ class _Counter(TorchDispatchMode):
         output = grouped_product(args, kwargs) if func.name() == GROUPED_PRODUCT else func(*args, **(kwargs or {}))
         if flops := _operator_flops(func, args, kwargs or {}, output):
             self.counts.phase(self.phase).flops += flops
-            if self.phase == "recomputed" and not is_saved_operator(func):
+            if self.phase == "recomputed" and not is_costly_operator(func):
                 self.counts.phase("recomputed selectively").flops += flops
         return output
 
