@@ -118,8 +118,12 @@ class Communicator:
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
 
 
+@dataclass(frozen=True, kw_only=True)
 class OnlyRank(Communicator):
     """A process that is the only rank, and needs no process group."""
+
+    rank: int = 0
+    world_size: int = 1
 
     @property
     def local_world_size(self) -> int:
@@ -161,7 +165,7 @@ def current_ranks(timeout_seconds: float) -> Communicator:
             f"This process is one of {world_size} ranks (WORLD_SIZE={world_size}), but has no process group yet; call "
             f"torch.distributed.init_process_group() or fsdp_shard.init_distributed() first."
         )
-    return OnlyRank(rank=0, world_size=1)
+    return OnlyRank()
 
 
 @dataclass(frozen=True, kw_only=True)

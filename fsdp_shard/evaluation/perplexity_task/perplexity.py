@@ -273,7 +273,7 @@ def open_perplexity(
     contexts = [context_of(load_config(source.directory, trust), trust) for source in settings.sources]
     lengths = dict.fromkeys(context.describe(settings.data.window_length) for context in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
-    ranks = context or OnlyRank(rank=0, world_size=1)
+    ranks = context or OnlyRank()
     # Rank 0 tokenizes, and others find the tokens in the cache.
     first = run_on_all(ranks, lambda: opened(settings.data, settings.stride, tokenizer) if ranks.is_main else None)
     text = run_on_all(ranks, lambda: first or opened(settings.data, settings.stride, tokenizer))

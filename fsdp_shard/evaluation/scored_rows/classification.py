@@ -200,7 +200,7 @@ def open_classification(
     """
     config = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
     task, length = classifier_task(settings)
-    ranks = context or OnlyRank(rank=0, world_size=1)
+    ranks = context or OnlyRank()
     texts = open_labeled_texts(settings.data, tokenizer, task, ranks)
     named: dict[Any, str] = dict(config.id2label or {})
     names = tuple(str(named.get(number, number)) for number in range(task.num_labels))

@@ -85,7 +85,7 @@ class GeneratedAnswers:
             LossError: A logit is not finite.
             ModelError: The model cannot be run.
         """
-        ranks: Communicator = self.context or OnlyRank(rank=0, world_size=1)
+        ranks: Communicator = self.context or OnlyRank()
         if ranks.is_main:
             remove_earlier(self.run_dir)
         scoring, asked = self.settings.scoring, self._asked

@@ -201,7 +201,7 @@ def open_rewards(
         DataError: The data cannot be read, or has no pair.
     """
     task, length = classifier_task(settings)
-    ranks = context or OnlyRank(rank=0, world_size=1)
+    ranks = context or OnlyRank()
     pairs = open_compared_pairs(settings.data, tokenizer, task, ranks)
     return RewardEvaluation(settings, Path(run_dir), seed, tokenizer, pairs, length, ranks)
 
