@@ -14,7 +14,7 @@ from typing import Any
 from fsdp_shard.evaluation.report import svg_charts
 from fsdp_shard.evaluation.report.report_data import Report
 from fsdp_shard.evaluation.report.svg_charts import Drawing, draw, style_of
-from fsdp_shard.utils import format_count, render_page
+from fsdp_shard.utils import render_page
 
 _FOLDER = Path(__file__).parent
 _BOX = {name: getattr(svg_charts, name) for name in ("LEFT", "RIGHT", "TOP", "BOTTOM", "WIDTH", "HEIGHT")}
@@ -34,7 +34,7 @@ def to_html(report: Report, reload_seconds: int | None = None) -> str:
         _FOLDER / "page.css",
         _FOLDER / "page.js",
         report=report,
-        title=_title(report),
+        title=report.title,
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         reload_seconds=reload_seconds,
         charts=charts,
@@ -43,11 +43,6 @@ def to_html(report: Report, reload_seconds: int | None = None) -> str:
         box=_BOX,
         data={"box": _BOX, "charts": [_data(drawing) for drawing in [*charts, *sweeps]]},
     )
-
-
-def _title(report: Report) -> str:
-    running = f", {report.num_running} under way" if report.num_running else ""
-    return f"{format_count(report.num_all, 'run')}{running}"
 
 
 def _data(drawing: Drawing) -> dict[str, Any]:
