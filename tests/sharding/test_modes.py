@@ -69,6 +69,7 @@ def test_each_mode_trains_like_a_plain_model() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's
 def test_compiled_blocks_train_like_a_plain_model() -> None:
     compare([(config, False) for config in COMPILED])
 
