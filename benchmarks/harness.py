@@ -60,7 +60,7 @@ def main() -> None:
     dispatched = fs.load_dispatched(given.model, "cpu", dtype="float32")
     sides: dict[str, Any] = {
         "hf": HFLM(pretrained=given.model, device="cpu", dtype="float32", batch_size=given.batch_size),
-        "ours": wrap_for_harness(dispatched, tokenizer, given.batch_size, OnlyRank(rank=0, world_size=1)),
+        "ours": wrap_for_harness(dispatched, tokenizer, given.batch_size, OnlyRank()),
     }
     requests, num_tokens = everyday_requests(tokenizer, given.questions)
     for model in sides.values():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_shard.distributed.process_group import DistributedContext
+from fsdp_shard.distributed.process_group import DistributedContext, mesh_shapes
 from fsdp_shard.utils import fake_store
 
 
@@ -64,10 +64,7 @@ def as_fake_rank(
     """
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
-        shape = {"replicate": replicas, "shard": world_size // (replicas * tensor_parallel)}
-        shape |= {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
-        of_experts = {"replicate": replicas, "shard": world_size // (replicas * expert_parallel)}
-        of_experts |= {"expert": expert_parallel, "tensor": 1}
+        shape, expert_shape = mesh_shapes(world_size, replicas, tensor_parallel, expert_parallel)
         first = rank - rank % context_parallel
         neighbors = _group(list(range(first, first + context_parallel))) if context_parallel > 1 else None
         yield FakeContext(
@@ -76,7 +73,7 @@ def as_fake_rank(
             local_rank=0,
             device=torch.device("cpu"),
             mesh=_mesh(shape, rank),
-            expert_mesh=_mesh(of_experts, rank) if expert_parallel > 1 else None,
+            expert_mesh=None if expert_shape is None else _mesh(expert_shape, rank),
             num_context_ranks=context_parallel,
             context_group=neighbors,
         )

@@ -149,7 +149,7 @@ def _join_ranks(
     # The store is kept until the work is done on all ranks: rank 0 may be serving it.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        store = join_store(timeout_seconds=config.launch.timeout_seconds)
+        store = join_store("env://", config.launch.timeout_seconds)
     except DistNetworkError as error:
         raise RunError(
             f"Rank {rank} of {world_size} has not reached rank 0 at {_meeting(config.launch, error)} Check that the "
@@ -324,12 +324,11 @@ def num_local_ranks(settings: LaunchConfig) -> int:
     return int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]))
 
 
-def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
+def check_machine(settings: LaunchConfig) -> None:
     """Check that this machine has a GPU for each rank, where the ranks use GPUs.
 
     Args:
         settings: Ranks and device of the run.
-        prefix: What the settings are called in messages.
 
     Raises:
         ConfigError: If there are fewer GPUs than ranks, or none at all, or a setting has no effect: one for GPUs only,
@@ -337,37 +336,37 @@ def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
     """
     if settings.numa_binding == "node" and not uses_gpus(settings):
         raise ConfigError(
-            f"{prefix}numa_binding=node has no effect without GPUs, to which processors are near; leave it out."
+            "launch.numa_binding=node has no effect without GPUs, to which processors are near; leave it out."
         )
-    _refuse_settings_of_others(settings, prefix)
+    _refuse_settings_of_others(settings)
     needs_none = settings.device == "cpu" or (settings.device == "auto" and settings.ranks == 1)
     if needs_none or joins(settings, os.environ):
         return
     num_gpus = count_gpus()
     if settings.device == "cuda" and num_gpus == 0:
-        raise ConfigError(f"{prefix}device=cuda, but torch finds no GPU; use {prefix}device=auto or cpu.")
+        raise ConfigError("launch.device=cuda, but torch finds no GPU; use launch.device=auto or cpu.")
     if 0 < num_gpus < settings.ranks:
         raise ConfigError(
-            f"{prefix}ranks={settings.ranks} is more than the {format_count(num_gpus, 'GPU')} of this machine, and "
-            f"each rank needs one; use {prefix}ranks={num_gpus}, or {prefix}device=cpu to run on the CPU."
+            f"launch.ranks={settings.ranks} is more than the {format_count(num_gpus, 'GPU')} of this machine, and "
+            f"each rank needs one; use launch.ranks={num_gpus}, or launch.device=cpu to run on the CPU."
         )
 
 
-def _refuse_settings_of_others(settings: LaunchConfig, prefix: str) -> None:
+def _refuse_settings_of_others(settings: LaunchConfig) -> None:
     """Raise ConfigError for settings of our launcher where it starts no ranks."""
     if is_joined := joins(settings, os.environ):
         why = "has no effect on ranks that torchrun or srun has started; leave it out, and give it to them."
-        refuse_changed(settings, ("rendezvous", "max_restarts"), prefix, why)
+        refuse_changed(settings, ("rendezvous", "max_restarts"), "launch.", why)
         found = world_sizes(settings)[0], num_local_ranks(settings)
         if settings.ranks not in (1, *found):
             raise ConfigError(
-                f"{prefix}ranks={settings.ranks}, but torchrun or srun has started {found[0]}, {found[1]} of them on "
-                f"this machine, and their number counts; leave {prefix}ranks out, or have fsdp-shard start all."
+                f"launch.ranks={settings.ranks}, but torchrun or srun has started {found[0]}, {found[1]} of them on "
+                f"this machine, and their number counts; leave launch.ranks out, or have fsdp-shard start all."
             )
     if is_joined or settings.ranks == settings.max_nodes == 1 > settings.max_restarts:
         why = "has no effect: it is for ranks that fsdp-shard starts (launch.ranks), and it starts none; leave it out."
         names = ["grace_seconds"] + ["numa_binding"] * (settings.numa_binding == "node")
-        refuse_changed(settings, names, prefix, why)
+        refuse_changed(settings, names, "launch.", why)
 
 
 def uses_gpus(settings: LaunchConfig) -> bool:

@@ -118,8 +118,12 @@ class Communicator:
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
 
 
+@dataclass(frozen=True, kw_only=True)
 class OnlyRank(Communicator):
     """A process that is the only rank, and needs no process group."""
+
+    rank: int = 0
+    world_size: int = 1
 
     @property
     def local_world_size(self) -> int:
@@ -161,7 +165,7 @@ def current_ranks(timeout_seconds: float) -> Communicator:
             f"This process is one of {world_size} ranks (WORLD_SIZE={world_size}), but has no process group yet; call "
             f"torch.distributed.init_process_group() or fsdp_shard.init_distributed() first."
         )
-    return OnlyRank(rank=0, world_size=1)
+    return OnlyRank()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,15 +299,24 @@ def _groups(
 ) -> dict[str, Any]:
     """The meshes and groups of a context; `parallel` are its numbers of tensor, expert and context ranks."""
     tensor, expert, context = parallel
-    shape = {"replicate": replicas, "shard": world_size // (replicas * tensor)}
-    shape |= {"tensor": tensor} if tensor > 1 else {}
-    expert_shape = {"replicate": replicas, "shard": world_size // (replicas * expert), "expert": expert, "tensor": 1}
+    shape, expert_shape = mesh_shapes(world_size, replicas, tensor, expert)
     return {
         "mesh": _make_mesh(device_type, shape, timeout),
-        "expert_mesh": _make_mesh(device_type, expert_shape, timeout) if expert > 1 else None,
+        "expert_mesh": None if expert_shape is None else _make_mesh(device_type, expert_shape, timeout),
         "num_context_ranks": context,
         "context_group": _neighbors(context, world_size, timeout) if context > 1 else None,
     }
+
+
+def mesh_shapes(
+    world_size: int, replicas: int, tensor: int, expert: int
+) -> tuple[dict[str, int], dict[str, int] | None]:
+    """The dimensions of `mesh` and `expert_mesh` of a context, the latter None without expert parallelism."""
+    shape = {"replicate": replicas, "shard": world_size // (replicas * tensor)}
+    shape |= {"tensor": tensor} if tensor > 1 else {}
+    if expert == 1:
+        return shape, None
+    return shape, {"replicate": replicas, "shard": world_size // (replicas * expert), "expert": expert, "tensor": 1}
 
 
 def _backend(device: torch.device) -> str:
@@ -375,7 +388,7 @@ def init_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join_store(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> Store:
+def join_store(rendezvous: str, timeout_seconds: float) -> Store:
     """Connect to the store of the ranks that the environment describes.
 
     A restarted attempt has a prefix of its own, so that it never sees the keys of a dead one.

@@ -65,7 +65,7 @@ class RankFailure:
         return any(phrase in self.message.lower() for phrase in phrases)
 
     def as_error(self) -> errors.FsdpShardError:
-        """Return the error as the rank raised it if it is one of this package, else a errors.RankError."""
+        """Return the error as the rank raised it if it is one of this package, else a RankError."""
         known = getattr(errors, self.kind, None)
         if not (isinstance(known, type) and issubclass(known, errors.FsdpShardError)):
             message = f"Rank {self.rank} raised {self.kind}: {self.message.rstrip('.')}."
@@ -127,7 +127,7 @@ class AttemptDirectory:
         (self.path / "all-started").touch()
 
     def wait_for_release(self) -> None:
-        """Wait for `release`; errors.RankError if the launcher dies before."""
+        """Wait for `release`; RankError if the launcher dies before."""
         launcher = os.getppid()
         while not (self.path / "all-started").exists():
             time.sleep(0.005)

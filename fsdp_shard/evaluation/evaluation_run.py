@@ -7,13 +7,8 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
-from fsdp_shard.evaluation.config import SCORED_ROWS, EvaluateSettings, check_inputs
-from fsdp_shard.evaluation.perplexity_task.perplexity import settle_windows
+from fsdp_shard.evaluation.config import LM_EVAL, PERPLEXITY, SCORED_ROWS, EvaluateSettings, check_inputs
 from fsdp_shard.evaluation.registry import EVALUATIONS
-from fsdp_shard.evaluation.scored_rows.classification import check_classification
-from fsdp_shard.evaluation.scored_rows.generated_answers import check_answering
-from fsdp_shard.evaluation.scored_rows.reward_model import check_rewards
-from fsdp_shard.evaluation.speed_task.speed import check_sizes
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_left_to_right, check_packing, load_config, load_tokenizer
 from fsdp_shard.utils import say
@@ -39,11 +34,9 @@ def check_evaluation(settings: EvaluateSettings) -> None:
     check_inputs(settings)
     for source in settings.sources:
         check_checkpoint(source)
-    settle_windows(settings)
-    check_classification(settings)
-    check_rewards(settings)
-    check_answering(settings)
-    check_sizes(settings)
+    check = EVALUATIONS[settings.task].check
+    if check is not None:
+        check(settings)
 
 
 def run_evaluation(
@@ -77,7 +70,7 @@ def run_evaluation(
         config = load_config(source.directory, trust)
         if settings.task not in SCORED_ROWS:  # which have other models
             check_causal(config)
-        if settings.task in ("perplexity", "lm_eval"):
+        if settings.task in (PERPLEXITY, LM_EVAL):
             check_left_to_right(config)
         if settings.data.packing:
             check_packing(config)
@@ -86,7 +79,7 @@ def run_evaluation(
         context = context.with_new_group(LONG_WAIT_SECONDS)
     is_main = context is None or context.is_main
     log: Callable[[str], object] = say if is_main else lambda text: None
-    evaluation = EVALUATIONS[settings.task](settings, run_dir, seed, tokenizer, context)
+    evaluation = EVALUATIONS[settings.task].open(settings, run_dir, seed, tokenizer, context)
     log(evaluation.describe())
 
     def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:

@@ -157,7 +157,7 @@ def open_tasks(
             raise ConfigError(f"lm_eval.tasks: {name} runs code that the model writes, which evaluate never does.")
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"lm_eval.tasks: {name} asks about images, and evaluate asks text questions only.")
-    ranks = context or OnlyRank(rank=0, world_size=1)
+    ranks = context or OnlyRank()
     found = LmEval(settings, manager, loaded, tokenizer, Path(run_dir), ranks)
     rolling = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE == "loglikelihood_rolling"]
     if asked.cache and rolling and ranks.world_size > 1:

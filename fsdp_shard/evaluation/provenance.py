@@ -59,6 +59,11 @@ def provenance(
     }
 
 
+def data_row(settings: EvaluateSettings, digest: str) -> dict[str, Any]:
+    """The data, for the provenance."""
+    return {"path": settings.data.eval_path or settings.data.path, "kind": settings.data.kind, "digest": digest}
+
+
 def _generation_config(source: Location) -> dict[str, str] | None:
     """The digest of generation_config.json; without the file, the model has what its config says."""
     name = "generation_config.json"

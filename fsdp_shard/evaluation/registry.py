@@ -1,7 +1,7 @@
-"""The kinds of evaluation: a new one is a class in its own file, and one line here."""
+"""The kinds of evaluation: a new one is a class in its own file, a line here, and its name in TASKS of config.py."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,11 +18,11 @@ from fsdp_shard.evaluation.config import (
 )
 from fsdp_shard.evaluation.lm_eval import open_tasks
 from fsdp_shard.evaluation.model_loader import LoadModel
-from fsdp_shard.evaluation.perplexity_task.perplexity import open_perplexity
-from fsdp_shard.evaluation.scored_rows.classification import open_classification
-from fsdp_shard.evaluation.scored_rows.generated_answers import open_generation
-from fsdp_shard.evaluation.scored_rows.reward_model import open_rewards
-from fsdp_shard.evaluation.speed_task.speed import open_speed
+from fsdp_shard.evaluation.perplexity_task.perplexity import open_perplexity, settle_windows
+from fsdp_shard.evaluation.scored_rows.classification import check_classification, open_classification
+from fsdp_shard.evaluation.scored_rows.generated_answers import check_answering, open_generation
+from fsdp_shard.evaluation.scored_rows.reward_model import check_rewards, open_rewards
+from fsdp_shard.evaluation.speed_task.speed import check_sizes, open_speed
 
 
 class Evaluation(Protocol):
@@ -41,15 +41,24 @@ class Evaluation(Protocol):
         ...
 
 
-# Settings, run directory, seed, the model's tokenizer, and the ranks that divide the work.
-_Open = Callable[[EvaluateSettings, str, int, PreTrainedTokenizerBase, DistributedContext | None], Evaluation]
+class EvaluationTask(NamedTuple):
+    """The functions of a task.
 
-# `task` -> the function that prepares it.
-EVALUATIONS: dict[str, _Open] = {
-    PERPLEXITY: open_perplexity,
-    LM_EVAL: open_tasks,
-    CLASSIFICATION: open_classification,
-    REWARD: open_rewards,
-    GENERATION: open_generation,
-    SPEED: open_speed,
+    Attributes:
+        open: Prepares it from settings, run directory, seed, the model's tokenizer, and the ranks that divide the work.
+        check: Checks what the settings name, and sets lengths that they leave to the model; None if there is nothing.
+    """
+
+    open: Callable[[EvaluateSettings, str, int, PreTrainedTokenizerBase, DistributedContext | None], Evaluation]
+    check: Callable[[EvaluateSettings], None] | None = None
+
+
+# By `task`.
+EVALUATIONS: dict[str, EvaluationTask] = {
+    PERPLEXITY: EvaluationTask(open_perplexity, settle_windows),
+    LM_EVAL: EvaluationTask(open_tasks),
+    CLASSIFICATION: EvaluationTask(open_classification, check_classification),
+    REWARD: EvaluationTask(open_rewards, check_rewards),
+    GENERATION: EvaluationTask(open_generation, check_answering),
+    SPEED: EvaluationTask(open_speed, check_sizes),
 }

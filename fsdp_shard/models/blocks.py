@@ -67,7 +67,7 @@ def no_split_blocks(model: nn.Module, names: Sequence[str] | None = None) -> lis
     for fqn, module, direct in _cover(model, "", layers):
         params = [p for p in module.parameters(recurse=not direct) if id(p) not in seen]
         seen.update(map(id, params))
-        num_bytes = sum(p.numel() * p.element_size() for p in params)
+        num_bytes = sum(p.nbytes for p in params)
         num_params = sum(p.numel() for p in params)
         blocks.append(Block(fqn, type(module).__name__, num_params, num_bytes, module in layers, direct))
     return blocks

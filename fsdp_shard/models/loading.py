@@ -34,8 +34,8 @@ _AUTO_CLASSES: dict[str, Any] = {
     "masked_lm": transformers.AutoModelForMaskedLM,
     "sequence_classification": transformers.AutoModelForSequenceClassification,
 }
-# Their code in transformers downloads native code where the package `kernels` is installed.
 _TOKENIZER_FILES = re.compile(r"tokeniz|vocab|merges|spm|spiece|sentencepiece|codes")  # in names of files
+# Their code in transformers downloads native code where the package `kernels` is installed.
 _DOWNLOADING = frozenset({"rwkv", "yoso", "mra", "sam3_video"})
 
 

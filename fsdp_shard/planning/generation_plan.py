@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TopPLogitsWarper
 from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, device_name
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.recording.events import DONE, LEAVE, Event
-from fsdp_shard.planning.step.recording.record_passes import record_forward, what_failed
+from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
 from fsdp_shard.planning.step.recording.recorder import Recorder, storages_of
 from fsdp_shard.planning.step.snapshot import ACTIVATIONS, Snapshot, highest
 from fsdp_shard.utils import format_size, format_table, storage_key
@@ -159,7 +159,7 @@ def plan_generation(
     Returns:
         The plan.
     """
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     blocks = no_split_blocks(model)
     repeated = [block.fqn for block in blocks if block.repeated]
     if model.config.is_encoder_decoder:
@@ -167,7 +167,7 @@ def plan_generation(
     passes = _Passes(model, budget)
     try:
         recording, like = record_forward(model, passes, has_mask=budget.batch_size > 1)
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+    except CANNOT_RUN as error:
         return GenerationPlan(problem=what_failed(error))
     adapters: dict[str, int] = {}
     for name, param in model.named_parameters():

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Self
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
 from fsdp_shard.planning.memory_plan import MemoryPlan, RankMemory
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.plan_cache import PlanCache, of_one_rank, of_parameters, with_any_loss
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.device_overhead import device_overhead
 from fsdp_shard.planning.step.shard_state import (
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from fsdp_shard.planning.step.teacher_pass import PlannedTeacher
 
 
-def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:
+def plan_memory(config: PretrainedConfig, run: PlannedRun, cache: PlanCache | None = None) -> MemoryPlan:
     """Plan the memory of a run.
 
     Args:
         config: The transformers config of the model.
         run: The settings of the run.
-        facts: Those of earlier plans of the same model, which are used again and added to.
+        cache: What earlier plans of the same model have computed, which is used again and added to.
 
     Returns:
         The plan.
@@ -64,16 +64,16 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
         ModelError: No blocks are found in the model.
     """
     sharding.check_mesh(run.shard, run.num_ranks)
-    facts = Facts() if facts is None else facts
-    model, blocks, units = built_model(config, run, facts)
+    cache = PlanCache() if cache is None else cache
+    model, blocks, units = built_model(config, run, cache)
     of_model = (with_any_loss(run.model), run.adapter)
-    facts.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
+    cache.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
-    part = facts.of("part", (*of_model, of_parameters(run.shard)), lambda: part_of_rank(config, run, units, model))
+    part = cache.of("part", (*of_model, of_parameters(run.shard)), lambda: part_of_rank(config, run, units, model))
     of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
-    shards = facts.of("shards", of_state, lambda: unit_shards(part, run))
-    states = facts.of("state", of_state, lambda: shard_states(shards, part, run))
-    shared = _Shared.of(plan_step(config, part, run, facts))
+    shards = cache.of("shards", of_state, lambda: unit_shards(part, run))
+    states = cache.of("state", of_state, lambda: shard_states(shards, part, run))
+    shared = _Shared.of(plan_step(config, part, run, cache))
     staged = staged_bytes(part, states, run) if run.saves_asynchronously else [0] * run.num_ranks
     per_rank = [
         _rank_memory(rank, states[_shard_of(rank, run)], run, shared, staging) for rank, staging in enumerate(staged)
@@ -86,7 +86,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
 
 
 def built_model(
-    config: PretrainedConfig, run: PlannedRun, facts: Facts
+    config: PretrainedConfig, run: PlannedRun, cache: PlanCache
 ) -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
     """The model as it trains, on meta, its blocks and its units."""
 
@@ -98,7 +98,7 @@ def built_model(
         ]
         return model, blocks, sharding.plan_units(model, run.shard)
 
-    return facts.of("model", (with_any_loss(run.model), run.adapter, of_parameters(run.shard)), build)
+    return cache.of("model", (with_any_loss(run.model), run.adapter, of_parameters(run.shard)), build)
 
 
 def _num_weights(model: PreTrainedModel, block: models.Block) -> int:

@@ -1,6 +1,5 @@
 from .activation_checkpointing import (
     clean_fqn as clean_fqn,
-    is_saved_operator as is_saved_operator,
     recompute_blocks as recompute_blocks,
     recomputed_fqns as recomputed_fqns,
 )

@@ -69,11 +69,6 @@ def recomputed_fqns(blocks: Sequence[str], kind: bool | int | str) -> list[str]:
     return list(blocks[kind - 1 :: kind])
 
 
-def is_saved_operator(operator: Any) -> bool:
-    """Whether selective checkpointing keeps the results of `operator`: matrix products, attention, collectives."""
-    return is_costly_operator(operator)
-
-
 def clean_fqn(name: str) -> str:
     """The FQN in the unwrapped model of the parameter `name` of a wrapped one."""
     for level in _WRAPPER_LEVELS:
@@ -243,4 +238,4 @@ class _Copies:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_saved_operator(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_costly_operator(operator) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -104,9 +104,6 @@ def _flat_spans(shapes: Mapping[str, Shape], dtype: str) -> tuple[dict[str, tupl
 def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) -> ShardedModel:
     """Wrap `model` in FullyShardedDataParallel, with an auto-wrap policy made of its units."""
     *inner, root = prepare_model(model, settings, context)
-    # torch.compile, and models that convert a module when they run, look at the gradients of parameters, which as views
-    # of a flat one have none.
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     policy = {model.get_submodule(unit.fqn): {"mixed_precision": _precision(unit, settings)} for unit in inner}
     dtype = getattr(torch, settings.param_dtype)
     for unit in inner:

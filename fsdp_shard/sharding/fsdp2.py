@@ -1,6 +1,5 @@
 """`shard=fsdp2`: torch's `fully_shard`, parameters as DTensors with their rows divided over the ranks."""
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -182,8 +181,6 @@ def _divide(
     """Divide layers or experts of `model` over neighboring ranks; returns the FQNs of the modules with experts."""
     if settings.tensor_parallel > 1:
         tensor_parallel.apply_tensor_parallel(model, context.mesh["tensor"])
-        # Logits of divided heads are a view of what was gathered; nothing here changes them in place.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     if settings.expert_parallel == 1:
         return ()
     assert context.expert_mesh is not None

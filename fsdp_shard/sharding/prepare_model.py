@@ -152,7 +152,7 @@ def empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
                 continue
             known = made[id(param)][1]() if id(param) in made else None
             if known is None:
-                if device.type == "cpu" and param.numel() * param.element_size() >= _LARGE_BYTES:
+                if device.type == "cpu" and param.nbytes >= _LARGE_BYTES:
                     give_back_free_memory()  # what the unit before left when it was sharded
                 known = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
                 made[id(param)] = param, weakref.ref(known)

@@ -75,7 +75,7 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
             type(model.get_submodule(fqn)).__name__,
             tuple(name for name, _ in held),
             sum(counted[name] for name, _ in held),
-            sum(param.numel() * param.element_size() for _, param in held),
+            sum(param.nbytes for _, param in held),
             dtype := dtypes.get(fqn, settings.param_dtype),
             sum(param.numel() for _, param in held if param.requires_grad),
             sum(param.numel() * _gathered_itemsize(param, dtype) for _, param in held),

@@ -389,6 +389,6 @@ def describe_loaded_model(
 
 def _figures(shards: Mapping[str, LocalShard], block_bytes: int, context: DistributedContext) -> LoadFigures:
     peak = peak_resident_bytes()
-    shard_bytes = sum(part.data.numel() * part.data.element_size() for part in shards.values())
+    shard_bytes = sum(part.data.nbytes for part in shards.values())
     worst = context.all_reduce([peak, shard_bytes, peak - shard_bytes - block_bytes], "max")
     return LoadFigures(int(worst[0]), int(worst[1]), block_bytes, int(worst[2]))

@@ -26,6 +26,7 @@ from fsdp_shard.training.batch_loader import BatchLoader, LoadedStep, copy_to
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import finite, source_figures
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
+from fsdp_shard.training.loss.forward_loss import quiet_pass
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
 from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
 from fsdp_shard.training.optim.lr_schedule import learning_rate
@@ -280,7 +281,8 @@ def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, su
         is_synced = run.sync_every_micro_batch or number == len(loaded.batches)
         with nullcontext() if is_synced else model.no_sync():
             loss = objective.terms(Pass(model, batch, divisors, sums, reference, shared)).sum()
-            loss.backward()
+            with quiet_pass():
+                loss.backward()
         # Ranks that divide sequences each have the whole loss, and the gradient of their own tokens.
         num_copies = run.context.num_context_ranks if objective.compares_whole_sequences else 1
         losses.append(loss.detach() / num_copies)

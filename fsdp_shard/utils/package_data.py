@@ -1,11 +1,16 @@
-"""The recipes and configs that ship with the package.
+"""The recipes and configs that ship with the package, and HTML pages made from its templates.
 
-In a checkout they are next to the package, in an installed wheel inside it.
+In a checkout recipes and configs are next to the package, in an installed wheel inside it.
 """
 
 import ast
+import base64
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from fsdp_shard.utils.text import printable
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -36,6 +41,36 @@ def configs() -> list[Item]:
     found = (file for file in root.rglob("*.yaml") if file.parent.name != "lm_eval")  # whose tasks are no configs
     files = sorted(found, key=lambda file: (file.parent != root, file))
     return [Item(file.relative_to(root).as_posix(), file, _first_comment(file)) for file in files]
+
+
+def render_page(template: Path, style: Path, script: Path | None = None, **values: Any) -> str:
+    """Render an HTML page that asks for nothing else: its style and script are in it, and nothing else may run.
+
+    Args:
+        template: The page as a template of jinja2, which escapes all values; it has the filter `printable`, and gets
+            `style`, `script`, and as `policy` the Content-Security-Policy.
+        style: A file of CSS without an end tag in it.
+        script: A file of JavaScript without an end tag in it.
+        values: What else the template shows.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["printable"] = printable
+    policy, allowed = "default-src 'none'; ", {"style": style} if script is None else {"style": style, "script": script}
+    for kind, file in allowed.items():
+        content = file.read_text(encoding="utf-8")
+        policy += f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'; "
+        values[kind] = Markup(content)
+    policy += "img-src data:; base-uri 'none'; form-action 'none'"
+    return environment.get_template(template.name).render(policy=policy, **values)
 
 
 def _docstring(file: Path) -> str:

@@ -123,7 +123,7 @@ def test_names_of_classes_in_another_order(tmp_path: Path, saved: str, streaming
         open_samples(config, tokenized, task, 3, lambda: tokenizer)
     if not streaming:
         with pytest.raises(DataError, match=f"data.path=.*{wrong}"):
-            open_labeled_texts(config, tokenizer, task, OnlyRank(rank=0, world_size=1))
+            open_labeled_texts(config, tokenizer, task, OnlyRank())
 
 
 def test_other_labels_are_another_data_set(tmp_path: Path) -> None:

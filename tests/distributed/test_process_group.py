@@ -105,6 +105,6 @@ def test_a_rank_that_sees_one_gpu_takes_it(
 def test_ranks_of_a_machine_are_those_that_were_started_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert Communicator(rank=5, world_size=8).local_world_size == 4
-    assert OnlyRank(rank=0, world_size=1).local_world_size == 1
+    assert OnlyRank().local_world_size == 1
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert Communicator(rank=5, world_size=8).local_world_size == 8, "nobody says otherwise"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses
+from fsdp_shard.evaluation.batch_log import BatchValues
 from tests.support.runs import Ended, run_recipe
 
 
@@ -117,11 +117,11 @@ def test_other_commands_do_not_have_it(tiny_model: Path, tmp_path: Path) -> None
 
 
 def test_a_line_of_an_unknown_order_is_not_taken(tmp_path: Path) -> None:
-    from fsdp_shard.evaluation.perplexity_task.loss_log import LossLog
+    from fsdp_shard.evaluation.batch_log import BatchLog
 
     batches = [[0], [1]]
-    with LossLog(tmp_path / "losses.jsonl", {}, batches) as log:
-        log.append(BatchLosses([0], [0.5], 0.1, "layer_major"))
-        log.append(BatchLosses([1], [0.5], 0.1, "sideways"))
-    with LossLog(tmp_path / "losses.jsonl", {}, batches) as log:
-        assert log.finished == [BatchLosses([0], [0.5], 0.1, "layer_major")]
+    with BatchLog(tmp_path / "losses.jsonl", {}, batches) as log:
+        log.append(BatchValues([0], [0.5], 0.1, "layer_major"))
+        log.append(BatchValues([1], [0.5], 0.1, "sideways"))
+    with BatchLog(tmp_path / "losses.jsonl", {}, batches) as log:
+        assert log.finished == [BatchValues([0], [0.5], 0.1, "layer_major")]

@@ -113,6 +113,15 @@ def test_metrics_have_curves_and_a_table(tmp_path: Path) -> None:
     assert not [table for table in report.tables if table.key == "held-out-sets"], "a metric is no set"
 
 
+def test_of_tasks_only_measures_are_figures(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    measures = {"alias": "capitals", "sample_len": 5, "acc,none": 0.25, "acc_stderr,none": 0.125, "acc,first": 0.5}
+    (path / "config.yaml").write_text("# To repeat this run: fsdp-shard evaluate task=lm_eval\n{}\n")
+    (path / "result.json").write_text(json.dumps({"results": {"capitals": measures}}))
+    rows = [[cell.text for cell in row[3:7]] for row in _table(_report(path), "tasks").rows]
+    assert rows == [["capitals", "acc", "0.2500", "0.1250"], ["capitals", "acc (first)", "0.5000", "-"]]
+
+
 def test_a_sample_of_white_space_is_no_gap(tmp_path: Path) -> None:
     path = _run(tmp_path / "a")
     (path / "samples.jsonl").write_text(json.dumps({"step": 5, "prompt": "Once", "completion": " \n "}) + "\n")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import CohereConfig, T5Config, ViTConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
@@ -286,6 +287,24 @@ def test_a_model_without_text_input_is_planned_without_activations() -> None:
     assert found.per_rank[0].parameters_bytes > 0
     assert (found.peak_bytes, found.fits(10**9)) == (None, None)
     assert found.problem
+
+
+def test_a_model_whose_backward_pass_raises_a_key_error_is_planned_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(gradient: torch.Tensor) -> Any:
+        return {}[len(gradient)]
+
+    original = LlamaMLP.forward
+
+    def forward(module: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = original(module, hidden)
+        if output.requires_grad:
+            output.register_hook(look_up)
+        return output
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    found = plan(llama_config())
+    assert found.per_rank[0].parameters_bytes > 0
+    assert (found.peak_bytes, found.problem) == (None, "1")
 
 
 def test_a_run_of_too_many_operators_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from fsdp_shard.models import ModelConfig, build_on_meta, rebuild_buffers
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_time import link_bytes, network_bytes
 from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
+from fsdp_shard.planning.costs.unit_shares import unit_shares
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.sharding import ContextRanks, DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, attending, chosen_method
@@ -204,7 +205,8 @@ def test_ranks_send_what_is_planned_to_the_byte(case: Case) -> None:
     parallel = {name: getattr(shard, name) for name in ("tensor_parallel", "expert_parallel", "context_parallel")}
     ranks = on_ranks(case[1], given, case, replicas=shard.replicas, **parallel)
     expected: Counter[str] = Counter()
-    for traffic in step_traffic(*planned(case)):
+    facts, run = planned(case)
+    for traffic in step_traffic(facts, run, unit_shares(facts, run)):
         expected[traffic.collective] += traffic.payload_bytes
     if shard.expert_parallel > 1:  # routers decide how much each rank sends, but not how much all of them do
         total = sum(rank.pop("all-to-all") for rank in ranks)
@@ -246,12 +248,15 @@ def test_values_of_answers_are_gathered(method: str) -> None:
     run = PlannedRun(model, shard, train_config, AdamWConfig(), length, 2, objective=objective)
     stored = build_planned(config, model, run.adapter, model.dtype, shard)
     facts = model_facts(config, stored, model, run.adapter, shard)
-    gathers = {each.over: each for each in step_traffic(facts, run) if each.collective == "all-gather"}
+    gathers = {
+        each.over: each for each in step_traffic(facts, run, unit_shares(facts, run)) if each.collective == "all-gather"
+    }
     padded = 32 if method == "ring" else length
     assert gathers["context"].payload_bytes == 2 * (2 * 2) * padded * 4, "micro-batches, rows, tokens, float32"
     expected = 2 * gathers["context"].payload_bytes
     assert on_ranks(2, _gathered_values, config, run, context_parallel=2) == [expected] * 2
-    plain = step_traffic(facts, replace(run, objective=ObjectiveConfig()))
+    run = replace(run, objective=ObjectiveConfig())
+    plain = step_traffic(facts, run, unit_shares(facts, run))
     assert [each.over for each in plain if each.collective == "all-gather"] == ["shard"]
 
 

@@ -47,6 +47,17 @@ def test_training_equals_a_plain_model(wrapper: str, world_size: int, settings: 
         torch.testing.assert_close(whole[name], value, rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_filters_of_warnings_stay_as_they_are(wrapper: str) -> None:
+    def filters(context: DistributedContext) -> tuple[list[Any], list[Any]]:
+        before = list(warnings.filters)
+        sharded(WRAPPERS[wrapper](), context)
+        return before, list(warnings.filters)
+
+    ((before, after),) = on_ranks(1, filters)
+    assert before == after
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bfloat16_compute_keeps_float32_masters(world_size: int) -> None:
     losses = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
@@ -22,7 +23,7 @@ from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, 
 from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.trackers import Trackers, check_trackers, public_settings
 from fsdp_shard.training.seeding import deterministic_algorithms
-from fsdp_shard.utils import check
+from fsdp_shard.utils import check, shipped
 from tests.support.event_files import scalars
 from tests.support.tiny import llama_config
 
@@ -172,8 +173,23 @@ def test_peaks_of_devices() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("NVIDIA L40S") == 362.05e12
     assert peak_flops("NVIDIA GeForce GTX 1080") is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpu"),
+    [
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("h200", "NVIDIA H200"),
+        ("b200", "NVIDIA B200"),
+        ("a100", "NVIDIA A100-SXM4-80GB"),
+        ("l40s", "NVIDIA L40S"),
+    ],
+)
+def test_peaks_of_devices_are_those_of_their_presets(preset: str, gpu: str) -> None:
+    settings = yaml.safe_load((shipped("conf") / "device" / f"{preset}.yaml").read_text())
+    assert peak_flops(gpu) == float(settings["bf16_flops"])
 
 
 def test_deterministic_algorithms_and_back() -> None:

@@ -190,7 +190,7 @@ class Handles:
     def _give_up(self) -> int:
         """Close what is not in use; returns how many were closed.
 
-        None while a thread opens a file here, as it may wait for the caller's lock, and the caller for this one.
+        0 while a thread opens a file here, as it may wait for the caller's lock, and the caller for this one.
         """
         if not self._lock.acquire(blocking=False):
             return 0

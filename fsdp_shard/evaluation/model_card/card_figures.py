@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_shard.evaluation.model_card.card_subject import CardSubject
 from fsdp_shard.evaluation.model_card.shown_paths import last_part, without_directories
 from fsdp_shard.evaluation.report.report_data import Table, digest, number, text
-from fsdp_shard.evaluation.report.run_files import METRIC, Run, as_number
+from fsdp_shard.evaluation.report.run_files import METRIC, Run, as_interval, as_map, as_number, harness_measures
 from fsdp_shard.evaluation.scored_rows.config import MEASURES
 from fsdp_shard.utils import in_yaml
 
@@ -59,19 +59,19 @@ def figures_of(subject: CardSubject) -> list[Figure]:
 
 
 def _figures(run: Run) -> Iterator[Figure]:
-    provenance = _map(run.result.get("provenance"))
-    data, settings = _map(provenance.get("data")), _map(provenance.get("settings"))
+    provenance = as_map(run.result.get("provenance"))
+    data, settings = as_map(provenance.get("data")), as_map(provenance.get("settings"))
     results = run.result.get("results")
-    computed = _computed(_map(settings.get("dispatch")))
+    computed = _computed(as_map(settings.get("dispatch")))
     if isinstance(results, dict):
-        asked = _map(settings.get("lm_eval"))
+        asked = as_map(settings.get("lm_eval"))
         template = {"chat_template": True} if asked.get("chat_template") is True else {}
-        yield from _task_figures(results, _map(run.result.get("num_fewshot")), computed | template)
+        yield from _task_figures(results, as_map(run.result.get("num_fewshot")), computed | template)
         return
     name = data.get("path")
     shown = last_part(name) if isinstance(name, str) and name else "a text"
     kind, data_digest = data.get("kind"), data.get("digest")
-    intervals = _map(run.result.get("confidence_interval"))
+    intervals = as_map(run.result.get("confidence_interval"))
     used = {key: settings.get(key) for key in ("by", "sequence_length", "stride") if settings.get(key) is not None}
     used |= computed
     for measure in ("perplexity", "loss", "bits_per_byte", *MEASURES):
@@ -82,7 +82,7 @@ def _figures(run: Run) -> Iterator[Figure]:
                 kind=kind if isinstance(kind, str) else "text",
                 measure=measure,
                 value=value,
-                interval=_interval(intervals.get(measure)),
+                interval=as_interval(intervals.get(measure)),
                 data_digest=data_digest if isinstance(data_digest, str) else None,
                 settings=used,
             )
@@ -97,17 +97,9 @@ def _computed(dispatch: Mapping[str, Any]) -> dict[str, Any]:
 def _task_figures(
     results: Mapping[str, Any], num_fewshot: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Iterator[Figure]:
-    """The harness names measures `acc,none` and their errors `acc_stderr,none`; all else is none (`sample_len`)."""
-    for task, measures in results.items():
+    for task, label, value, error in harness_measures(results):
         shots: dict[str, Any] = {} if num_fewshot.get(task) is None else {"num_fewshot": num_fewshot[task]}
-        for name, value in _map(measures).items():
-            measure, comma, filtered = name.partition(",")
-            found = as_number(value)
-            if not comma or measure.endswith("_stderr") or found is None:
-                continue
-            error = as_number(measures.get(f"{measure}_stderr,{filtered}"))
-            label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
-            yield Figure(task, task, label, found, standard_error=error, settings={**shots, **settings})
+        yield Figure(task, task, label, value, standard_error=error, settings={**shots, **settings})
 
 
 def figures_table(figures: Sequence[Figure]) -> Table:
@@ -155,15 +147,5 @@ def eval_results(figures: Sequence[Figure], task: str) -> list[Any]:
     return made
 
 
-def _interval(found: Any) -> tuple[float, float] | None:
-    ends = [as_number(end) for end in found] if isinstance(found, list) else []
-    low, high = ends if len(ends) == 2 else (None, None)
-    return None if low is None or high is None else (low, high)
-
-
 def _shown(value: Any) -> str:
     return without_directories(in_yaml(value))
-
-
-def _map(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -23,7 +23,7 @@ from fsdp_shard.checkpoint import (
 )
 from fsdp_shard.errors import InputError, ModelError
 from fsdp_shard.evaluation.config import SPEED
-from fsdp_shard.evaluation.report.run_files import Run, find_runs, is_run, read_run
+from fsdp_shard.evaluation.report.run_files import Run, as_map, find_runs, is_run, read_run
 from fsdp_shard.evaluation.report.same_weights import Digests, digests_in, has_other_config
 from fsdp_shard.utils import format_count, read_json
 
@@ -190,7 +190,7 @@ def _names(runs: Sequence[Run]) -> str:
 
 def _other_parts(run: Run, location: Location, tokenizer: str | None) -> list[str]:
     """What an evaluation of the weights at `location` took from elsewhere, as far as it says so."""
-    found = _map(_map(run.result.get("provenance")).get("tokenizer")).get("digest")
+    found = as_map(as_map(run.result.get("provenance")).get("tokenizer")).get("digest")
     other_tokenizer = tokenizer is not None and isinstance(found, str) and found != tokenizer
     parts = {"config": has_other_config(_weights_of(run), location), "tokenizer": other_tokenizer}
     return [name for name, is_other in parts.items() if is_other]
@@ -217,11 +217,7 @@ def _setting_of(run: Run, *names: str) -> Any:
 
 def _weights_of(run: Run) -> Mapping[str, Any]:
     """What an evaluation says of the weights that it is of."""
-    return _map(_map(run.result.get("provenance")).get("weights"))
-
-
-def _map(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return as_map(as_map(run.result.get("provenance")).get("weights"))
 
 
 def _has_base(location: Location) -> bool:

@@ -5,11 +5,8 @@ windows are those of training's held-out evaluation, so the two figures agree. L
 the run directory, from which an evaluation that was killed goes on to the same figures.
 """
 
-import gc
 import math
-from collections import deque
-from collections.abc import Iterable
-from contextlib import closing, nullcontext
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,26 +18,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import ConfigError, LossError
-from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
-from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE, remove_earlier
-from fsdp_shard.evaluation.model_digests import describe_model, digests
+from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
+from fsdp_shard.evaluation.config import DOCUMENTS, EvaluateSettings, Figures
+from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE
+from fsdp_shard.evaluation.logged_batches import open_log, run_batches
+from fsdp_shard.evaluation.model_digests import describe_model
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
-from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
     ScoredText,
     TextSize,
-    describe_left_out,
     open_documents,
     open_windows,
 )
 from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
-from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses, batches_of_all
-from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses
+from fsdp_shard.evaluation.provenance import data_row, provenance
 from fsdp_shard.evaluation.significance import Difference, Floats
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
-from fsdp_shard.utils import format_count, report_progress, say
+from fsdp_shard.utils import format_count, say
 
 LOSSES_FILE, OTHER_LOSSES_FILE = "losses.jsonl", "losses_against.jsonl"
 
@@ -108,7 +105,7 @@ class _Scored(NamedTuple):
 class _Opened(NamedTuple):
     """The losses that there are of a model, and which weights it has."""
 
-    log: LossLog
+    log: BatchLog
     weights: dict[str, Any]
 
 
@@ -136,7 +133,7 @@ class PerplexityEvaluation:
         if text.documents is not None:
             used = len(text.documents) - sum(text.left_out.values())
             lines[-1] = f"{format_count(used, 'document')}, {lines[-1]}"
-            lines += describe_left_out(text)
+            lines += text.left_out_lines
         if text.num_unscored and (text.documents is not None or self.settings.stride is not None):
             lines.append(f"{format_count(text.num_unscored, 'token')} not scored: nothing is before them")
         return "\n".join(lines)
@@ -192,9 +189,7 @@ class PerplexityEvaluation:
             "num_resamples": settings.perplexity.num_resamples,
         }
         found = provenance(settings, self.tokenizer, settled)
-        path = settings.data.eval_path or settings.data.path
-        data = {"path": path, "kind": settings.data.kind, "digest": self.text.digest}
-        return found | {"data": data, "seed": self.seed}
+        return found | {"data": data_row(settings, self.text.digest), "seed": self.seed}
 
     @property
     def _layout(self) -> dict[str, Any]:
@@ -212,52 +207,29 @@ class PerplexityEvaluation:
         """Score all windows, of which the file may have some; a collective. The result is on rank 0."""
         batches = self.text.batches(self.settings.batch_size)
         opened = run_on_all(self.ranks, lambda: self._open(source, name, batches) if self.ranks.is_main else None)
-        with nullcontext() if opened is None else opened.log:
-            done = [] if opened is None else opened.log.finished
-            left = batches[self.ranks.broadcast_object(len(done)) :]
-            if left:
-                model = run_on_all(self.ranks, lambda: load(source))
-                mine = left[self.ranks.rank :: self.ranks.world_size]
-                schedule = self._schedule(model, mine)
-                with (
-                    closing(batch_losses(model, self.text, mine, schedule, self.run_dir)) as computed,
-                    closing(batches_of_all(computed, len(left), self.ranks)) as of_all,
-                ):
-                    if opened is None:
-                        deque(of_all, maxlen=0)  # which rank 0 has
-                    else:
-                        done += self._log(of_all, opened.log)
-                del model, computed
-                gc.collect()  # a second model needs the memory, and blocks on disk hold theirs by cycles
+        log = None if opened is None else opened.log
+        run_batches(self.ranks, log, batches, lambda: load(source), self._losses, "windows")
         if opened is None:
             return None
+        done = opened.log.finished
         losses = np.zeros(len(self.text.windows))
         for batch in done:
-            losses[batch.windows] = batch.losses
+            losses[batch.items] = batch.values
         seconds = math.fsum(batch.seconds for batch in done)
         schedules = ", ".join(sorted({batch.schedule for batch in done}))
         return _Scored(losses, self._figures(losses, seconds, schedules), opened.weights)
 
     def _open(self, source: Location, name: str, batches: list[list[int]]) -> _Opened:
         """Open the file with the losses of a model, after a look at its weights."""
-        is_own = source is self.settings.source
-        weights = self.provenance["weights"] if is_own else describe_model(source)
-        log = LossLog(self.run_dir / name, self._inputs(weights), batches)
-        self._say_state(log, len(batches), source)
-        return _Opened(log, weights)
+        weights = self.provenance["weights"] if source is self.settings.source else describe_model(source)
+        names = ("windows", "losses")
+        return _Opened(open_log(self.run_dir / name, names, batches, source, weights, self.provenance), weights)
 
-    def _log(self, batches: Iterable[BatchLosses], log: LossLog) -> list[BatchLosses]:
-        """Write each batch into the file as soon as it is there; return all."""
-        logged = []
-        with report_progress(len(self.text.windows), "evaluate", "windows") as count:
-            count(sum(len(batch.windows) for batch in log.finished))
-            for batch in batches:
-                logged.append(batch)
-                log.append(batch)
-                count(len(batch.windows))
-        return logged
+    def _losses(self, model: PreTrainedModel, batches: Sequence[list[int]]) -> Generator[BatchValues]:
+        """Run the batches of this rank."""
+        return batch_losses(model, self.text, batches, self._schedule(model, batches), self.run_dir)
 
-    def _schedule(self, model: PreTrainedModel, batches: list[list[int]]) -> Schedule:
+    def _schedule(self, model: PreTrainedModel, batches: Sequence[list[int]]) -> Schedule:
         length = self.text.windows.sequence_length
         shapes = [(len(windows), length) for windows in batches]
         schedule = plan_schedule(
@@ -275,25 +247,6 @@ class PerplexityEvaluation:
                 f"The loss is {loss:.4g}, too large for a perplexity: the weights are not those of a trained model."
             )
         return Perplexity(loss, num_tokens, self.text.size, seconds, schedule)
-
-    def _inputs(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """All that the losses of a model depend on."""
-        known = self.provenance
-        settings = {name: value for name, value in known["settings"].items() if name != "num_resamples"}
-        inputs = {"weights": digests(weights), "data": known["data"]["digest"], "versions": known["versions"]}
-        return inputs | {"settings": settings}
-
-    def _say_state(self, log: LossLog, num_batches: int, source: Location) -> None:
-        if log.finished:
-            done = f"{len(log.finished):,} of {num_batches:,} batches"
-            say(f"{source.path}: going on after {done}, whose losses are in {self.run_dir}")
-            return
-        remove_earlier(self.run_dir)
-        if log.changed:
-            what = ", ".join(log.changed)
-            say(
-                f"{source.path}: starting again, as {self.run_dir} has the losses of another evaluation ({what} differ)"
-            )
 
 
 def open_perplexity(
@@ -320,7 +273,7 @@ def open_perplexity(
     contexts = [context_of(load_config(source.directory, trust), trust) for source in settings.sources]
     lengths = dict.fromkeys(context.describe(settings.data.window_length) for context in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
-    ranks = context or OnlyRank(rank=0, world_size=1)
+    ranks = context or OnlyRank()
     # Rank 0 tokenizes, and others find the tokens in the cache.
     first = run_on_all(ranks, lambda: opened(settings.data, settings.stride, tokenizer) if ranks.is_main else None)
     text = run_on_all(ranks, lambda: first or opened(settings.data, settings.stride, tokenizer))
@@ -331,13 +284,11 @@ def open_perplexity(
 
 
 def settle_windows(settings: EvaluateSettings) -> None:
-    """Set `data.sequence_length`, if windows are evaluated and it is null, by the contexts of the models.
+    """Set `data.sequence_length`, if it is null, by the contexts of the models.
 
     Raises:
         ConfigError: The windows are longer than a model has positions, or than their stride allows.
     """
-    if settings.task != PERPLEXITY:
-        return
     trust = settings.dispatch.trust_remote_code
 
     def length_of(context: Context) -> float:

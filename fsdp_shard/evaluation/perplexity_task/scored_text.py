@@ -30,8 +30,8 @@ from fsdp_shard.data import (
     read_texts,
 )
 from fsdp_shard.errors import DataError
+from fsdp_shard.evaluation.data_rows import left_out_lines
 from fsdp_shard.evaluation.perplexity_task.strided_windows import StridedWindows
-from fsdp_shard.utils import format_count
 
 _NUM_NAMED = 5  # documents that are left out and named
 # Why a document is left out.
@@ -112,6 +112,12 @@ class ScoredText:
         """Number of documents that are not scored, by reason."""
         return dict(Counter(one.left_out for one in self.documents or () if one.left_out))
 
+    @property
+    def left_out_lines(self) -> list[str]:
+        """A line for each reason for which documents are not scored."""
+        found = [(one.row.where, one.left_out) for one in self.documents or () if one.left_out]
+        return left_out_lines(found, "document", _NUM_NAMED)
+
 
 def open_windows(config: DataConfig, stride: int | None, tokenizer: PreTrainedTokenizerBase) -> ScoredText:
     """Open what training would hold out, or all of data.path if that is nothing, as windows.
@@ -162,16 +168,6 @@ def open_documents(config: DataConfig, stride: int | None, tokenizer: PreTrained
     size = TextSize(*map(sum, zip(*(one.size for one in documents), strict=True)))
     num_unscored = int((np.asarray(examples.predicted) != 0).sum()) - int(is_scored.sum())
     return ScoredText(windows, found.digest, size, num_unscored, (), documents)
-
-
-def describe_left_out(text: ScoredText) -> list[str]:
-    """Return a line for each reason for which documents are left out, with the first of them."""
-    lines = []
-    for reason, count in text.left_out.items():
-        wheres = [one.row.where for one in text.documents or () if one.left_out == reason]
-        named = ", ".join(wheres[:_NUM_NAMED]) + (", ..." if count > _NUM_NAMED else "")
-        lines.append(f"left out: {format_count(count, 'document')} {reason} ({named})")
-    return lines
 
 
 def _scored(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp_shard.data import MASKED
-from fsdp_shard.distributed import Communicator, run_on_all
 from fsdp_shard.errors import LossError
-from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses
+from fsdp_shard.evaluation.batch_log import BatchValues
 from fsdp_shard.evaluation.perplexity_task.scored_text import ScoredText
 from fsdp_shard.inference import Schedule
 from fsdp_shard.models import check_vocabulary, running
@@ -49,7 +48,7 @@ def window_losses(model: PreTrainedModel, text: ScoredText, windows: Sequence[in
 
 def batch_losses(
     model: PreTrainedModel, text: ScoredText, batches: Sequence[list[int]], schedule: Schedule, run_dir: Path
-) -> Generator[BatchLosses]:
+) -> Generator[BatchValues]:
     """Run batches of windows in the order that a schedule has.
 
     Args:
@@ -70,27 +69,8 @@ def batch_losses(
     passes = [partial(window_losses, model, text, windows) for windows in batches]
     with closing(schedule.run(model, passes, run_dir)) as results:
         for windows, losses in zip(batches, results, strict=True):
-            yield BatchLosses(windows, losses, time.perf_counter() - start, schedule.name)
+            yield BatchValues(windows, losses, time.perf_counter() - start, schedule.name)
             start = time.perf_counter()
-
-
-def batches_of_all(mine: Iterator[BatchLosses], num_batches: int, ranks: Communicator) -> Generator[BatchLosses]:
-    """Gather batches, of which each rank computes every so many-th one; a collective.
-
-    Args:
-        mine: The batches of this rank, as they are computed.
-        num_batches: Number of batches of all ranks.
-        ranks: The ranks.
-
-    Yields:
-        On rank 0, all batches in order; nothing on others.
-
-    Raises:
-        FsdpShardError: On all ranks, if one fails.
-    """
-    for _ in range(-(-num_batches // ranks.world_size)):
-        own = run_on_all(ranks, lambda: next(mine, None))
-        yield from (batch for batch in ranks.gather_object(own) if batch is not None)
 
 
 def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:

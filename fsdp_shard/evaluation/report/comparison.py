@@ -26,6 +26,7 @@ from fsdp_shard.evaluation.report.run_files import (
     METRIC,
     RUNNING,
     Run,
+    as_map,
     as_number,
     best_held_out,
     find_runs,
@@ -181,8 +182,7 @@ def _speed_table(runs: Sequence[Run]) -> Table:
         seconds, waited = values_of(run.steps, "step_seconds"), values_of(run.steps, "data_seconds")
         total, tokens = sum(seconds), sum(values_of(run.steps, "tokens"))
         memory = run.figure("peak_memory_bytes") or max(values_of(run.steps, "memory_bytes"), default=None)
-        load: Any = run.result.get("load")
-        loaded = load if isinstance(load, dict) else {}
+        loaded = as_map(run.result.get("load"))
         share = sum(waited) / total if total and waited else None
         rows.append(
             [

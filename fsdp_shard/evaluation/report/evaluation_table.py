@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_shard.evaluation.report.report_data import Cell, Table, digest, number, size, text
-from fsdp_shard.evaluation.report.run_files import Run, as_number
+from fsdp_shard.evaluation.report.run_files import Run, as_interval, as_map, as_number, harness_measures
 from fsdp_shard.evaluation.report.same_weights import WeightDigests, digests_in
 from fsdp_shard.evaluation.scored_rows.config import MEASURES
 
@@ -71,15 +71,15 @@ def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests:
 
 
 def _scores(run: Run, trained: Sequence[Run], digests: WeightDigests) -> Iterator[_Score]:
-    provenance, against = _map(run.result.get("provenance")), _map(run.result.get("against"))
-    models = [("checkpoint", _map(provenance.get("weights")), run.result)]
-    models += [("against", _map(against.get("weights")), against)] if against else []
+    provenance, against = as_map(run.result.get("provenance")), as_map(run.result.get("against"))
+    models = [("checkpoint", as_map(provenance.get("weights")), run.result)]
+    models += [("against", as_map(against.get("weights")), against)] if against else []
     for name, weights, figures in models:
         found = digests_in(weights)
         cell = _weights(run, name, weights, trained, digests)
-        settings = dict(_flat(_map(provenance.get("settings"))))
+        settings = dict(_flat(as_map(provenance.get("settings"))))
         weights_digest = digest(None if found is None else found[0])
-        yield _Score(run, cell, figures, weights_digest, _map(provenance.get("data")), settings)
+        yield _Score(run, cell, figures, weights_digest, as_map(provenance.get("data")), settings)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -123,35 +123,28 @@ def _perplexity(score: _Score) -> list[Cell]:
     loss, perplexity, bits, tokens = (
         number(as_number(score.figures.get(name))) for name in ("loss", "perplexity", "bits_per_byte", "num_tokens")
     )
-    interval = _interval(_map(score.figures.get("confidence_interval")).get("perplexity"))
+    interval = _interval(as_map(score.figures.get("confidence_interval")).get("perplexity"))
     data = digest(_text(score.data.get("digest")))
     figures = [loss, perplexity, interval, bits, tokens]
     return [text(score.run.name), score.weights, score.differences, *figures, data, score.weights_digest]
 
 
 def _interval(found: Any) -> Cell:
-    ends = [as_number(end) for end in found] if isinstance(found, list) else []
-    low, high = ends if len(ends) == 2 else (None, None)
-    return text(None if low is None or high is None else f"{number(low).text} to {number(high).text}")
+    ends = as_interval(found)
+    return text(None if ends is None else f"{number(ends[0]).text} to {number(ends[1]).text}")
 
 
 def _tasks(score: _Score) -> Iterator[list[Cell]]:
-    """A row for each measure of each task, under the harness's names: `acc,none` and `acc_stderr,none`."""
-    for task, measures in _map(score.figures.get("results")).items():
-        for name, value in _map(measures).items():
-            measure, _, filtered = name.partition(",")
-            if measure.endswith("_stderr") or as_number(value) is None:
-                continue
-            error = as_number(measures.get(f"{measure}_stderr,{filtered}"))
-            label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
-            cells = [text(task), text(label), number(as_number(value)), number(error)]
-            yield [text(score.run.name), score.weights, score.differences, *cells, score.weights_digest]
+    """A row for each measure of each task of the harness."""
+    for task, label, value, error in harness_measures(score.figures.get("results")):
+        cells = [text(task), text(label), number(value), number(error)]
+        yield [text(score.run.name), score.weights, score.differences, *cells, score.weights_digest]
 
 
 def _scored_rows(score: _Score) -> Iterator[list[Cell]]:
     """A row for each measure of `task=classification`, `reward` or `generation`; the data stands for the task."""
-    settings = _map(_map(score.figures.get("provenance")).get("settings"))
-    intervals = _map(score.figures.get("confidence_interval"))
+    settings = as_map(as_map(score.figures.get("provenance")).get("settings"))
+    intervals = as_map(score.figures.get("confidence_interval"))
     if not _SCORED & set(score.figures):
         return
     task = text(f"{_text(settings.get('task'))}: {_text(score.data.get('path'))}")
@@ -171,7 +164,7 @@ def _sizes(score: _Score) -> Iterator[list[Cell]]:
         *("batch_size", "context_length", "first_token_seconds", "prefill_tokens_per_second"),
         *("decode_tokens_per_second", "decode_tokens_per_second_per_text"),
     )
-    for row in map(_map, rows if isinstance(rows, list) else []):
+    for row in map(as_map, rows if isinstance(rows, list) else []):
         figures = [number(as_number(row.get(name))) for name in names]
         memory = text(", ".join(_by_device(row.get("peak_memory_bytes"))) or None)
         yield [text(score.run.name), score.weights, text(on or None), *figures, memory]
@@ -179,11 +172,7 @@ def _sizes(score: _Score) -> Iterator[list[Cell]]:
 
 def _by_device(value: Any) -> list[str]:
     """Bytes by device as text."""
-    return [f"{name} {size(as_number(num_bytes)).text}" for name, num_bytes in _map(value).items()]
-
-
-def _map(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return [f"{name} {size(as_number(num_bytes)).text}" for name, num_bytes in as_map(value).items()]
 
 
 def _text(value: Any) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_shard.errors import one_line
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_count, format_size
 
 LOSS_UNIT = "nats per token; of preferences, per sample"
 
@@ -94,6 +94,12 @@ class Report:
     sweeps: Sequence[Chart] = ()
     samples: Sequence[PromptSamples] = ()
     problems: Sequence[str] = ()
+
+    @property
+    def title(self) -> str:
+        """How many runs there are, and how many of them are under way."""
+        running = f", {self.num_running} under way" if self.num_running else ""
+        return f"{format_count(self.num_all, 'run')}{running}"
 
 
 def text(value: str | None) -> Cell:

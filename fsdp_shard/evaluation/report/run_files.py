@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
@@ -34,6 +34,15 @@ class PromptSample:
     step: int
     prompt: str
     completion: str
+
+
+class HarnessMeasure(NamedTuple):
+    """A figure of a task of lm-evaluation-harness, and its standard error."""
+
+    task: str
+    label: str
+    value: float
+    error: float | None
 
 
 @dataclass(frozen=True)
@@ -179,6 +188,31 @@ def as_number(value: Any) -> float | None:
         return value if math.isfinite(value) else None
     except OverflowError:  # a whole number beyond what a float can hold
         return None
+
+
+def as_map(value: Any) -> Mapping[str, Any]:
+    """A map as it is; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_interval(value: Any) -> tuple[float, float] | None:
+    """The ends of an interval, if both are finite numbers; None for anything else."""
+    ends = [as_number(end) for end in value] if isinstance(value, list) else []
+    low, high = ends if len(ends) == 2 else (None, None)
+    return None if low is None or high is None else (low, high)
+
+
+def harness_measures(results: Any) -> Iterator[HarnessMeasure]:
+    """What the harness has measured: `acc,none` with its error `acc_stderr,none`; all else is none (`sample_len`)."""
+    for task, measures in as_map(results).items():
+        for name, value in as_map(measures).items():
+            measure, comma, filtered = name.partition(",")
+            found = as_number(value)
+            if not comma or measure.endswith("_stderr") or found is None:
+                continue
+            error = as_number(measures.get(f"{measure}_stderr,{filtered}"))
+            label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
+            yield HarnessMeasure(task, label, found, error)
 
 
 def values_of(rows: Sequence[Row], name: str) -> list[float]:
@@ -352,20 +386,16 @@ def _numbers(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str])
 
 def _of_sets(row: Mapping[str, Any]) -> Row:
     """The figures of each held-out set, as SET/NAME."""
-    sets = row.get("sets")
     return {
         f"{name}/{key}": as_number(value)
-        for name, figures in (sets if isinstance(sets, dict) else {}).items()
-        for key, value in (figures if isinstance(figures, dict) else {}).items()
+        for name, figures in as_map(row.get("sets")).items()
+        for key, value in as_map(figures).items()
     }
 
 
 def _of_metrics(row: Mapping[str, Any]) -> Row:
     """The metrics of the objective and custom ones, as METRIC NAME."""
-    metrics = row.get("metrics")
-    return {
-        f"{METRIC}{name}": as_number(value) for name, value in (metrics if isinstance(metrics, dict) else {}).items()
-    }
+    return {f"{METRIC}{name}": as_number(value) for name, value in as_map(row.get("metrics")).items()}
 
 
 def _samples(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str]) -> list[PromptSample]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, Manifest, Store, locate, member, read_manifest
@@ -154,10 +155,7 @@ def shard_map(step: ReportedStep) -> dict[str, list[int]]:
         held = blocks.setdefault(_block(name), Counter())
         for piece in entry.pieces:
             if match := _RANK_FILE.fullmatch(piece.file):
-                num_elements = 1
-                for size in piece.shape:
-                    num_elements *= size
-                held[int(match[1])] += num_elements * item_bytes
+                held[int(match[1])] += prod(piece.shape) * item_bytes
     return {name: [held[rank] for rank in range(len(step.rank_bytes))] for name, held in blocks.items()}
 
 

@@ -17,7 +17,7 @@ _MAX_LABEL = 14  # characters of a category
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: its number, name, colour and dash by number, path, the dots on it, and its points as numbers."""
+    """A curve: its number, name, color and dash by number, path, the dots on it, and its points as numbers."""
 
     number: int
     name: str
@@ -65,7 +65,7 @@ def draw(chart: Chart, runs: Sequence[str]) -> Drawing:
 
 
 def style_of(at: int) -> tuple[int, int]:
-    """The numbers of the colour and the dash of the curve number `at`: no two of the first 32 have both in common."""
+    """The numbers of the color and the dash of the curve number `at`: no two of the first 32 have both in common."""
     return at % NUM_COLORS, (at + at // NUM_COLORS) % NUM_DASHES
 
 

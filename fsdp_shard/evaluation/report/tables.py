@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from fsdp_shard.evaluation.report.report_data import Cell, Report, Table
-from fsdp_shard.utils import format_count, printable
+from fsdp_shard.utils import printable
 
 _APART = ("run",)
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~&])")
@@ -47,8 +47,7 @@ def _formula_free(value: str) -> str:
 
 def to_markdown(report: Report) -> str:
     """Return all tables, and what was left out."""
-    running = f", {report.num_running} under way" if report.num_running else ""
-    parts = [f"# {format_count(report.num_all, 'run')}{running}"]
+    parts = [f"# {report.title}"]
     for table in report.tables:
         if table.key != "all-settings":
             parts += [f"## {escape_markdown(table.title)}", *([escape_markdown(table.note)] if table.note else [])]

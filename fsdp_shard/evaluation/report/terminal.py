@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fsdp_shard.evaluation.report.report_data import Chart, Report, Table, number
-from fsdp_shard.utils import format_count, format_table, printable
+from fsdp_shard.utils import format_table, printable
 
 WIDTH = 100
 _CELL, _NAME = 30, 40  # the longest cell, and the longest first cell of a row
@@ -17,8 +17,7 @@ _SHOWN_ROWS = 60
 
 def to_text(report: Report) -> str:
     """Return the report as text. Names that are too long are cut; tables that are too wide go on below."""
-    running = f", {report.num_running} under way" if report.num_running else ""
-    parts = [f"{format_count(report.num_all, 'run')}{running}"]
+    parts = [report.title]
     curves = {chart.key: chart for chart in report.charts}
     for at, table in enumerate(table for table in report.tables if table.key not in _APART):
         parts.append("\n".join(_table_lines(table)))

@@ -15,15 +15,14 @@ from fsdp_shard.data import CLASSIFICATION as SEQUENCE_CLASSIFICATION, Ints, Lab
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
+from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
     classifier_task,
-    described,
     interval_text,
-    left_out_lines,
     text_provenance,
     write_predictions,
 )
@@ -201,7 +200,7 @@ def open_classification(
     """
     config = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
     task, length = classifier_task(settings)
-    ranks = context or OnlyRank(rank=0, world_size=1)
+    ranks = context or OnlyRank()
     texts = open_labeled_texts(settings.data, tokenizer, task, ranks)
     named: dict[Any, str] = dict(config.id2label or {})
     names = tuple(str(named.get(number, number)) for number in range(task.num_labels))
@@ -209,14 +208,12 @@ def open_classification(
 
 
 def check_classification(settings: EvaluateSettings) -> None:
-    """Check that the model is a classifier, and determine `data.sequence_length`; nothing for another task.
+    """Check that the model is a classifier, and determine `data.sequence_length`.
 
     Raises:
         ModelError: The model is no classifier of texts by one class each.
         ConfigError: `data.sequence_length` exceeds the model's context.
     """
-    if settings.task != CLASSIFICATION:
-        return
     trust = settings.dispatch.trust_remote_code
     config: PretrainedConfig = load_config(settings.source.directory, trust)
     try:

@@ -15,17 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_shard.data import CAUSAL, SEQ2SEQ, QuestionRow, check_task, read_questions
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, LossError
-from fsdp_shard.evaluation.config import GENERATION, EvaluateSettings, Figures
+from fsdp_shard.evaluation.config import EvaluateSettings, Figures
+from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.model_loader import LoadModel
-from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.provenance import data_row, provenance
 from fsdp_shard.evaluation.scored_rows.answer_metrics import Metric, score_answers
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
-    data_row,
-    described,
     interval_text,
-    left_out_lines,
     write_predictions,
 )
 from fsdp_shard.inference import (
@@ -87,7 +85,7 @@ class GeneratedAnswers:
             LossError: A logit is not finite.
             ModelError: The model cannot be run.
         """
-        ranks: Communicator = self.context or OnlyRank(rank=0, world_size=1)
+        ranks: Communicator = self.context or OnlyRank()
         if ranks.is_main:
             remove_earlier(self.run_dir)
         scoring, asked = self.settings.scoring, self._asked
@@ -233,14 +231,12 @@ def open_generation(
 
 
 def check_answering(settings: EvaluateSettings) -> None:
-    """Check that the model generates text from such data, and has room for an answer; nothing for another task.
+    """Check that the model generates text from such data, and has room for an answer.
 
     Raises:
         ModelError: The model does not generate text.
         ConfigError: The data does not suit it, or its context has no room.
     """
-    if settings.task != GENERATION:
-        return
     trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
     config = load_config(settings.source.directory, trust)
     check_generates(config)

@@ -4,12 +4,10 @@ The pairs are those that training with objective=reward would read. The rewards 
 directory, from which an evaluation that was killed goes on to the same figures.
 """
 
-import gc
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,19 +20,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_shard.data import CLASSIFICATION as SEQUENCE_CLASSIFICATION, ComparedPairs, Ints, open_compared_pairs
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import LossError, ModelError
+from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import REWARD, EvaluateSettings, Figures
-from fsdp_shard.evaluation.earlier_results import remove_earlier
-from fsdp_shard.evaluation.model_digests import digests
+from fsdp_shard.evaluation.data_rows import described, left_out_lines
+from fsdp_shard.evaluation.logged_batches import open_log, run_batches
 from fsdp_shard.evaluation.model_loader import LoadModel
-from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
-from fsdp_shard.evaluation.perplexity_task.window_losses import batches_of_all
 from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
     classifier_task,
-    described,
     interval_text,
-    left_out_lines,
     text_provenance,
     write_predictions,
 )
@@ -48,7 +43,7 @@ from fsdp_shard.models import (
     settle_length,
 )
 from fsdp_shard.training import check_classifier
-from fsdp_shard.utils import format_count, report_progress, say
+from fsdp_shard.utils import format_count
 
 _REWARDS_FILE = "rewards.jsonl"
 
@@ -93,24 +88,10 @@ class RewardEvaluation:
             ConfigError: Another process works in the run directory.
         """
         batches = self._batches()
-        opened = run_on_all(self.ranks, lambda: self._open(batches) if self.ranks.is_main else None)
-        with nullcontext() if opened is None else opened:
-            done = [] if opened is None else opened.finished
-            left = batches[self.ranks.broadcast_object(len(done)) :]
-            if left:
-                model = run_on_all(self.ranks, lambda: load(self.settings.source))
-                mine = left[self.ranks.rank :: self.ranks.world_size]
-                with (
-                    closing(self._rewards(model, mine)) as computed,
-                    closing(batches_of_all(computed, len(left), self.ranks)) as of_all,
-                ):
-                    if opened is None:
-                        deque(of_all, maxlen=0)  # which rank 0 has
-                    else:
-                        done += self._log(of_all, opened)
-                del model, computed
-                gc.collect()  # blocks on disk hold their memory by cycles
-        return Figures("", {}) if opened is None else self._figures(done)
+        log = run_on_all(self.ranks, lambda: self._open(batches) if self.ranks.is_main else None)
+        source = self.settings.source
+        run_batches(self.ranks, log, batches, lambda: load(source), self._rewards, "pairs", items_per_unit=2)
+        return Figures("", {}) if log is None else self._figures(log.finished)
 
     @property
     def _is_truncated(self) -> Ints:
@@ -122,30 +103,17 @@ class RewardEvaluation:
         texts = np.stack([2 * order, 2 * order + 1], axis=1)
         return [texts[first : first + size].ravel().tolist() for first in range(0, len(order), size)]
 
-    def _open(self, batches: Sequence[Sequence[int]]) -> LossLog:
-        """Open the file with the rewards of finished batches, and remove earlier results if it has none of these."""
-        known = self._provenance
-        settings = {name: value for name, value in known["settings"].items() if name != "num_resamples"}
-        inputs = {"weights": digests(known["weights"]), "data": known["data"]["digest"], "versions": known["versions"]}
-        log = LossLog(self.run_dir / _REWARDS_FILE, inputs | {"settings": settings}, batches, ("texts", "rewards"))
-        if log.finished:
-            done = f"{len(log.finished):,} of {len(batches):,} batches"
-            say(f"{self.settings.source.path}: going on after {done}, whose rewards are in {self.run_dir}")
-            return log
-        remove_earlier(self.run_dir)
-        if log.changed:
-            say(
-                f"{self.settings.source.path}: starting again, as {self.run_dir} has the rewards of another evaluation "
-                f"({', '.join(log.changed)} differ)"
-            )
-        return log
+    def _open(self, batches: Sequence[list[int]]) -> BatchLog:
+        """Open the file with the rewards of finished batches."""
+        known, names = self._provenance, ("texts", "rewards")
+        return open_log(self.run_dir / _REWARDS_FILE, names, batches, self.settings.source, known["weights"], known)
 
-    def _rewards(self, model: PreTrainedModel, batches: Sequence[list[int]]) -> Generator[BatchLosses]:
+    def _rewards(self, model: PreTrainedModel, batches: Sequence[list[int]]) -> Generator[BatchValues]:
         """Run the batches of this rank."""
         for texts in batches:
             start = time.perf_counter()
             rewards = self._run(model, np.asarray(texts[::2]) // 2)
-            yield BatchLosses(texts, rewards, time.perf_counter() - start)
+            yield BatchValues(texts, rewards, time.perf_counter() - start)
 
     def _run(self, model: PreTrainedModel, numbers: Ints) -> list[float]:
         """Return the rewards of both answers of some pairs [2 * num_pairs]."""
@@ -165,22 +133,11 @@ class RewardEvaluation:
         rewards: list[float] = logits[:, 0].tolist()
         return rewards
 
-    def _log(self, batches: Generator[BatchLosses], log: LossLog) -> list[BatchLosses]:
-        """Write each batch into the file as soon as it is there; return all."""
-        logged = []
-        with report_progress(len(self.pairs.samples), "evaluate", "pairs") as count:
-            count(sum(len(batch.windows) for batch in log.finished) // 2)
-            for batch in batches:
-                logged.append(batch)
-                log.append(batch)
-                count(len(batch.windows) // 2)
-        return logged
-
-    def _figures(self, batches: Sequence[BatchLosses]) -> Figures:
+    def _figures(self, batches: Sequence[BatchValues]) -> Figures:
         """Write the rows, and return the figures with their intervals."""
         rewards = np.zeros(2 * len(self.pairs.samples))
         for batch in batches:
-            rewards[batch.windows] = batch.losses
+            rewards[batch.items] = batch.values
         stated = self.pairs.margins
         figures = RewardFigures(rewards.reshape(-1, 2), None if stated is None else stated.astype(np.float64))
         rows, left_out = self._rows(figures)
@@ -244,20 +201,18 @@ def open_rewards(
         DataError: The data cannot be read, or has no pair.
     """
     task, length = classifier_task(settings)
-    ranks = context or OnlyRank(rank=0, world_size=1)
+    ranks = context or OnlyRank()
     pairs = open_compared_pairs(settings.data, tokenizer, task, ranks)
     return RewardEvaluation(settings, Path(run_dir), seed, tokenizer, pairs, length, ranks)
 
 
 def check_rewards(settings: EvaluateSettings) -> None:
-    """Check that the model is a reward model, and determine `data.sequence_length`; nothing for another task.
+    """Check that the model is a reward model, and determine `data.sequence_length`.
 
     Raises:
         ModelError: The model is no sequence classifier with one output.
         ConfigError: `data.sequence_length` exceeds the model's context.
     """
-    if settings.task != REWARD:
-        return
     trust = settings.dispatch.trust_remote_code
     config = load_config(settings.source.directory, trust)
     needs = f"task={REWARD} needs a reward model, which is a sequence classifier with one output"

@@ -1,7 +1,6 @@
-"""What the tasks that score rows have in common: intervals, rows that are left out, and the file of all rows."""
+"""What the tasks that score rows have in common: intervals, and the file of all rows."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_shard.data import CLASSIFICATION, Task
 from fsdp_shard.evaluation.config import EvaluateSettings
 from fsdp_shard.evaluation.earlier_results import PREDICTIONS
-from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.provenance import data_row, provenance
 from fsdp_shard.evaluation.significance import LEVEL, Floats, bootstrap_interval
 from fsdp_shard.models import ModelConfig, context_of, load_config
 from fsdp_shard.training import data_task
-from fsdp_shard.utils import format_count, write_atomically
-
-_NUM_NAMED = 3
+from fsdp_shard.utils import write_atomically
 
 
 @dataclass(frozen=True)
@@ -53,31 +50,11 @@ def interval_text(ends: tuple[float, float] | None) -> str:
     return "none for a single row" if ends is None else f"{ends[0]:.4f} to {ends[1]:.4f}"
 
 
-def left_out_lines(left_out: Sequence[tuple[str, str]], what: str = "row") -> list[str]:
-    """Return a line for each reason for which something is left out, with the first of them: (where, reason) each."""
-    lines = []
-    for reason, count in Counter(reason for _, reason in left_out).items():
-        wheres = [where for where, its in left_out if its == reason][:_NUM_NAMED]
-        named = ", ".join(wheres) + (", ..." if count > _NUM_NAMED else "")
-        lines.append(f"left out: {f'{format_count(count, what)} {reason}'.rstrip()} ({named})")
-    return lines
-
-
-def described(index: int, where: str, name: str | int | None) -> dict[str, Any]:
-    """The beginning of a row of predictions.jsonl."""
-    return {"index": index, "where": where, **({} if name is None else {"name": name})}
-
-
 def write_predictions(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     """Write RUN_DIR/predictions.jsonl, whole or not at all, and return a line about it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir / PREDICTIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return f"written to {run_dir / PREDICTIONS}"
-
-
-def data_row(settings: EvaluateSettings, digest: str) -> dict[str, Any]:
-    """The data, for the provenance."""
-    return {"path": settings.data.eval_path or settings.data.path, "kind": settings.data.kind, "digest": digest}
 
 
 def text_provenance(

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, ModelError, PlanError, RunError
-from fsdp_shard.evaluation.config import SPEED, EvaluateSettings, Figures, SpeedConfig
+from fsdp_shard.evaluation.config import EvaluateSettings, Figures, SpeedConfig
 from fsdp_shard.evaluation.earlier_results import PLOT, remove_earlier
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
@@ -184,10 +184,8 @@ def open_speed(
 
 
 def check_sizes(settings: EvaluateSettings) -> None:
-    """Raise ConfigError if `task=speed` and the model's context has room for none of the sizes."""
-    if settings.task == SPEED:
-        context = load_context(settings.source.directory, settings.dispatch.trust_remote_code)
-        sizes_within(settings.speed, context)
+    """Raise ConfigError if the model's context has room for none of the sizes."""
+    sizes_within(settings.speed, load_context(settings.source.directory, settings.dispatch.trust_remote_code))
 
 
 def sizes_within(speed: SpeedConfig, context: Context) -> tuple[list[Size], list[UnmeasuredSize]]:

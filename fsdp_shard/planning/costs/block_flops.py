@@ -25,8 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fsdp_shard.models import attention_implementations
 from fsdp_shard.planning.step.recording.recorder import GROUPED_PRODUCT, grouped_product
-from fsdp_shard.sharding import is_saved_operator
-from fsdp_shard.utils import TorchDispatchMode, replace_tensors, tree_leaves, tree_map
+from fsdp_shard.utils import TorchDispatchMode, is_costly_operator, replace_tensors, tree_leaves, tree_map
 
 _STEP = 64  # a multiple of the chunks that linear attention computes in
 _LENGTHS = ((1, 1), (2, 2), (3, 3))  # in steps; without a decoder both are the same
@@ -155,7 +154,7 @@ class _Counter(TorchDispatchMode):
         output = grouped_product(args, kwargs) if func.name() == GROUPED_PRODUCT else func(*args, **(kwargs or {}))
         if flops := _operator_flops(func, args, kwargs or {}, output):
             self.counts.phase(self.phase).flops += flops
-            if self.phase == "recomputed" and not is_saved_operator(func):
+            if self.phase == "recomputed" and not is_costly_operator(func):
                 self.counts.phase("recomputed selectively").flops += flops
         return output
 
@@ -227,8 +226,7 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str =
         The amounts for sequences of any length.
 
     Raises:
-        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: The model cannot run there,
-            because it takes no text, or because its control flow depends on values.
+        Any of CANNOT_RUN: The model cannot run there.
     """
     replace_tensors(model.train(), lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     runs = _Runs(model, blocks, device)
@@ -352,7 +350,7 @@ def _is_activation(value: Any) -> bool:
 
 
 def _num_bytes(tensors: Iterator[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _backward(outputs: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ from fsdp_shard.data import MASKED_LM
 from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
+from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN
 from fsdp_shard.training import AdapterConfig, OptimConfig, use_loss_head
 from fsdp_shard.utils import FakeTensorMode, first_line
 
@@ -162,8 +163,7 @@ def _measured(model: PreTrainedModel, names: Sequence[str], device: str) -> tupl
     blocks = [block.fqn for block in models.no_split_blocks(model, names) if block.repeated]
     try:
         return measure_amounts(model, blocks, device), None
-    # What models that were not written for this raise: they take no text, or depend on values.
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+    except CANNOT_RUN as error:
         return None, first_line(error)
 
 

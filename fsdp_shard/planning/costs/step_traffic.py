@@ -13,7 +13,7 @@ from fsdp_shard import sharding
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.costs.block_flops import Attention
 from fsdp_shard.planning.costs.model_facts import ModelFacts, text_setting
-from fsdp_shard.planning.costs.unit_shares import COLUMN_STYLES, ROW_STYLES, UnitShare, unit_shares
+from fsdp_shard.planning.costs.unit_shares import COLUMN_STYLES, ROW_STYLES, UnitShare
 from fsdp_shard.planning.planned_run import PlannedRun
 
 _SENDS_TO_EXPERTS = "ep_dispatch_experts"
@@ -52,13 +52,13 @@ class Traffic:
         return int(Fraction(self.num_ranks - 1, self.num_ranks) * _SENT[self.collective] * self.payload_bytes)
 
 
-def step_traffic(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare] | None = None) -> tuple[Traffic, ...]:
+def step_traffic(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]) -> tuple[Traffic, ...]:
     """What each rank sends in a step.
 
     Args:
         facts: The model.
         run: The settings of the run.
-        shares: `unit_shares(facts, run)`; computed if None.
+        shares: `unit_shares(facts, run)`.
 
     Returns:
         The traffic, added up by collective and ranks, without what has no bytes.
@@ -67,9 +67,8 @@ def step_traffic(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]
         ConfigError: The config of a mixture does not say how many experts a token goes to.
     """
     found: dict[tuple[str, str], Traffic] = {}
-    units = unit_shares(facts, run) if shares is None else shares
     for traffic in (
-        *_of_units(facts, run, units),
+        *_of_units(facts, run, shares),
         *_of_layers(facts, run),
         *_of_experts(facts, run),
         *_of_parts(facts, run),

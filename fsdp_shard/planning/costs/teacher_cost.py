@@ -10,13 +10,13 @@ from fsdp_shard.models import load_config
 from fsdp_shard.planning.costs.block_flops import ModelAmounts
 from fsdp_shard.planning.costs.model_facts import measured_amounts
 from fsdp_shard.planning.costs.step_cost import StepCost
-from fsdp_shard.planning.facts import Facts
+from fsdp_shard.planning.plan_cache import PlanCache
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.teacher_pass import teacher_of
 from fsdp_shard.training import DistillConfig
 
 
-def with_teacher(cost: StepCost, run: PlannedRun, facts: Facts) -> StepCost:
+def with_teacher(cost: StepCost, run: PlannedRun, cache: PlanCache) -> StepCost:
     """The cost of a step with that of a teacher that runs alongside, if there is one on the device.
 
     FLOPs of its passes, the weights that they read, and of those that are in host memory or on the disk what is copied
@@ -25,14 +25,14 @@ def with_teacher(cost: StepCost, run: PlannedRun, facts: Facts) -> StepCost:
     Args:
         cost: The cost of a step.
         run: The settings of the run.
-        facts: What plans of the model have in common.
+        cache: What plans of the model have in common.
     """
-    teacher = teacher_of(run, facts)
+    teacher = teacher_of(run, cache)
     if teacher is None or not teacher.is_on_device:
         return cost
     assert isinstance(run.objective, DistillConfig)
     make = partial(_amounts, run.objective, trust_remote_code=run.model.trust_remote_code)
-    amounts, problem = facts.of("teacher amounts", (run.objective.teacher, run.model.trust_remote_code), make)
+    amounts, problem = cache.of("teacher amounts", (run.objective.teacher, run.model.trust_remote_code), make)
     num_passes = run.num_micro_batches
     flops = None
     if amounts is not None and cost.flops is not None:

@@ -5,14 +5,9 @@ All names in it are escaped by jinja2.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.pictures import timeline as timeline_layout, treemap as treemap_layout
@@ -20,11 +15,10 @@ from fsdp_shard.planning.pictures.timeline import Timeline, color_of, draw_png, 
 from fsdp_shard.planning.pictures.treemap import treemap
 from fsdp_shard.planning.report import rank_rows, summary_lines
 from fsdp_shard.planning.step.unit_holdings import UnitHolding
-from fsdp_shard.utils import format_size, printable, write_atomically
+from fsdp_shard.utils import format_size, printable, render_page, write_atomically
 
 PAGE, PICTURE = "plan.html", "timeline.png"
 _FOLDER = Path(__file__).parent
-_TEMPLATE, _STYLE = "plan_page.html.jinja", "plan_page.css"
 _UNIT_TERMS = ("parameters", "gradients", "optimizer", "average")
 
 
@@ -58,13 +52,10 @@ def plan_page(
     plan: MemoryPlan, timeline: Timeline | None, memory_bytes: int | None, name: str, host: HostMemory | None = None
 ) -> str:
     """The page as HTML."""
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    style = _FOLDER.joinpath(_STYLE).read_text(encoding="utf-8")
     units = plan.units_of(plan.fullest.rank)
-    return environment.get_template(_TEMPLATE).render(
+    return render_page(
+        _FOLDER / "plan_page.html.jinja",
+        _FOLDER / "plan_page.css",
         title=printable(f"{plan.model_class}, {name}"),
         lines=summary_lines(plan, memory_bytes, host),
         ranks=rank_rows(plan.per_rank),
@@ -75,15 +66,7 @@ def plan_page(
         map={"WIDTH": treemap_layout.WIDTH, "HEIGHT": treemap_layout.HEIGHT},
         unit_legend=list(color_of(_terms(units)).items()),
         unit_rows=_unit_rows(units),
-        style=Markup(style),  # ours, and without an end tag in it
-        policy=_policy(style),
     )
-
-
-def _policy(style: str) -> str:
-    """The Content-Security-Policy: our style by its digest, no script, and no request for anything."""
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def _terms(units: Sequence[UnitHolding]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from fsdp_shard.planning.step.snapshot import Snapshot
+from fsdp_shard.planning.step.snapshot import Snapshot, highest
 from fsdp_shard.utils import format_size
 
 WIDTH, HEIGHT = 1000, 420
@@ -92,13 +92,13 @@ def lay_out(snapshots: Sequence[Snapshot], memory_bytes: int | None) -> Timeline
         snapshots: What is in memory, in order; at least one snapshot.
         memory_bytes: The memory of a device, if known.
     """
-    highest = max(snapshots, key=lambda snapshot: snapshot.total_bytes)
-    peak = max(1, highest.total_bytes)
+    fullest = highest(snapshots)
+    peak = max(1, fullest.total_bytes)
     shown = memory_bytes if memory_bytes is not None and memory_bytes <= _FAR * peak else None
     ticks = byte_ticks(max(peak, shown or 0))
     bands, edges = _spread(snapshots)
-    at = snapshots.index(highest)
-    where = f" at {highest.where}" if highest.where else ""
+    at = snapshots.index(fullest)
+    where = f" at {fullest.where}" if fullest.where else ""
     middle = (edges[at] + edges[at + 1]) / 2
     note = ""
     if memory_bytes is not None and shown is None:
@@ -111,7 +111,7 @@ def lay_out(snapshots: Sequence[Snapshot], memory_bytes: int | None) -> Timeline
         ticks=[(_height(tick, ticks[-1]), format_size(tick) if tick else "0") for tick in ticks],
         limit=None if shown is None else (_height(shown, ticks[-1]), f"device.memory {format_size(shown)}"),
         note=note,
-        peak=(middle, _height(peak, ticks[-1]), f"{format_size(peak)}, {highest.phase}{where}"),
+        peak=(middle, _height(peak, ticks[-1]), f"{format_size(peak)}, {fullest.phase}{where}"),
         top_bytes=ticks[-1],
     )
 
@@ -242,7 +242,7 @@ def _label_png(axes: object, timeline: Timeline) -> None:
     axes.tick_params(axis="x", length=0, labelcolor=_INK, labelsize=8)
     for before, _ in pairwise(timeline.bands):
         axes.axvline(before.right, color="white", linewidth=1.0)
-    total = max(snapshot.total_bytes for snapshot in timeline.snapshots)
+    total = highest(timeline.snapshots).total_bytes
     axes.plot([timeline.peak[0]], [total], marker="v", color=_INK, markersize=6, label=f"peak: {timeline.peak[2]}")
     if timeline.limit is not None:
         height = (BOTTOM - timeline.limit[0]) / (BOTTOM - TOP) * top

@@ -10,9 +10,9 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.costs.teacher_cost import with_teacher
-from fsdp_shard.planning.facts import Facts, of_parameters, with_any_loss
 from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
+from fsdp_shard.planning.plan_cache import PlanCache, of_parameters, with_any_loss
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.training import check_batch, check_inputs, check_objective, check_trained
 from fsdp_shard.utils import check
@@ -37,14 +37,14 @@ class Planner:
     check_together: Callable[[PlannedRun], None] | None = None
     host: Callable[[PlannedRun], HostMemory | None] | None = None
     seconds: Callable[[PlannedRun, MemoryPlan], float | None] | None = None
-    facts: Facts = field(default_factory=Facts)
+    cache: PlanCache = field(default_factory=PlanCache)
     num_plans: int = 0
     max_plans: int = 150
 
     def plan(self, run: PlannedRun) -> MemoryPlan:
         """Plan the memory of a run; raises as `plan_memory` does."""
         self.num_plans += 1
-        return plan_memory(self.config, run, self.facts)
+        return plan_memory(self.config, run, self.cache)
 
     def host_of(self, run: PlannedRun) -> HostMemory | None:
         """The host memory of the machines of a run, if known."""
@@ -60,7 +60,7 @@ class Planner:
         host = self.host_of(run)
         if host is None:
             return False
-        _, _, units = built_model(self.config, run, self.facts)
+        _, _, units = built_model(self.config, run, self.cache)
         per_rank = memory_bytes + host.num_bytes // host.num_ranks
         return sum(unit.num_params for unit in units) // 2 > run.num_ranks * per_rank
 
@@ -69,11 +69,11 @@ class Planner:
         shard = of_parameters(run.shard)
 
         def measure() -> ModelFacts:
-            stored, _, _ = built_model(self.config, run, self.facts)
+            stored, _, _ = built_model(self.config, run, self.cache)
             return model_facts(self.config, stored, run.model, run.adapter, shard)
 
-        facts = self.facts.of("costs", (with_any_loss(run.model), run.adapter, shard), measure)
-        return with_teacher(step_cost(facts, run), run, self.facts)
+        facts = self.cache.of("costs", (with_any_loss(run.model), run.adapter, shard), measure)
+        return with_teacher(step_cost(facts, run), run, self.cache)
 
     def check(self, run: PlannedRun) -> None:
         """Raise an InputError if `finetune` would refuse the settings of `run`. Costs little; builds no model."""
@@ -93,5 +93,5 @@ class Planner:
 
     def check_model(self, run: PlannedRun) -> None:
         """Raise an InputError if `finetune` would refuse the model with these settings, after `plan` has not."""
-        model, _, _ = built_model(self.config, run, self.facts)
+        model, _, _ = built_model(self.config, run, self.cache)
         check_trained(model, run.shard, run.adapter)

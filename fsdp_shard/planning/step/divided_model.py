@@ -121,15 +121,15 @@ def _divide_experts(model: PreTrainedModel, num_ranks: int) -> frozenset[str]:
             part = param.detach()[: len(param) // num_ranks].contiguous()
             setattr(module, name, nn.Parameter(part, requires_grad=param.requires_grad))
         keep_experts(module, module.num_experts // num_ranks)
-        module.forward = _Dispatch(module.forward, module.num_experts, num_ranks)
+        module.forward = _Dispatch(module.forward)
     return experts
 
 
 class _Dispatch:
     """The `forward` of experts that sends each token to its experts and back, as transformers' `AllToAllEP`."""
 
-    def __init__(self, forward: Any, num_experts: int, num_ranks: int) -> None:
-        self._forward, self._num_experts, self._num_ranks = forward, num_experts, num_ranks
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
 
     def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         num_top_k = top_k_index.size(-1)

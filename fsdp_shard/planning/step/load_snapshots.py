@@ -32,9 +32,9 @@ def loading_snapshots(
         units: Its units, the root last.
         terms: Bytes by term when the model is loaded.
     """
-    gradients = sum(p.numel() * p.element_size() for p in part.model.parameters() if p.requires_grad)
+    gradients = sum(p.nbytes for p in part.model.parameters() if p.requires_grad)
     buckets = {} if run.shard.is_sharded else {GRADIENTS: gradients}  # of DDP, which it makes when it wraps the model
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in part.model.buffers())
+    buffers = sum(buffer.nbytes for buffer in part.model.buffers())
     terms = {**terms, **buckets, "buffers": buffers + FIGURES_BYTES}
     taken = max(0 if run.on_gpu else _read_bytes(config, part.model, run), place_bytes(part.model, run))
     snapshots = [Snapshot("load", "", {**terms, LOADING: taken})]
@@ -65,7 +65,7 @@ def _read_bytes(config: PretrainedConfig, model: nn.Module, run: PlannedRun) -> 
         if is_read and name not in encoded and param.is_floating_point() and param.dtype != stored:
             most = max(most, min(-(-param.numel() // run.num_shards) * stored.itemsize, READ_STAGE_BYTES))
         elif ".lora_A." in name and not run.resumes:  # drawn whole, of which the rank takes its part
-            most = max(most, param.numel() * param.element_size())
+            most = max(most, param.nbytes)
     if encoded:
         largest = max(encoded.values(), key=lambda module: module.num_weights)
         number = min(-(-largest.num_weights // run.num_shards), ENCODED_AT_ONCE)

@@ -188,6 +188,6 @@ def _num_bytes(value: object) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     if not hasattr(value, "__tensor_flatten__"):
-        return value.numel() * value.element_size()
+        return value.nbytes
     parts, _ = value.__tensor_flatten__()  # a quantized state
     return sum(_num_bytes(getattr(value, part)) for part in parts)

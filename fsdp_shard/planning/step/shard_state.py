@@ -129,7 +129,7 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
     contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
     known: dict[tuple[object, ...], ShardState] = {}
     states = []
-    buffers = 2 * sum(buffer.numel() * buffer.element_size() for buffer in part.model.buffers())  # of weights, average
+    buffers = 2 * sum(buffer.nbytes for buffer in part.model.buffers())  # of weights, average
     foreach = run.on_gpu and run.shard.wrapper != "fsdp2"  # DTensors are updated one by one
     for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))

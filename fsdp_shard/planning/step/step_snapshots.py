@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import sharding
-from fsdp_shard.planning.facts import Facts, of_activations, of_one_rank, with_any_loss
 from fsdp_shard.planning.meta_model import build_planned
+from fsdp_shard.planning.plan_cache import PlanCache, of_activations, of_one_rank, with_any_loss
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
@@ -21,7 +21,7 @@ from fsdp_shard.planning.step.divided_model import divide_model
 from fsdp_shard.planning.step.load_snapshots import FIGURES_BYTES, loading_snapshots, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.recording.events import DONE, LOSS, Event, Recordings
-from fsdp_shard.planning.step.recording.record_passes import ExtraPasses, record_passes, what_failed
+from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, ExtraPasses, record_passes, what_failed
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
@@ -52,7 +52,7 @@ class SimulatedStep:
     teacher: PlannedTeacher | None = None
 
 
-def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: Facts) -> SimulatedStep:
+def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: PlanCache) -> SimulatedStep:
     """Simulate a step of a run."""
     model = part.model
     in_units, parameters = unit_bytes(model, part.units, run.shard, run.num_shards, part.experts)
@@ -66,12 +66,12 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     dtypes = [(unit.fqn, unit.dtype) for unit in part.units]
     others = (run.adapter, of_one_rank(run.shard), *of_batch, run.mask_fraction, *of_ranks, run.on_gpu, extra, dtypes)
     of_model = of_activations(run.model)
-    record, has_loss_head = facts.of("record", (of_model, *others), lambda: _record(config, run, part, extra))
+    record, has_loss_head = cache.of("record", (of_model, *others), lambda: _record(config, run, part, extra))
     of_recording = (with_any_loss(of_model), has_loss_head, *others)
     try:
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
-            recordings = facts.of("recording", of_recording, record)
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+            recordings = cache.of("recording", of_recording, record)
+    except CANNOT_RUN as error:
         return SimulatedStep((*before,), problem=what_failed(error))
     if run.on_gpu:
         terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
@@ -80,11 +80,11 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     terms["batch"] = (
         2 * batch_bytes(model, _batch_size(config, run)) * run.num_micro_batches
     )  # those of the next step too
-    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + FIGURES_BYTES
+    terms["buffers"] = sum(buffer.nbytes for buffer in model.buffers()) + FIGURES_BYTES
     if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
         terms["attention scores"] = _score_bytes(config, run)
     if not run.shard.is_sharded:
-        terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        terms[GRADIENTS] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
             terms["buckets of the first step"] = terms[GRADIENTS]
     begin, rules = SIMULATORS[run.shard.wrapper], _rules(model, run)
@@ -92,7 +92,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, facts: 
     if EVA in recordings.extra:
         before += _find_directions(begin(in_units, rules, {**terms}), recordings)
         directions = extra[EVA].state_bytes(recordings.extra[EVA][0], dict(model.named_parameters()))
-    uncounted, teacher = dict(recordings.uncounted), teacher_of(run, facts)
+    uncounted, teacher = dict(recordings.uncounted), teacher_of(run, cache)
     if teacher is not None:
         terms[TEACHER], rules = teacher.held_bytes, replace(rules, teacher_pass_bytes=teacher.pass_bytes)
         uncounted |= {} if teacher.problem is None else {TEACHER: teacher.problem}

@@ -21,11 +21,11 @@ from fsdp_shard.inference import (
     plan_dispatch,
 )
 from fsdp_shard.models import load_config
-from fsdp_shard.planning.facts import Facts
+from fsdp_shard.planning.plan_cache import PlanCache
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.micro_batch import most_chosen
 from fsdp_shard.planning.step.recording.events import DONE, Event
-from fsdp_shard.planning.step.recording.record_passes import record_forward, what_failed
+from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.training import DeviceBatch, DistillConfig, TopTokens, dispatched_rows, split_targets, use_loss_head
 
@@ -56,12 +56,12 @@ class PlannedTeacher:
     streamed_bytes: int = 0
 
 
-def teacher_of(run: PlannedRun, facts: Facts) -> PlannedTeacher | None:
+def teacher_of(run: PlannedRun, cache: PlanCache) -> PlannedTeacher | None:
     """The teacher that runs alongside a run, if there is one, planned once for all runs that differ in other settings.
 
     Args:
         run: The settings of the run.
-        facts: What plans of the model have in common.
+        cache: What plans of the model have in common.
 
     Raises:
         ConfigError, ModelError, PlanError: As `plan_teacher` raises them.
@@ -70,7 +70,7 @@ def teacher_of(run: PlannedRun, facts: Facts) -> PlannedTeacher | None:
     if not isinstance(distill, DistillConfig) or distill.is_precomputed:
         return None
     settings = (distill, run.num_read_rows, run.sequence_length, run.is_packed, run.on_gpu, run.model.trust_remote_code)
-    return facts.of("teacher", settings, lambda: plan_teacher(distill, run))
+    return cache.of("teacher", settings, lambda: plan_teacher(distill, run))
 
 
 def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
@@ -91,12 +91,12 @@ def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
         devices = plan_dispatch(model, settings)[1]
     except InputError as error:
         raise type(error)(f"objective.teacher={distill.teacher}: {error}") from error
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     use_loss_head(model, "auto", any_vocabulary=True)
     top_k = distill.top_k or int(config.get_text_config().vocab_size)
     try:
         taken, problem = _pass_bytes(model, run, top_k), None
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+    except CANNOT_RUN as error:
         taken, problem = 0, what_failed(error)
     held = devices.resident_bytes.get(devices.main, 0) + devices.buffer_bytes + buffers
     weights = sum(devices.resident_bytes.values())

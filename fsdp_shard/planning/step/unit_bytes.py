@@ -65,7 +65,7 @@ def unit_bytes(
         experts: FQNs of the units of experts that are divided over ranks before.
     """
     if not shard.is_sharded:
-        held = sum(param.numel() * param.element_size() for param in model.parameters())
+        held = sum(param.nbytes for param in model.parameters())
         return [UnitBytes(unit.fqn, 1, 0, 0, 0, 0, 0, 0, 0, 0) for unit in units], held
     head = model.get_output_embeddings()
     found, held = [], 0

@@ -35,7 +35,7 @@ from fsdp_shard.planning.meta_model import build_adapted
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
 from fsdp_shard.planning.step.recording.recorder import tensors_in
-from fsdp_shard.planning.step.snapshot import Snapshot
+from fsdp_shard.planning.step.snapshot import Snapshot, highest
 from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveSnapshot, LiveStorages, plain_parts, snapshots
 from fsdp_shard.training import (
     DistillConfig,
@@ -75,7 +75,7 @@ class StepTrace:
     @property
     def peak(self) -> Snapshot:
         """The snapshot with the most bytes."""
-        return max(self.snapshots, key=lambda snapshot: snapshot.total_bytes)
+        return highest(self.snapshots)
 
     @property
     def peak_bytes(self) -> int:
@@ -206,7 +206,7 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
             training = _training(config, run, built, frozen, context, live)
             shards = training.model.local_shards().values()
             held = [shard.data for shard in shards if isinstance(shard.tensor, nn.Parameter)]
-            state["parameters"] = sum(part.numel() * part.element_size() for part in held)
+            state["parameters"] = sum(part.nbytes for part in held)
         live.phase = "forward"
         with _phases(live, training, built.blocks, state):
             for _ in train(training):

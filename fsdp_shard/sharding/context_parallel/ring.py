@@ -72,17 +72,17 @@ class _Ring(torch.autograd.Function):
         of_query = torch.zeros_like(query, dtype=torch.float32)
         known = Gradients(query, grads[0], normalizer, delta, of_query)
         home = _KeyValueBuffer.zeros(key, value)
-        travelling = _KeyValueBuffer.zeros(key, value) if ranks.num_ranks > 1 else home
+        traveling = _KeyValueBuffer.zeros(key, value) if ranks.num_ranks > 1 else home
         for owner, keys, values in _circulate(key, value, ranks):
-            into = home if owner == ranks.rank else travelling
+            into = home if owner == ranks.rank else traveling
             for rows, columns, allowed in _pairs(ctx.mask, owner):
                 block = keys[:, :, columns], values[:, :, columns]
                 targets = into.of_key[:, :, columns], into.of_value[:, :, columns]
                 known.part(rows).add(block, targets, allowed, ctx.how)
             if owner != ranks.rank:
-                travelling = travelling.sent_to_next(ranks)
+                traveling = traveling.sent_to_next(ranks)
         if ranks.num_ranks > 1:
-            home.both.add_(travelling.both)
+            home.both.add_(traveling.both)
         of_sinks = None
         if sinks is not None:
             weights = (sinks.float()[None, :, :, None] - normalizer).exp()

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_shard.data import encode_prompts
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import Context, end_tokens, running, until_end
+from fsdp_shard.models import Context, end_tokens, until_end
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loss.custom_functions import SamplesFunction
+from fsdp_shard.training.loss.forward_loss import forward_pass
 from fsdp_shard.utils import no_cudnn_attention
 
 
@@ -99,7 +100,7 @@ def _continue(model: ShardedModel, prompt: Sequence[int], count: int, device: to
     ids = torch.tensor([list(prompt)], device=device)  # [1, length]
     given, cache = ids, None
     # Each length would be compiled anew.
-    with torch.compiler.set_stance("force_eager"), running(model.module), no_cudnn_attention():
+    with torch.compiler.set_stance("force_eager"), forward_pass(model.module), no_cudnn_attention():
         for _ in range(count):
             output = model.module(input_ids=given, past_key_values=cache, use_cache=True)
             new = output.logits[:, -1].argmax(-1, keepdim=True)  # [1, 1]

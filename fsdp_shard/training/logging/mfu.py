@@ -23,7 +23,7 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"\bH100\b.*\bNVL\b", 835e12),
     (r"\bH100\b", 989.4e12),
     (r"\bA100\b", 312e12),
-    (r"\bL40S\b", 362e12),
+    (r"\bL40S\b", 362.05e12),
     (r"\bL4\b", 121e12),
     (r"\bA10\b", 125e12),
     (r"\bMI300X\b", 1307.4e12),

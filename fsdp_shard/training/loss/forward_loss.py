@@ -36,7 +36,7 @@ def forward_loss(
     chunked: AbstractContextManager[bool] = nullcontext(False)  # custom functions need logits
     if sums is None or not sums.needs_output:
         chunked = giving_loss(model.module, batch.labels, divisor, batch.counted)
-    with chunked as is_loss, attending(batch.sequence), _forward(model.module):
+    with chunked as is_loss, attending(batch.sequence), forward_pass(model.module):
         output = model.module(**batch.inputs, use_cache=False)
     own = None if sums is None else sums.loss(output, {**batch.inputs, "labels": batch.labels})
     if own is not None:
@@ -69,7 +69,7 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
         return _forward_own_rows(module, batch, batch.own, function)
     rows = batch.counted
     given = giving_rows(module, batch.labels.numel(), rows, function)
-    with given as are_given, attending(batch.sequence), _forward(module):
+    with given as are_given, attending(batch.sequence), forward_pass(module):
         output = module(**_inputs(module, batch), use_cache=False)
     flat: torch.Tensor = output.logits.flatten(0, -2)
     return flat if are_given else rows_of_logits(flat, rows, function)
@@ -82,7 +82,7 @@ def _forward_own_rows(module: nn.Module, batch: DeviceBatch, own: OwnPart, funct
     with (
         giving_rows(module, part.numel(), own.counted, of_own) as are_given,
         attending(own.sequence),
-        _forward(module),
+        forward_pass(module),
     ):
         output = module(**own.inputs, use_cache=False)
     flat: torch.Tensor = output.logits.flatten(0, -2)
@@ -101,7 +101,7 @@ def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
     module = model.module
     inside = None if batch.packed is None else transformers_model(module)
     reading = nullcontext() if inside is None else giving_answer_scores(inside, batch.counted)
-    with reading, _forward(module):
+    with reading, forward_pass(module):
         scores: torch.Tensor = module(**_inputs(module, batch), use_cache=False).logits
     return scores.float().squeeze(-1) if inside is None else scores.float()[0]
 
@@ -121,10 +121,20 @@ def _inputs(module: nn.Module, batch: DeviceBatch) -> dict[str, Any]:
 
 
 @contextmanager
-def _forward(module: nn.Module) -> Iterator[None]:
+def forward_pass(module: nn.Module) -> Iterator[None]:
+    """Run a wrapped model inside, without warnings about its wrapper; what it raises is a ModelError."""
+    with quiet_pass(), running(module):
+        yield
+
+
+@contextmanager
+def quiet_pass() -> Iterator[None]:
+    """Run a forward or backward pass inside, without what torch, up to 2.13 at least, warns of with wrappers."""
     with warnings.catch_warnings():
-        # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
+        # FSDP2 warns of outputs that are a view (GPT-2's, and logits of divided heads) and must not be changed in
+        # place. They are not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        running_module: Any = running(module)
-        with running_module:
-            yield
+        # torch.compile, and models that convert a module when they run, look at the gradients of parameters, which
+        # under FSDP1 are views of a flat one and have none.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        yield

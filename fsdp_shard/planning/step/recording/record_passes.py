@@ -31,6 +31,9 @@ from fsdp_shard.planning.step.recording.repeated_blocks import (
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
 from fsdp_shard.utils import FakeTensorMode, first_line, replace_tensors
 
+# What models raise that cannot run without values: they take no text, or their control flow depends on values.
+CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError)
+
 
 class ExtraPasses(Protocol):
     """Passes without gradients of another phase than an evaluation."""
@@ -87,7 +90,7 @@ def record_passes(
         The recordings of one micro-batch.
 
     Raises:
-        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
+        Any of CANNOT_RUN: It does not run on fake tensors.
     """
     blocks = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
     recomputed = recomputed_fqns(blocks, settings.activation_checkpointing)
@@ -140,7 +143,7 @@ def _run_extra(
             attending = attending_without_values(model, passes.rows)
             with passes.setting(model), attending, fake, recorder, torch.no_grad():
                 passes.run(model, recorder)
-        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+        except CANNOT_RUN as error:
             uncounted[phase] = what_failed(error)
             continue
         recording: Sequence[Event] = recorder.events[begun:]
@@ -164,7 +167,7 @@ def record_forward(
         The recording, and for each block that was passed over one like it that was not.
 
     Raises:
-        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
+        Any of CANNOT_RUN: It does not run on fake tensors.
     """
     model.eval()
     blocks = no_split_blocks(model)

@@ -1,8 +1,6 @@
-"""The losses of finished batches in a file of the run directory, so that an evaluation that was killed goes on.
+"""The losses or rewards of finished batches in a file, from which an evaluation that was killed goes on.
 
-Rewards of texts are kept in the same way.
-
-The first line is the fingerprint of all that the losses depend on; each further line has a batch. A line is on the disk
+The first line is the fingerprint of all that they depend on; each further line has a batch. A line is on the disk
 before the next batch begins. What a kill leaves of a line is dropped, and its batch is computed again.
 """
 
@@ -26,32 +24,32 @@ from fsdp_shard.utils import name_in_errors, try_lock
 _LONGEST_LINE = 64 << 20  # bytes
 
 
-class BatchLosses(NamedTuple):
-    """The numbers of the windows of a batch, the sum of the losses of each in nats, how long and in which order.
+class BatchValues(NamedTuple):
+    """The numbers of the windows or texts of a batch, the value of each, how long and in which order it was computed.
 
-    Of a reward model, the windows are texts, and the losses their rewards.
+    The value of a window is the sum of its losses in nats, that of a text its reward.
     """
 
-    windows: list[int]
-    losses: list[float]
+    items: list[int]
+    values: list[float]
     seconds: float
     schedule: str = BATCH_MAJOR
 
 
-class LossLog:
-    """The file of one model's losses. A context manager: the file is locked until `close`.
+class BatchLog:
+    """The file of one model's losses or rewards. A context manager: the file is locked until `close`.
 
     A signal that ends the evaluation inside of the context is raised as Interrupted, which says how to go on.
 
     Args:
         path: The file, which may exist. Its directory is made.
-        inputs: All that the losses depend on, as JSON.
-        batches: The windows of each batch, in the order in which they are computed.
-        names: What the file calls windows and losses.
+        inputs: All that the values depend on, as JSON.
+        batches: The items of each batch, in the order in which they are computed.
+        names: What the file calls items and values.
 
     Attributes:
-        finished: The batches that the file has already.
-        changed: Names of the inputs that differ from those of the file that was there, whose losses are dropped.
+        finished: The batches that the file has.
+        changed: Names of the inputs that differ from those of the file that was there, whose values are dropped.
 
     Raises:
         ConfigError: Another process writes the file.
@@ -64,7 +62,7 @@ class LossLog:
         batches: Sequence[Sequence[int]],
         names: tuple[str, str] = ("windows", "losses"),
     ) -> None:
-        self.finished: list[BatchLosses] = []
+        self.finished: list[BatchValues] = []
         self.changed: list[str] = []
         self._path, self._names = path, names
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,10 +75,11 @@ class LossLog:
         digest = xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
         self._begin({"fingerprint": digest, "inputs": plain}, batches)
 
-    def append(self, batch: BatchLosses) -> None:
+    def append(self, batch: BatchValues) -> None:
         """Add a batch, and wait until it is on the disk."""
-        values = zip(self._names, (batch.windows, batch.losses), strict=True)
+        values = zip(self._names, (batch.items, batch.values), strict=True)
         self._write({**dict(values), "seconds": batch.seconds, "schedule": batch.schedule})
+        self.finished.append(batch)
 
     def close(self) -> None:
         """Close the file, and give the lock back."""
@@ -106,8 +105,8 @@ class LossLog:
         found = self._read_line()
         if found is not None and found.get("fingerprint") == header["fingerprint"]:
             end = self._file.tell()
-            for windows in batches:
-                if (batch := _batch_of(self._read_line(), windows, self._names)) is None:
+            for items in batches:
+                if (batch := _batch_of(self._read_line(), items, self._names)) is None:
                     break
                 self.finished.append(batch)
                 end = self._file.tell()
@@ -136,16 +135,16 @@ class LossLog:
             os.fsync(self._file.fileno())
 
 
-def _batch_of(line: dict[str, Any] | None, windows: Sequence[int], names: tuple[str, str]) -> BatchLosses | None:
-    """Return the batch in a line; None unless it is complete, and has these windows."""
-    if line is None or line.get(names[0]) != list(windows):
+def _batch_of(line: dict[str, Any] | None, items: Sequence[int], names: tuple[str, str]) -> BatchValues | None:
+    """Return the batch in a line; None unless it is complete, and has these items."""
+    if line is None or line.get(names[0]) != list(items):
         return None
-    losses, seconds = line.get(names[1]), line.get("seconds")
-    numbers = [*losses, seconds] if isinstance(losses, list) else []
-    if len(numbers) != len(windows) + 1 or not all(isinstance(one, float) and math.isfinite(one) for one in numbers):
+    values, seconds = line.get(names[1]), line.get("seconds")
+    numbers = [*values, seconds] if isinstance(values, list) else []
+    if len(numbers) != len(items) + 1 or not all(isinstance(one, float) and math.isfinite(one) for one in numbers):
         return None
     schedule = line.get("schedule", BATCH_MAJOR)
-    return BatchLosses(list(windows), numbers[:-1], numbers[-1], schedule) if schedule in SCHEDULES else None
+    return BatchValues(list(items), numbers[:-1], numbers[-1], schedule) if schedule in SCHEDULES else None
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

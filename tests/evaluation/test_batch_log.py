@@ -15,22 +15,22 @@ import pytest
 
 from fsdp_shard.distributed import Stopped
 from fsdp_shard.errors import ConfigError, Interrupted
-from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
+from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from tests.support.runs import Ended, Started, run_recipe
 
 BATCHES = [[2, 0], [1]]
-FIRST, SECOND = BatchLosses([2, 0], [0.1, 1 / 3], 0.5), BatchLosses([1], [2.5], 0.25)
+FIRST, SECOND = BatchValues([2, 0], [0.1, 1 / 3], 0.5), BatchValues([1], [2.5], 0.25)
 
 
 def test_finished_batches_are_there_again(tmp_path: Path) -> None:
     path = tmp_path / "run" / "losses.jsonl"
-    with LossLog(path, {"a": 1}, BATCHES) as log:
+    with BatchLog(path, {"a": 1}, BATCHES) as log:
         assert log.finished == []
         log.append(FIRST)
-    with LossLog(path, {"a": 1}, BATCHES) as log:
+    with BatchLog(path, {"a": 1}, BATCHES) as log:
         assert log.finished == [FIRST], "every bit of them"
         log.append(SECOND)
-    with LossLog(path, {"a": 1}, BATCHES) as log:
+    with BatchLog(path, {"a": 1}, BATCHES) as log:
         assert log.finished == [FIRST, SECOND]
 
 
@@ -39,14 +39,14 @@ def test_finished_batches_are_there_again(tmp_path: Path) -> None:
 )
 def test_what_a_kill_leaves_of_a_line_is_dropped(tmp_path: Path, rest: bytes) -> None:
     path = tmp_path / "losses.jsonl"
-    with LossLog(path, {}, BATCHES) as log:
+    with BatchLog(path, {}, BATCHES) as log:
         log.append(FIRST)
     with path.open("ab") as file:
         file.write(rest)
-    with LossLog(path, {}, BATCHES) as log:
+    with BatchLog(path, {}, BATCHES) as log:
         assert log.finished == [FIRST]
         log.append(SECOND)
-    with LossLog(path, {}, BATCHES) as log:
+    with BatchLog(path, {}, BATCHES) as log:
         assert log.finished == [FIRST, SECOND]
 
 
@@ -55,19 +55,19 @@ def test_what_a_kill_leaves_of_a_line_is_dropped(tmp_path: Path, rest: bytes) ->
 )
 def test_a_line_of_something_else_is_computed_again(tmp_path: Path, windows: Any, losses: Any) -> None:
     path = tmp_path / "losses.jsonl"
-    with LossLog(path, {}, BATCHES) as log:
+    with BatchLog(path, {}, BATCHES) as log:
         log.append(FIRST)
     with path.open("a") as file:
         file.write(json.dumps({"windows": windows, "losses": losses, "seconds": 1.0}) + "\n")
-    with LossLog(path, {}, BATCHES) as log:
+    with BatchLog(path, {}, BATCHES) as log:
         assert log.finished == [FIRST]
 
 
 def test_other_inputs_start_again_and_are_named(tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"
-    with LossLog(path, {"weights": "a", "settings": {"stride": 1, "by": "windows"}}, BATCHES) as log:
+    with BatchLog(path, {"weights": "a", "settings": {"stride": 1, "by": "windows"}}, BATCHES) as log:
         log.append(FIRST)
-    with LossLog(path, {"weights": "b", "settings": {"stride": 2, "by": "windows"}}, BATCHES) as log:
+    with BatchLog(path, {"weights": "b", "settings": {"stride": 2, "by": "windows"}}, BATCHES) as log:
         assert (log.finished, log.changed) == ([], ["weights", "settings.stride"])
 
 
@@ -76,22 +76,22 @@ def test_other_inputs_start_again_and_are_named(tmp_path: Path) -> None:
 )
 def test_a_signal_ends_with_how_to_go_on(raised: BaseException, number: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"
-    log = LossLog(path, {}, BATCHES)
+    log = BatchLog(path, {}, BATCHES)
     log.append(FIRST)
     with pytest.raises(Interrupted) as caught, log:
         raise raised
     assert str(caught.value).startswith(f"Stopped by {number.name}. The losses of finished batches are in {path}; ")
     assert f"the same command with run_dir={tmp_path} " in str(caught.value)
     assert caught.value.exit_status == 128 + number
-    with LossLog(path, {}, BATCHES) as log:
+    with BatchLog(path, {}, BATCHES) as log:
         assert log.finished == [FIRST], "the file is not locked any more"
 
 
 def test_two_evaluations_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "losses.jsonl"
-    with LossLog(path, {}, BATCHES), pytest.raises(ConfigError, match="is being written by another evaluation"):
-        LossLog(path, {}, BATCHES)
-    LossLog(path, {}, BATCHES).close()
+    with BatchLog(path, {}, BATCHES), pytest.raises(ConfigError, match="is being written by another evaluation"):
+        BatchLog(path, {}, BATCHES)
+    BatchLog(path, {}, BATCHES).close()
 
 
 def figures(ended: Ended) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _OF_RANKS: dict[str, Any] = {
 }
 
 
-class Facts:
+class PlanCache:
     """Values by their kind and settings. An InputError is kept too, and raised again."""
 
     def __init__(self) -> None:
