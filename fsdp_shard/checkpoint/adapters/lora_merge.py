@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.adapters.adapter_checks import AdapterParts, check_adapter, check_factors, refuse_other_base
-from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ScaledSum, with_codec
+from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ScaledSum
 from fsdp_shard.checkpoint.base_model import read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
@@ -191,7 +191,7 @@ class _Merge:
         codec = CopiedTensor(self.adapter, name)
         if self.has_new_head and not _find(self.names, fqn):
             of_base = next(iter(self.base.tensors.values()))
-            return with_codec(TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces), codec)
+            return TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces).with_codec(codec)
         kept = self._base_entry(_in_base(fqn))
         if entry.shape != kept.shape:
             raise self._misfit(name, entry.shape, kept)
@@ -199,7 +199,7 @@ class _Merge:
             raise CheckpointError(
                 f"{self.adapter.root}: {name} is stored as {entry.dtype}, but {kept.name} of its base as {kept.dtype}."
             )
-        return with_codec(kept._replace(dtype=entry.dtype), codec)
+        return kept._replace(dtype=entry.dtype).with_codec(codec)
 
     def adapted(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
         """The weight of a module, which may be `replaced`, plus the product of its factors: `names` in the adapter."""
@@ -221,8 +221,8 @@ class _Merge:
 
         codec = LowRankSum(self.base, kept, adapter.root, factors, self.settings.scale(module))
         if self.settings.is_dora:
-            return with_codec(kept, ScaledSum(codec, functools.partial(adapter.read, names["M"]), is_transposed))
-        return with_codec(kept, codec)
+            return kept.with_codec(ScaledSum(codec, functools.partial(adapter.read, names["M"]), is_transposed))
+        return kept.with_codec(codec)
 
     @functools.cached_property
     def wrapped(self) -> dict[str, str]:
