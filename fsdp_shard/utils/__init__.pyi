@@ -70,6 +70,7 @@ from .settings import (
     warnings_of as warnings_of,
 )
 from .text import (
+    first_few as first_few,
     first_line as first_line,
     format_count as format_count,
     format_number as format_number,

@@ -56,6 +56,12 @@ def format_number(number: int) -> str:
     return str(number)
 
 
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """List the first names, `most` of them, and the number of the others: `a, b and 7 more`."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format `rows`, the first of which is the header, as aligned columns, numeric ones to the right."""
     rows = [[one_line(cell) for cell in row] for row in rows]

@@ -32,6 +32,7 @@ from fsdp_shard.checkpoint.keys.model_names import (
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, read_config
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError, InputError, one_line
+from fsdp_shard.utils import first_few
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 _IN_LAYER = re.compile(r"\.\d+\.")  # the name of a tensor in one of several layers: those are not tied
-_NUM_NAMED = 3  # names in a message; the rest is counted
 
 
 def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
@@ -151,14 +151,9 @@ def _without(base: TensorIndex, names: Sequence[str]) -> TensorIndex:
 
 def _left_out(adapter: TensorIndex, names: Sequence[str]) -> str:
     return (
-        f"{adapter.root}: left out {_some(names)}, as peft does: {peft.ADAPTER_CONFIG} does not name these modules, or "
-        f"names them otherwise (target_modules, exclude_modules, layers_to_transform, modules_to_save)."
+        f"{adapter.root}: left out {first_few(names, 3)}, as peft does: {peft.ADAPTER_CONFIG} does not name these "
+        f"modules, or names them otherwise (target_modules, exclude_modules, layers_to_transform, modules_to_save)."
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -325,10 +320,12 @@ class _Merge:
             raise CheckpointError(f"{where}: its settings, such as target_modules, name no module of {self.base.path}.")
         if absent and not settings.starts_at_zero:
             raise CheckpointError(
-                f"{where}: the adapter holds no tensors of {_some(absent)}, which target_modules has."
+                f"{where}: the adapter holds no tensors of {first_few(absent, 3)}, which target_modules has."
             )
         return (
-            [f"{where}: without tensors for {_some(absent)}, which stay as in the base, as in peft."] if absent else []
+            [f"{where}: without tensors for {first_few(absent, 3)}, which stay as in the base, as in peft."]
+            if absent
+            else []
         )
 
     def _castable(self, kept: TensorEntry) -> TensorEntry:
