@@ -6,6 +6,7 @@ from .atomic_write import (
     hold_lock as hold_lock,
     is_abandoned as is_abandoned,
     name_in_errors as name_in_errors,
+    nearest_existing as nearest_existing,
     try_lock as try_lock,
     write_atomically as write_atomically,
     write_file as write_file,
@@ -77,6 +78,7 @@ from .text import (
     format_size as format_size,
     format_table as format_table,
     nearest as nearest,
+    num_common as num_common,
     parse_size as parse_size,
     printable as printable,
 )

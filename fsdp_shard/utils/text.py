@@ -1,8 +1,10 @@
 """Formatting of text: sizes in bytes, counts, the first line of an error, the closest known name."""
 
 import difflib
+import operator
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 from fsdp_shard.errors import ConfigError, one_line
 
@@ -86,6 +88,11 @@ def first_line(error: BaseException) -> str:
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     line = f"{first.rstrip()} {others[0].strip()}" if first.rstrip().endswith(":") and others else first
     return line if len(line) <= _LINE else f"{line[:_LINE]}..."
+
+
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Count the equal items that two texts or lists begin with."""
+    return sum(takewhile(bool, map(operator.eq, one, other)))
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +21,7 @@ from fsdp_shard.data.kinds.conversation import Conversation, Message, is_empty
 from fsdp_shard.data.kinds.kind import Tokenizer
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import tokenizer_files
-from fsdp_shard.utils import first_line, format_count
+from fsdp_shard.utils import first_line, format_count, num_common
 
 Span = tuple[int, int]
 
@@ -207,8 +207,8 @@ class Renderer:
         said: Message = {"role": "assistant", "content": "\ue000"}
         other = self._render(earlier, prompt=True) if first == "reasoning" else self._render([*earlier, said])
         whole, known = self._render([*earlier, turn])[0], self._render(earlier)[0] if earlier else ""
-        header, marks = common_prefix(whole, other[0]), list(_MARK.finditer(whole))
-        if not header.startswith(common_prefix(known, other[0]).rstrip()):
+        header, marks = whole[: num_common(whole, other[0])], list(_MARK.finditer(whole))
+        if not header.startswith(known[: num_common(known, other[0])].rstrip()):
             raise self._refusal("the template changes earlier turns with a tool call or reasoning")
         lead = whole[len(header) : marks[0].start()] if first != "text" else ""
         return lead, whole[marks[-1].end() :].rstrip() if last == "tool call" else ""
@@ -232,12 +232,6 @@ def _form(messages: list[Message], write: Callable[[Any], Any], absent: Message,
         calls = _changed(message.get("tool_calls", []), lambda call: {"arguments": write(value or call["arguments"])})
         changed.append(absent | message | ({"tool_calls": calls} if calls else {}))
     return changed
-
-
-def common_prefix(one: str, other: str) -> str:
-    """Return the common prefix of two texts."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return one[: sum(1 for _ in same)]
 
 
 def end_marks(tokenizer: Tokenizer) -> tuple[str, ...]:
