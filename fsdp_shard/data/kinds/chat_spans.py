@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp_shard.data.kinds.conversation import Conversation, Message, is_empty
 from fsdp_shard.data.kinds.kind import Tokenizer
@@ -24,6 +24,7 @@ from fsdp_shard.models import tokenizer_files
 from fsdp_shard.utils import first_line, format_count, num_common
 
 Span = tuple[int, int]
+T = TypeVar("T")
 
 _AN_END = re.compile(r"end|eot|eom|eos|</|sep|return", re.IGNORECASE)
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
@@ -71,18 +72,11 @@ class Renderer:
         Raises:
             DataError: The template rejects the conversation, or the spans cannot be identified.
         """
-        rejected: Exception | None = None
-        for form in _FORMS:
-            messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
-            try:
-                text, spans = self._render(messages)
-                if probe == messages or str(_PROBE) not in self._render(probe)[0]:
-                    return text, self._trained(spans) if self._marks else self._find(messages, text)
-            except DataError:
-                raise
-            except Exception as error:  # a template is a program
-                rejected = rejected or error
-        raise self._rejection(rejected) from rejected
+
+        def with_spans(messages: list[Message], text: str, spans: list[Span]) -> tuple[str, list[Span]]:
+            return text, self._trained(spans) if self._marks else self._find(messages, text)
+
+        return self._accepted(with_spans)
 
     def render_prompt(self, *, begins_turn: bool = True) -> str:
         """Return the text, with `begins_turn` up to where the assistant's next turn begins.
@@ -90,13 +84,19 @@ class Renderer:
         Raises:
             DataError: The template rejects the conversation.
         """
+        return self._accepted(lambda messages, text, spans: text, prompt=begins_turn)
+
+    def _accepted(self, finish: Callable[[list[Message], str, list[Span]], T], *, prompt: bool = False) -> T:
+        """Return what `finish` makes of the first form of the messages that the template accepts, and of its text."""
         rejected: Exception | None = None
         for form in _FORMS:
             messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
             try:
-                text, _ = self._render(messages, prompt=begins_turn)
-                if probe == messages or str(_PROBE) not in self._render(probe, prompt=begins_turn)[0]:
-                    return text
+                text, spans = self._render(messages, prompt=prompt)
+                if probe == messages or str(_PROBE) not in self._render(probe, prompt=prompt)[0]:
+                    return finish(messages, text, spans)
+            except DataError:
+                raise
             except Exception as error:  # a template is a program
                 rejected = rejected or error
         raise self._rejection(rejected) from rejected
