@@ -119,7 +119,7 @@ from .sharded_state.optimizer_state import (
 )
 from .sharded_state.save_step import RunState as RunState, save_step as save_step
 from .sharded_state.staging import StagedCopy as StagedCopy, Staging as Staging
-from .steps.file_plan import WriteRequest as WriteRequest
+from .steps.file_plan import WriteRequest as WriteRequest, parse_shard_name as parse_shard_name
 from .steps.manifest import (
     MANIFEST as MANIFEST,
     FileRecord as FileRecord,
@@ -132,6 +132,7 @@ from .steps.step_store import (
     AVERAGE as AVERAGE,
     CHECKPOINTS as CHECKPOINTS,
     CONFIG_FILE as CONFIG_FILE,
+    CONFIG_START as CONFIG_START,
     OPTIMIZER as OPTIMIZER,
     RUN_CONFIG as RUN_CONFIG,
     TRAINER as TRAINER,

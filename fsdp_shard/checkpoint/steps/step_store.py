@@ -20,6 +20,7 @@ from fsdp_shard.utils import fsync_path, read_bounded, write_atomically
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
 CONFIG_FILE = "config.yaml"  # under a run directory: the settings that made its newest step
+CONFIG_START = "# To repeat this run: fsdp-shard "  # of such a file; the command follows
 # Under a step directory.
 OPTIMIZER, AVERAGE, TRAINER, RUN_CONFIG = "optimizer", "ema", "trainer.json", "run_config.yaml"
 _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
