@@ -77,6 +77,18 @@ class Samples:
     held_out: MapDataset | None
     notes: tuple[str, ...]
 
+    @property
+    def sources(self) -> list[SourceDataset]:
+        """The datasets that have the samples, those of the training data first."""
+        return [*self.train.sources, *(self.held_out.sources if self.held_out is not None else [])]
+
+    def with_sources(self, sources: Sequence[SourceDataset], notes: Sequence[str]) -> Samples:
+        """Return the same with others in the place of its `sources`, and with `notes` after its own."""
+        num_train = len(self.train.sources)
+        train = self.train.with_sources(sources[:num_train])
+        held_out = None if self.held_out is None else self.held_out.with_sources(sources[num_train:])
+        return Samples(train, held_out, (*self.notes, *notes))
+
 
 def tokenize_all(
     config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None, task: str = CAUSAL
