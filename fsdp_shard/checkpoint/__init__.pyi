@@ -127,6 +127,7 @@ from .steps.manifest import (
     TensorRecord as TensorRecord,
     read_manifest as read_manifest,
 )
+from .steps.shard_index import SHARD_INDEX as SHARD_INDEX
 from .steps.step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
 from .steps.step_store import (
     AVERAGE as AVERAGE,
