@@ -77,6 +77,7 @@ from .text import (
     format_number as format_number,
     format_size as format_size,
     format_table as format_table,
+    matches_any as matches_any,
     nearest as nearest,
     num_common as num_common,
     parse_size as parse_size,

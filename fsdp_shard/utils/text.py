@@ -1,9 +1,10 @@
 """Formatting of text: sizes in bytes, counts, the first line of an error, the closest known name."""
 
 import difflib
+import fnmatch
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from fsdp_shard.errors import ConfigError, one_line
@@ -88,6 +89,11 @@ def first_line(error: BaseException) -> str:
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     line = f"{first.rstrip()} {others[0].strip()}" if first.rstrip().endswith(":") and others else first
     return line if len(line) <= _LINE else f"{line[:_LINE]}..."
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of the patterns of a shell, with case."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
