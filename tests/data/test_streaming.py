@@ -265,8 +265,8 @@ def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, m
         for word in WORDS
     ]
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    given = {"path": path, "sequence_length": 12, "cache_dir": str(tmp_path / "cache"), **more}
-    tokenized = tokenize_all(DataConfig(**given), tokenizer, task.name)
+    given = {"path": path, "sequence_length": 12, **more}
+    tokenized = tokenize_all(DataConfig(**given, cache_dir=str(tmp_path / "cache")), tokenizer, task.name)
     plain = open_samples(DataConfig(**given), tokenized, task).train.dataset
     config = DataConfig(**given, streaming=True, shuffle_buffer=1)
     stream = stream_of(config, tokenizer, 0, task)
