@@ -68,7 +68,8 @@ def side(name: str, path: str, work: Path, model: str, workers: int) -> dict[str
     texts = [json.loads(line)["text"] for line in lines]
     began, used = time.perf_counter(), sum(os.times()[:4])
     if name == "ours":
-        file = tokenize_all(DataConfig(path=path, workers=workers), tokenizer, work / "tokens").train[""]
+        config = DataConfig(path=path, workers=workers, cache_dir=str(work / "tokens"))
+        file = tokenize_all(config, tokenizer).train[""]
         num_tokens = file.num_tokens
     elif name == "tokenizer":
         encode = tokenizer.backend_tokenizer.encode_batch_fast

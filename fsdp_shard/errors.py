@@ -21,6 +21,7 @@ shown on a terminal: names that files give may have any characters and any lengt
 Bugs of this package are `assert`s and never part of this tree.
 """
 
+import errno
 import re
 import unicodedata
 from functools import partial
@@ -108,6 +109,12 @@ class Interrupted(FsdpShardError):
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks send each other errors, and an exception is otherwise pickled with its message only.
         return partial(Interrupted, signal_number=self.exit_status - 128), self.args
+
+
+def os_error_text(error: OSError) -> str:
+    """File, reason and errno of an error of the operating system."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
 
 
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:

@@ -119,7 +119,7 @@ from .sharded_state.optimizer_state import (
 )
 from .sharded_state.save_step import RunState as RunState, save_step as save_step
 from .sharded_state.staging import StagedCopy as StagedCopy, Staging as Staging
-from .steps.file_plan import WriteRequest as WriteRequest
+from .steps.file_plan import WriteRequest as WriteRequest, parse_shard_name as parse_shard_name
 from .steps.manifest import (
     MANIFEST as MANIFEST,
     FileRecord as FileRecord,
@@ -127,11 +127,13 @@ from .steps.manifest import (
     TensorRecord as TensorRecord,
     read_manifest as read_manifest,
 )
+from .steps.shard_index import SHARD_INDEX as SHARD_INDEX
 from .steps.step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
 from .steps.step_store import (
     AVERAGE as AVERAGE,
     CHECKPOINTS as CHECKPOINTS,
     CONFIG_FILE as CONFIG_FILE,
+    CONFIG_START as CONFIG_START,
     OPTIMIZER as OPTIMIZER,
     RUN_CONFIG as RUN_CONFIG,
     TRAINER as TRAINER,

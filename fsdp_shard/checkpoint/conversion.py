@@ -51,6 +51,7 @@ from fsdp_shard.models import check_model_config
 from fsdp_shard.utils import (
     check,
     check_writable,
+    first_few,
     format_count,
     format_size,
     fsync_path,
@@ -505,10 +506,9 @@ def _check_target(target: Path, index: TensorIndex, replaced: Collection[str] | 
             f"{target} exists and is not a checkpoint directory, so overwrite=true does not replace it."
         )
     if others := _other_files(target, replaced):
-        some = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         raise CheckpointError(
-            f"{target} holds {some} besides its weights, which overwrite=true would delete; move them away, or give "
-            "another target."
+            f"{target} holds {first_few(others)} besides its weights, which overwrite=true would delete; move them "
+            "away, or give another target."
         )
 
 

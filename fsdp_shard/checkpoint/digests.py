@@ -144,11 +144,11 @@ def chunk_jobs(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[Ten
     for entry in index.tensors.values():
         if entry.name in names:
             total = num_chunks(entry.num_bytes)
-            for first in range(0, total, _JOB_CHUNKS):
-                yield entry, range(first, min(first + _JOB_CHUNKS, total))
+            for first in range(0, total, JOB_CHUNKS):
+                yield entry, range(first, min(first + JOB_CHUNKS, total))
 
 
 # Smaller tensors are spread over the files of many ranks, so one rank hashes all of them: of those that it saves, the
 # others send it their parts.
 SMALL_BYTES = 64 << 10
-_JOB_CHUNKS = 32  # so that several threads work on one large tensor
+JOB_CHUNKS = 32  # so that several threads work on one large tensor

@@ -38,6 +38,7 @@ from fsdp_shard.checkpoint.steps import CHECKPOINTS, DCP_METADATA, MANIFEST, Sto
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 
+# Looser than `is_hub_id`: of a name that is read, the hub itself says what is wrong.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+")
 
 

@@ -3,9 +3,8 @@
 They are copied byte for byte, except for the `dtype` in config.json, which records what was written.
 """
 
-import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import xxhash
 
 from fsdp_shard.checkpoint.io.files import has_file, member
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import atomic_directory, read_bounded, read_json, user_cache
+from fsdp_shard.utils import atomic_directory, matches_any, read_bounded, read_json, user_cache
 
 CONFIG = "config.json"
 # The entries of config.json that a new head of a classifier changes.
@@ -82,7 +81,7 @@ def list_model_files(root: Path) -> dict[str, Path]:
         CheckpointError: One is a link that leads out of the directory, or a config is too large.
     """
     patterns = [*_TOKENIZER, *(_MODEL if has_file(root, CONFIG) else ())]
-    names = [name for name in list_files(root) if _matches(name, patterns) and has_file(root, name)]
+    names = [name for name in list_files(root) if matches_any(name, patterns) and has_file(root, name)]
     files = {name: member(root, name) for name in names if not name.endswith(".py")}
     # Weights may lie among scripts of the user's, which are not the model's.
     configs = [path for name, path in files.items() if name.endswith("config.json")]
@@ -95,12 +94,12 @@ def list_model_files(root: Path) -> dict[str, Path]:
 
 def is_model_file(name: str) -> bool:
     """Whether a file of this name is a model file."""
-    return _matches(name, (*_MODEL, *_TOKENIZER))
+    return matches_any(name, (*_MODEL, *_TOKENIZER))
 
 
 def is_tokenizer_file(name: str) -> bool:
     """Whether a file of this name, relative to the directory of a model, is of a tokenizer."""
-    return _matches(name, _TOKENIZER) and ("/" not in name or _matches(name, (f"{_TEMPLATES}/*.jinja",)))
+    return matches_any(name, _TOKENIZER) and ("/" not in name or matches_any(name, (f"{_TEMPLATES}/*.jinja",)))
 
 
 def is_settings_file(name: str) -> bool:
@@ -110,14 +109,14 @@ def is_settings_file(name: str) -> bool:
 
 def has_tokenizer(root: Path) -> bool:
     """Whether a directory has a tokenizer, and not only settings of one."""
-    names = [name for name in list_model_files(root) if _matches(name, _TOKENIZER)]
-    return "tokenizer_config.json" in names and any(not _matches(name, _TOKENIZER_SETTINGS) for name in names)
+    names = [name for name in list_model_files(root) if matches_any(name, _TOKENIZER)]
+    return "tokenizer_config.json" in names and any(not matches_any(name, _TOKENIZER_SETTINGS) for name in names)
 
 
 def replace_tokenizer(files: Mapping[str, Path], others: Mapping[str, Path]) -> dict[str, Path]:
     """`files` with the tokenizer of `others`, all of it: templates and tokens of different ones do not fit together."""
-    kept = {name: path for name, path in files.items() if not _matches(name, _TOKENIZER)}
-    return kept | {name: path for name, path in others.items() if _matches(name, _TOKENIZER)}
+    kept = {name: path for name, path in files.items() if not matches_any(name, _TOKENIZER)}
+    return kept | {name: path for name, path in others.items() if matches_any(name, _TOKENIZER)}
 
 
 def set_chat_template(
@@ -131,8 +130,8 @@ def set_chat_template(
         name: Its other name, if it has one.
         tokenizer_only: Leave out what is not of the tokenizer.
     """
-    chosen = [file for file in files if not tokenizer_only or _matches(file, _TOKENIZER)]
-    kept = {file: files[file] for file in chosen if not _matches(file, ("chat_template*", f"{_TEMPLATES}/*"))}
+    chosen = [file for file in files if not tokenizer_only or matches_any(file, _TOKENIZER)]
+    kept = {file: files[file] for file in chosen if not matches_any(file, ("chat_template*", f"{_TEMPLATES}/*"))}
     settings = json.loads(kept.get("tokenizer_config.json", "{}"))
     if settings.pop("chat_template", None) is not None:
         kept["tokenizer_config.json"] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
@@ -208,10 +207,6 @@ def classifier_directory(files: Mapping[str, Path], entries: Mapping[str, Any]) 
             f"directory that can be written."
         ) from error
     return target
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _change_config(source: Path, target: Path, dtype: str, *, is_dequantized: bool) -> None:

@@ -13,6 +13,7 @@ from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER, plain_names
 from fsdp_shard.checkpoint.steps import AVERAGE, MANIFEST, SHARD_INDEX, Manifest, read_manifest_of_folder
 from fsdp_shard.checkpoint.tensor_entry import count
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import first_few
 
 _MAX_NAME, _MAX_PARTS = 1000, 100  # of a tensor's name
 _MAX_STEP = (1 << 63) - 1  # a number beyond it is no step
@@ -137,5 +138,4 @@ def _contents(path: Path) -> str:
         return f"it holds {safetensors[0]}, one of {count} files of a model, without the others and their index."
     if len(safetensors) > 1:
         return "it holds several safetensors files, but no model.safetensors.index.json that says what is in them."
-    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"the directory holds {some}, but no weights." if names else "the directory is empty."
+    return f"the directory holds {first_few(names, 5)}, but no weights." if names else "the directory is empty."

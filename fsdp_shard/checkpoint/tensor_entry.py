@@ -83,6 +83,11 @@ class TensorEntry(NamedTuple):
         """Whether dtype, shape and pieces are the same."""
         return (self.dtype, self.shape, tuple(self.pieces)) == (other.dtype, other.shape, tuple(other.pieces))
 
+    def with_codec(self, codec: Codec) -> "TensorEntry":
+        """The entry as one piece that `codec` decodes; its file only stands for those of the entry."""
+        first = self.pieces[0]
+        return self._replace(pieces=(Piece(first.file, first.start, (0,) * len(self.shape), self.shape, codec),))
+
     def has_long_runs(self, piece: Piece) -> bool:
         """Whether `piece` is few long runs of the flat tensor, each worth a read of its own."""
         run_bytes = tensor_slices.run_elements(self.shape, piece.shape) * itemsize(self.dtype)

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import CONFIG_FILE
+from fsdp_shard.checkpoint import CONFIG_FILE, CONFIG_START
 from fsdp_shard.utils import redact, redact_setting
-
-_COMMENT = "# To repeat this run: fsdp-shard "
 
 
 def is_of_run(directory: Path) -> bool:
@@ -19,7 +17,7 @@ def is_of_run(directory: Path) -> bool:
         if not file.is_file():
             return False
         with file.open("rb") as stream:
-            return stream.read(len(_COMMENT)) == _COMMENT.encode()
+            return stream.read(len(CONFIG_START)) == CONFIG_START.encode()
     except OSError:
         return False
 
@@ -36,7 +34,7 @@ def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: st
     from omegaconf import OmegaConf
 
     program = f"run {own_recipe}" if own_recipe else command
-    comment = f"{_COMMENT}{program} THIS_FILE run_dir=NEW"
+    comment = f"{CONFIG_START}{program} THIS_FILE run_dir=NEW"
     groups = [{name: option} for name, option in chosen.items()]
     defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *groups, "_self_"]})
     settings = OmegaConf.structured(_change_text(config, lambda name, text: escape(redact_setting(name, text))))

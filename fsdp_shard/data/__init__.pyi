@@ -35,7 +35,6 @@ from .pipeline import (
     Samples as Samples,
     Tokenized as Tokenized,
     open_samples as open_samples,
-    prepare_data as prepare_data,
     prepare_held_out as prepare_held_out,
     prepare_on_ranks as prepare_on_ranks,
     row_losses as row_losses,

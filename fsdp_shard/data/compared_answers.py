@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
-from fsdp_shard.data.documents import NAMES, name_of
+from fsdp_shard.data.documents import name_of, open_evaluated, rows_again, was_changed
 from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.conversation import Conversation
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, PAIRS, Tokenizer
@@ -26,12 +26,11 @@ from fsdp_shard.data.samples.preferences import (
     chosen_before,
     fits,
 )
-from fsdp_shard.data.sources.source import Source, open_source
+from fsdp_shard.data.sources.source import Source
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import Communicator, run_on_main
-from fsdp_shard.errors import DataError
 
 
 class ComparedPair(NamedTuple):
@@ -90,24 +89,21 @@ class ComparedPairs:
 
     def pairs(self) -> Iterator[ComparedPair]:
         """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
-        number, first, columns = 0, 0, self.kind.columns
-        for number, row in enumerate(self.source.rows((*columns, *NAMES)), start=1):
-            if number > len(self.counts):
-                break
+        first, columns = 0, self.kind.columns
+        rows = rows_again(self.source, columns, len(self.counts))
+        for row, count in zip(rows, map(int, self.counts), strict=True):
             answers, left_out, _ = self.kind.read(row)
-            end = first + int(self.counts[number - 1])
+            end = first + count
             first += self.reasons[first:end].count(CHOSEN)
             rejected = answers[1:]
             if first + len(rejected) + len(left_out) != end:
-                raise self._changed()
+                raise was_changed(self.source)
             texts = [_texts(answers[0], one) for one in rejected] + [{}] * len(left_out)
             for example, found in zip(range(first, end), texts, strict=True):
                 what, reason = self._left_out(example)
                 sample = None if what else int(self.sample_of[example])
                 yield ComparedPair(row.where, name_of(row, columns), found, sample, what, reason)
             first = end
-        if number != len(self.counts):
-            raise self._changed()
 
     def _left_out(self, example: int) -> tuple[str, str]:
         """Return what an example stands for, and why it is left out; empty texts for one in a sample."""
@@ -118,9 +114,6 @@ class ComparedPairs:
             words = EQUAL_WHEN_CUT if self.in_window[example] else PROMPT_FILLS
             return "pair", words.format(self.samples.sequence_length).strip()
         return "", ""
-
-    def _changed(self) -> DataError:
-        return DataError(f"{self.source.name} was changed while it was read; start again.")
 
 
 def open_compared_pairs(config: DataConfig, tokenizer: Tokenizer, task: Task, ranks: Communicator) -> ComparedPairs:
@@ -135,7 +128,7 @@ def open_compared_pairs(config: DataConfig, tokenizer: Tokenizer, task: Task, ra
     Raises:
         DataError: The data cannot be read, has answers with a label, or has no pair.
     """
-    source, kind = open_source(config, config.eval_path is not None), kind_of(config, CLASSIFICATION)
+    source, kind = open_evaluated(config), kind_of(config, CLASSIFICATION)
     assert isinstance(kind, PreferenceKind)
     tokenizer = with_chat_template(tokenizer, config)
     file: TokenFile = run_on_main(

@@ -80,16 +80,32 @@ class Documents:
 
     def rows(self) -> Iterator[DocumentRow]:
         """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
-        number, example = 0, 0
-        for number, row in enumerate(self.source.rows((*self.kind.columns, *NAMES)), start=1):
-            if number > len(self.counts):
-                break
-            has_example = bool(self.counts[number - 1])
+        rows, example = rows_again(self.source, self.kind.columns, len(self.counts)), 0
+        for row, has_example in zip(rows, map(bool, self.counts), strict=True):
             text = self.kind.read(row) if has_example and isinstance(self.kind, WholeText) else None
             yield DocumentRow(row.where, name_of(row, self.kind.columns), example if has_example else None, text)
             example += has_example
-        if number != len(self.counts):
-            raise DataError(f"{self.source.name} was changed while it was read; start again.")
+
+
+def open_evaluated(config: DataConfig) -> Source:
+    """Open `data.eval_path`, or data.path without it; raises DataError."""
+    return open_source(config, config.eval_path is not None)
+
+
+def rows_again(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[Row]:
+    """Read rows again, `columns` and names of them; raises DataError unless there are `num_rows`, as before."""
+    number = 0
+    for number, row in enumerate(source.rows((*columns, *NAMES)), start=1):
+        if number > num_rows:
+            break
+        yield row
+    if number != num_rows:
+        raise was_changed(source)
+
+
+def was_changed(source: Source) -> DataError:
+    """Return the error of rows that are others than when they were tokenized."""
+    return DataError(f"{source.name} was changed while it was read; start again.")
 
 
 def name_of(row: Row, columns: Sequence[str]) -> str | int | None:
@@ -108,7 +124,7 @@ def prepare_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
     Raises:
         DataError: The data cannot be read, or has nothing to predict.
     """
-    source, tokenizer = _open_source(config), with_chat_template(tokenizer, config)
+    source, tokenizer = open_evaluated(config), with_chat_template(tokenizer, config)
     kind = kind_of(config, CAUSAL)
     if config.kind == "text":
         kind = WholeText(kind, tuple(beginning(tokenizer)))
@@ -119,8 +135,4 @@ def prepare_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
 def read_texts(config: DataConfig) -> Iterator[str]:
     """Read the texts of `data.eval_path`, or of data.path without it, that are not empty; raises DataError."""
     kind = kind_of(config, CAUSAL)
-    return (text for row in _open_source(config).rows(kind.columns) if (text := kind.read(row)) is not None)
-
-
-def _open_source(config: DataConfig) -> Source:
-    return open_source(config, config.eval_path is not None)
+    return (text for row in open_evaluated(config).rows(kind.columns) if (text := kind.read(row)) is not None)

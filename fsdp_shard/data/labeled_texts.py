@@ -9,17 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
-from fsdp_shard.data.documents import NAMES, name_of
+from fsdp_shard.data.documents import name_of, open_evaluated, rows_again
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, Kind, Tokenizer
 from fsdp_shard.data.samples.batch import Ints
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.rows import LabeledRows
-from fsdp_shard.data.sources.source import Source, open_source
+from fsdp_shard.data.sources.source import Source
 from fsdp_shard.data.task import Task, check_class_order
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import Communicator, run_on_main
-from fsdp_shard.errors import DataError
 
 
 class LabeledText(NamedTuple):
@@ -71,17 +70,13 @@ class LabeledTexts:
 
     def rows(self) -> Iterator[LabeledText]:
         """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
-        number, columns = 0, self.kind.columns
-        for number, row in enumerate(self.source.rows((*columns, *NAMES)), start=1):
-            if number > len(self.sample_of):
-                break
-            sample = int(self.sample_of[number - 1])
+        columns = self.kind.columns
+        rows = rows_again(self.source, columns, len(self.sample_of))
+        for row, sample in zip(rows, map(int, self.sample_of), strict=True):
             is_used = sample >= 0
             text = self.kind.text_in(row, "text")
             reason = "" if is_used else _LEFT_OUT[sample]
             yield LabeledText(row.where, name_of(row, columns), text, sample if is_used else None, reason)
-        if number != len(self.sample_of):
-            raise DataError(f"{self.source.name} was changed while it was read; start again.")
 
 
 _LEFT_OUT = {-1: "without text or label", -2: "without tokens"}
@@ -99,7 +94,7 @@ def open_labeled_texts(config: DataConfig, tokenizer: Tokenizer, task: Task, ran
     Raises:
         DataError: The data cannot be read, has no text with a label, or has a class that the model does not have.
     """
-    source, kind = open_source(config, config.eval_path is not None), kind_of(config, CLASSIFICATION)
+    source, kind = open_evaluated(config), kind_of(config, CLASSIFICATION)
 
     def tokenized() -> TokenFile:
         check_class_order(source.class_names(config.label_column), task, source.name)

@@ -1,16 +1,14 @@
 """From the settings of `data.*` to the samples that are trained and those that are held out.
 
-One process tokenizes (`tokenize_all`), and every process maps the result (`open_samples`). `prepare_data` does both in
-one process, `prepare_on_ranks` over the ranks of a run.
+One process tokenizes (`tokenize_all`), and every process maps the result (`open_samples`). `prepare_on_ranks` does both
+over the ranks of a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -77,16 +75,25 @@ class Samples:
     held_out: MapDataset | None
     notes: tuple[str, ...]
 
+    @property
+    def sources(self) -> list[SourceDataset]:
+        """The datasets that have the samples, those of the training data first."""
+        return [*self.train.sources, *(self.held_out.sources if self.held_out is not None else [])]
 
-def tokenize_all(
-    config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None, task: str = CAUSAL
-) -> Tokenized:
+    def with_sources(self, sources: Sequence[SourceDataset], notes: Sequence[str]) -> Samples:
+        """Return the same with others in the place of its `sources`, and with `notes` after its own."""
+        num_train = len(self.train.sources)
+        train = self.train.with_sources(sources[:num_train])
+        held_out = None if self.held_out is None else self.held_out.with_sources(sources[num_train:])
+        return Samples(train, held_out, (*self.notes, *notes))
+
+
+def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -> Tokenized:
     """Tokenize what is not in the cache yet, in one process.
 
     Args:
         config: The settings of the data.
         tokenizer: The tokenizer.
-        cache_dir: Directory for tokenized data; default is that of `config`.
         task: The value of `model.task`.
 
     Raises:
@@ -94,11 +101,11 @@ def tokenize_all(
     """
     special = SpecialTokens.of(tokenizer) if task == MASKED_LM else None
     sources = {} if config.streaming else sources_of(config)
-    train = {name: _tokenize(source, False, tokenizer, cache_dir, task) for name, source in sources.items()}
+    train = {name: _tokenize(source, False, tokenizer, task) for name, source in sources.items()}
     sets = held_out_sets_of(config)
-    held_out = {name: _tokenize(each, False, tokenizer, cache_dir, task) for name, each in sets.items()}
+    held_out = {name: _tokenize(each, False, tokenizer, task) for name, each in sets.items()}
     if config.eval_path is not None:
-        held_out[""] = _tokenize(config, True, tokenizer, cache_dir, task)
+        held_out[""] = _tokenize(config, True, tokenizer, task)
     given = [source.path for source in (*sources.values(), *sets.values())]
     given += [config.eval_path] if config.eval_path else []
     notes = list(chain.from_iterable(map(file_notes, given)))
@@ -325,18 +332,13 @@ def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, 
     return windows.slice(0, num_train), windows.slice(num_train, num_windows)
 
 
-def prepare_data(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None) -> Samples:
-    """Tokenize and open the data of a causal language model in one process; see `tokenize_all` and `open_samples`."""
-    return open_samples(config, tokenize_all(config, tokenizer, cache_dir), open_tokenizer=lambda: deepcopy(tokenizer))
-
-
 def prepare_held_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[SourceDataset, str]:
     """Return what training would hold out, or all of data.path if it would hold out nothing, in one process.
 
     The text says what became of the rows, such as how many were truncated.
     """
     if config.eval_path is not None:  # data.path is not needed
-        return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, None, CAUSAL))
+        return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, CAUSAL))
     train, held_out, notes = _open_files(config, tokenize_all(config, tokenizer), Task(), 0)
     own = {**train, **held_out}  # evaluations reject mixtures and streamed data
     return own[""], notes[0].partition(": ")[2]
@@ -374,8 +376,8 @@ def prepare_on_ranks(
     return samples
 
 
-def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, cache_dir: Path | None, task: str) -> TokenFile:
+def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, task: str) -> TokenFile:
     """Tokenize to one stream of tokens for running text, and to examples for everything else."""
-    source, cache = open_source(config, held_out), cache_dir or cache_directory(config)
-    tokenizer = with_chat_template(tokenizer, config)
-    return tokenize(source, encoded_kind(config, task, tokenizer), tokenizer, cache, config.workers)
+    source, tokenizer = open_source(config, held_out), with_chat_template(tokenizer, config)
+    kind = encoded_kind(config, task, tokenizer)
+    return tokenize(source, kind, tokenizer, cache_directory(config), config.workers)

@@ -7,10 +7,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from fsdp_shard.data.config import DataConfig, kind_of
-from fsdp_shard.data.documents import NAMES, name_of
+from fsdp_shard.data.documents import NAMES, name_of, open_evaluated
 from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import Question, Tokenizer
-from fsdp_shard.data.sources.source import open_source
 
 _ROWS_AT_ONCE = 256  # tokenizers are faster on many texts
 
@@ -49,7 +48,7 @@ def read_questions(config: DataConfig, tokenizer: Tokenizer, task: str) -> Itera
     kind, tokenizer = kind_of(config, task), with_chat_template(tokenizer, config)
     if config.kind == "chat":
         kind.check_tokenizer(tokenizer)
-    rows = open_source(config, config.eval_path is not None).rows((*kind.columns, *NAMES))
+    rows = open_evaluated(config).rows((*kind.columns, *NAMES))
     while some := list(islice(rows, _ROWS_AT_ONCE)):
         read = [kind.read(row) for row in some]
         asked = iter(kind.questions([one for one in read if one is not None], tokenizer))

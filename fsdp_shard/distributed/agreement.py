@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from fsdp_shard.errors import FsdpShardError, StorageError
+from fsdp_shard.errors import FsdpShardError, StorageError, os_error_text
 
 if TYPE_CHECKING:  # it imports torch, which commands that only look at a run do without
     from fsdp_shard.distributed.process_group import Communicator
@@ -36,9 +35,7 @@ def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
     except FsdpShardError as raised:
         error = raised
     except OSError as raised:
-        code = errno.errorcode.get(raised.errno or 0, "no errno")
-        what = f"{raised.filename or 'a file'}: {raised.strerror or raised} ({code})"
-        error = StorageError(f"Rank {context.rank}: {what}.")
+        error = StorageError(f"Rank {context.rank}: {os_error_text(raised)}.")
     # Of a thousand ranks, each gets one number, unless one of them has failed.
     if context.all_reduce([float(error is not None)], "max")[0]:
         raise next(found for found in context.all_gather_object(error) if found is not None)

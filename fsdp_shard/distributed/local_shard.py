@@ -47,6 +47,11 @@ class LocalShard:
         assert local.numel() == self.data.numel(), (local.shape, self.data.shape)
         return local.view(-1)
 
+    def fill(self, whole: torch.Tensor) -> None:
+        """Copy this rank's range out of the whole tensor, or out of its elements in their order."""
+        assert self.box is None, "a box is no range"
+        self.data.copy_(whole.reshape(-1)[self.start : self.start + len(self.data)])
+
 
 def row_major_range(shape: Sequence[int], rows: range) -> tuple[int, int]:
     """Return (start, length), in elements, of `rows` of a row-major tensor of `shape`."""

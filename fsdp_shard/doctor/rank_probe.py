@@ -20,8 +20,8 @@ from fsdp_shard.distributed import DistributedContext, init_distributed, launch,
 from fsdp_shard.doctor.findings import PROBLEM, Finding, ok, problem
 from fsdp_shard.doctor.machine import versions
 from fsdp_shard.doctor.network import check_network
-from fsdp_shard.doctor.run import nearest_existing, scratch_directory
-from fsdp_shard.utils import format_count, format_size
+from fsdp_shard.doctor.run import scratch_directory
+from fsdp_shard.utils import format_count, format_size, nearest_existing
 
 _REDUCED_BYTES = 16 << 20
 _ROUNDS = 3

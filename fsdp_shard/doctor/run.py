@@ -35,7 +35,14 @@ from fsdp_shard.planning import (
     plan_memory,
     switched_off,
 )
-from fsdp_shard.utils import check as check_sections, check_writable, format_count, format_size, write_atomically
+from fsdp_shard.utils import (
+    check as check_sections,
+    check_writable,
+    format_count,
+    format_size,
+    nearest_existing,
+    write_atomically,
+)
 
 _MAX_PLANS = 12  # of each kind, as a dry run takes seconds
 _TRIAL_BYTES = 32 << 20
@@ -62,11 +69,6 @@ class PreparedData:
 
 PlanFunction = Callable[[], MemoryPlan | None]
 DataFunction = Callable[[], PreparedData | None]
-
-
-def nearest_existing(path: Path) -> Path:
-    """Return `path`, or the nearest directory above it that exists, which is on the same file system."""
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def scratch_directory(directory: Path) -> TemporaryDirectory[str]:

@@ -13,7 +13,7 @@ import psutil
 from fsdp_shard.distributed import gpu_number
 from fsdp_shard.errors import PlanError
 from fsdp_shard.inference.config import Device
-from fsdp_shard.utils import format_count
+from fsdp_shard.utils import format_count, nearest_existing
 
 _RESERVED = 0.1  # for activations, the KV cache and other processes
 _CGROUP = Path("/sys/fs/cgroup")
@@ -68,8 +68,7 @@ def free_threads() -> int:
 
 def free_disk_bytes(directory: Path) -> int:
     """Bytes that may still be written where `directory` is, or would be."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(nearest_existing(directory)).free
 
 
 def _part(num_bytes: int) -> int:

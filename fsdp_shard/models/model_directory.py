@@ -3,7 +3,6 @@
 Imports no transformers.
 """
 
-import fnmatch
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any
 
 from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.models.named_files import refuse_named_files
-from fsdp_shard.utils import exceeded, first_line, limits, read_bounded, read_json, refuse_excess
+from fsdp_shard.utils import exceeded, first_line, limits, matches_any, read_bounded, read_json, refuse_excess
 
 # The files of a hub repository to download: no weights of other frameworks, and pickles only without safetensors.
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "*.codes", "*.tiktoken", "*.tokenizer")
@@ -103,7 +102,7 @@ def check_model_files(directory: Path) -> None:
         with os.scandir(directory) as entries:
             names = [entry.name for entry in islice(entries, limits().directory_entries)]
         for name in names:
-            if limit := next((limit for limit, patterns in _READ_WHOLE.items() if _fits(name, patterns)), None):
+            if limit := next((limit for limit, patterns in _READ_WHOLE.items() if matches_any(name, patterns)), None):
                 _check_file(directory / name, limit)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
@@ -121,7 +120,7 @@ def _check_file(path: Path, limit: str) -> None:
     if not stat.S_ISREG(state.st_mode):
         raise ModelError(f"{path} is not a regular file, so it is not read.")
     refuse_excess(state.st_size, limit, f"{path} is too large to be read")
-    if _fits(path.name, _SETTINGS):
+    if matches_any(path.name, _SETTINGS):
         document = read_json(path)
         refuse_named_files(path, document)
         if path.name == _TOKENIZER_CONFIG:
@@ -133,10 +132,6 @@ def _check_file(path: Path, limit: str) -> None:
         with suppress(ValueError, RecursionError):  # whoever loads it says so
             document = json.loads(content)
         _check_names(path, document.get("added_tokens") if isinstance(document, dict) else None)
-
-
-def _fits(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _check_names(path: Path, settings: Any) -> None:

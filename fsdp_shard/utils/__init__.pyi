@@ -6,6 +6,7 @@ from .atomic_write import (
     hold_lock as hold_lock,
     is_abandoned as is_abandoned,
     name_in_errors as name_in_errors,
+    nearest_existing as nearest_existing,
     try_lock as try_lock,
     write_atomically as write_atomically,
     write_file as write_file,
@@ -70,12 +71,15 @@ from .settings import (
     warnings_of as warnings_of,
 )
 from .text import (
+    first_few as first_few,
     first_line as first_line,
     format_count as format_count,
     format_number as format_number,
     format_size as format_size,
     format_table as format_table,
+    matches_any as matches_any,
     nearest as nearest,
+    num_common as num_common,
     parse_size as parse_size,
     printable as printable,
 )

@@ -42,6 +42,12 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
         fsync_path(path.parent)
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, or the nearest directory above it that exists, which is on the same file system."""
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
 def check_writable(directory: str | os.PathLike[str], setting: str) -> None:
     """Check that files can be written in a directory that may not exist yet, without leaving any.
 
@@ -52,8 +58,7 @@ def check_writable(directory: str | os.PathLike[str], setting: str) -> None:
     Raises:
         ConfigError: A parent of it is a file, or does not allow to write.
     """
-    path = Path(directory).expanduser().absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    existing = nearest_existing(Path(directory).expanduser())
     if not existing.is_dir():
         raise ConfigError(f"{setting} cannot be written: {existing} is a file, not a directory; give another one.")
     try:

@@ -1,8 +1,11 @@
 """Formatting of text: sizes in bytes, counts, the first line of an error, the closest known name."""
 
 import difflib
+import fnmatch
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from fsdp_shard.errors import ConfigError, one_line
 
@@ -56,6 +59,12 @@ def format_number(number: int) -> str:
     return str(number)
 
 
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """List the first names, `most` of them, and the number of the others: `a, b and 7 more`."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format `rows`, the first of which is the header, as aligned columns, numeric ones to the right."""
     rows = [[one_line(cell) for cell in row] for row in rows]
@@ -80,6 +89,16 @@ def first_line(error: BaseException) -> str:
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     line = f"{first.rstrip()} {others[0].strip()}" if first.rstrip().endswith(":") and others else first
     return line if len(line) <= _LINE else f"{line[:_LINE]}..."
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of the patterns of a shell, with case."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Count the equal items that two texts or lists begin with."""
+    return sum(takewhile(bool, map(operator.eq, one, other)))
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fsdp_shard.data.config import DataConfig, kind_of, sources_of
-from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
@@ -30,6 +29,7 @@ from tests.data.conversations import (
     user,
 )
 from tests.data.data_files import write
+from tests.support.prepared_data import prepare_data
 
 
 def learnt(tokenizer: Any, row: dict[str, Any], **settings: Any) -> tuple[str, list[str]]:

@@ -99,5 +99,7 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
 def test_digests(
     files: Path, tmp_path: Path, path: str, settings: dict[str, Any], task: str, name: str, digest: str, workers: int
 ) -> None:
-    config = DataConfig(path=str(files / path), sequence_length=32, workers=workers, **settings)
-    assert tokenize_all(config, _tokenizer(name), tmp_path, task).train[""].digest == digest
+    config = DataConfig(
+        path=str(files / path), sequence_length=32, workers=workers, cache_dir=str(tmp_path), **settings
+    )
+    assert tokenize_all(config, _tokenizer(name), task).train[""].digest == digest

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fsdp_shard.data.config import DataConfig, kind_of
-from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import open_source
@@ -24,6 +23,7 @@ from tests.data.chat_templates import CHATML, TRIMS
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.conftest import END, byte_tokenizer, predicted_texts
 from tests.data.data_files import write
+from tests.support.prepared_data import prepare_data
 
 # ChatML with marks; Qwen3's way of changing with the last turn; two that no answer can be found in.
 MARKED = (

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from fsdp_shard.config import FinetuneConfig, compose_jobs, write_config
 from fsdp_shard.data.config import DataConfig, mixture_of, sources_of
 from fsdp_shard.data.kinds.kind import MASKED_LM
-from fsdp_shard.data.pipeline import Samples, open_samples, prepare_data, tokenize_all
+from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
 from fsdp_shard.data.samples.mixture_schedule import (
@@ -30,6 +30,7 @@ from fsdp_shard.training import micro_batches
 from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer
 from tests.data.data_files import write
+from tests.support.prepared_data import prepare_data
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

@@ -15,7 +15,6 @@ from hypothesis import given, strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.packing import PackedRows, best_fit
 from fsdp_shard.data.samples.rows import CausalRows
@@ -23,6 +22,7 @@ from fsdp_shard.errors import ModelError
 from fsdp_shard.models import check_packing
 from tests.data.conftest import END, byte_tokenizer
 from tests.data.data_files import write
+from tests.support.prepared_data import prepare_data
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "some", "more", "of", "it"]
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.pipeline import prepare_data, prepare_on_ranks
+from fsdp_shard.data.pipeline import prepare_on_ranks
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError, ModelError
 from tests.data.conftest import byte_tokenizer
 from tests.data.data_files import write
+from tests.support.prepared_data import prepare_data
 from tests.support.ranks import on_ranks
 
 TEXT = "".join(chr(ord("a") + i % 26) for i in range(101))

@@ -12,7 +12,7 @@ import pytest
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds import running_text
 from fsdp_shard.data.kinds.kind import MASKED_LM
-from fsdp_shard.data.pipeline import open_samples, prepare_data, tokenize_all
+from fsdp_shard.data.pipeline import open_samples, tokenize_all
 from fsdp_shard.data.sources import source as source_module
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.validate import check_data
@@ -23,6 +23,7 @@ from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer, positions_of_rank
 from tests.data.data_files import write
 from tests.data.streams import WORDS, folder, json_lines, sample, settle, stream_of
+from tests.support.prepared_data import prepare_data
 
 KINDS: list[dict[str, Any]] = [
     {"sequence_length": 16},
@@ -265,7 +266,7 @@ def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, m
     ]
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     given = {"path": path, "sequence_length": 12, **more}
-    tokenized = tokenize_all(DataConfig(**given), tokenizer, tmp_path / "cache", task.name)
+    tokenized = tokenize_all(DataConfig(**given, cache_dir=str(tmp_path / "cache")), tokenizer, task.name)
     plain = open_samples(DataConfig(**given), tokenized, task).train.dataset
     config = DataConfig(**given, streaming=True, shuffle_buffer=1)
     stream = stream_of(config, tokenizer, 0, task)

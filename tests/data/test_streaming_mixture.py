@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp_shard.data.config import DataConfig, sources_of
-from fsdp_shard.data.pipeline import Tokenized, open_samples, prepare_data
+from fsdp_shard.data.pipeline import Tokenized, open_samples
 from fsdp_shard.data.samples.mixture import Mixture, seed_of
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
@@ -21,6 +21,7 @@ from fsdp_shard.utils import check
 from tests.data.conftest import positions_of_rank
 from tests.data.data_files import write
 from tests.data.streams import WORDS, folder, json_lines, sample, stream_of
+from tests.support.prepared_data import prepare_data
 
 NAMES = ("asked", "books", "web")
 

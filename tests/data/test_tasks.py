@@ -33,7 +33,7 @@ SPECIAL = SpecialTokens(mask=300, begin=(301,), end=(302,), vocabulary=256)
 
 
 def opened(config: DataConfig, cache: Path, task: Task, tokenizer: Any = None) -> Samples:
-    tokenized = tokenize_all(config, tokenizer or byte_tokenizer(), cache, task.name)
+    tokenized = tokenize_all(replace(config, cache_dir=str(cache)), tokenizer or byte_tokenizer(), task.name)
     return open_samples(config, tokenized, task, seed=3)
 
 
@@ -82,13 +82,12 @@ def test_classes_whose_names_are_numbers(
     tmp_path: Path, labels: list[str | int], names: list[str], expected: list[int], streaming: bool
 ) -> None:
     rows = "".join(json.dumps({"text": "abc", "label": label}) + "\n" for label in labels)
-    config = DataConfig(
-        path=write(tmp_path / "a.jsonl", rows), sequence_length=4, streaming=streaming, shuffle_buffer=1
-    )
+    given: dict[str, Any] = {"path": write(tmp_path / "a.jsonl", rows), "cache_dir": str(tmp_path / "cache")}
+    config = DataConfig(**given, sequence_length=4, streaming=streaming, shuffle_buffer=1)
     numbers = {name: number for number, name in enumerate(names)}
     task = Task("sequence_classification", num_labels=len(names), label_numbers=numbers)
     tokenizer = byte_tokenizer()
-    tokenized = tokenize_all(config, tokenizer, tmp_path / "cache", task.name)
+    tokenized = tokenize_all(config, tokenizer, task.name)
     train = open_samples(config, tokenized, task, seed=3, open_tokenizer=lambda: tokenizer).train
     batch = (train if streaming else train.dataset).batch(range(len(labels)))  # type: ignore[attr-defined]
     assert batch.labels.tolist() == expected
@@ -111,8 +110,9 @@ def test_names_of_classes_in_another_order(tmp_path: Path, saved: str, streaming
     with quiet_datasets():
         (rows.to_parquet if saved == "a.parquet" else rows.save_to_disk)(tmp_path / saved)
     given: dict[str, Any] = {"path": f"{tmp_path / saved}", "sequence_length": 4, "label_column": "kind"}
+    given |= {"cache_dir": str(tmp_path / "cache")}
     config, tokenizer = DataConfig(**given, streaming=streaming, shuffle_buffer=1), byte_tokenizer()
-    tokenized = tokenize_all(config, tokenizer, tmp_path / "cache", "sequence_classification")
+    tokenized = tokenize_all(config, tokenizer, "sequence_classification")
     for names in (["pos", "neg"], ["LABEL_0", "LABEL_1"]):
         task = Task("sequence_classification", num_labels=2, label_numbers=dict(zip(names, (0, 1), strict=True)))
         train = open_samples(config, tokenized, task, 3, lambda: tokenizer).train
@@ -171,8 +171,9 @@ def test_random_tokens_are_tokens_of_the_model(tmp_path: Path, streaming: bool) 
     first_new = len(tokenizer)
     tokenizer.add_tokens([f"<{number}>" for number in range(700)])
     path = write(tmp_path / "a.txt", "abcdefgh" * 200)
-    config = DataConfig(path=path, sequence_length=1600, mask_fraction=0.9, streaming=streaming)
-    tokens = tokenize_all(config, tokenizer, tmp_path / "cache", "masked_lm")
+    given: dict[str, Any] = {"mask_fraction": 0.9, "cache_dir": str(tmp_path / "cache")}
+    config = DataConfig(path=path, sequence_length=1600, streaming=streaming, **given)
+    tokens = tokenize_all(config, tokenizer, "masked_lm")
     shown = {}
     for vocabulary in (None, first_new, len(tokenizer), len(tokenizer) + 64):
         task = Task("masked_lm", vocabulary=vocabulary)
@@ -209,7 +210,7 @@ def test_windows_of_a_masked_model_begin_once(tmp_path: Path) -> None:
     whole = np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[batch.inputs["attention_mask"] == 1]
     assert whole.tolist() == [begin, *b"abc", end, *b"de", end]
     assert samples.train.dataset.special.all == tuple(sorted((begin, end, mask)))  # type: ignore[attr-defined]
-    streamed = open_samples(stream, tokenize_all(stream, tokenizer, None, "masked_lm"), task, 3, lambda: tokenizer)
+    streamed = open_samples(stream, tokenize_all(stream, tokenizer, "masked_lm"), task, 3, lambda: tokenizer)
     batch = streamed.train.batch([0])
     assert np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[0].tolist().count(begin) == 1
 

@@ -29,7 +29,6 @@ from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.kinds.kind import plain_ids
 from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.data.kinds.running_text import RunningText
-from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import DatasetSource, open_source
 from fsdp_shard.data.tokenized.encoder import tokenizer_state
@@ -38,6 +37,7 @@ from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.errors import DataError
 from tests.data.conftest import END, byte_tokenizer
 from tests.data.data_files import write
+from tests.support.prepared_data import prepare_data
 
 KIND = TextKind("text", 9)
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fsdp_shard.data import MASKED, DataConfig, prepare_data
+from fsdp_shard.data import MASKED, DataConfig
+from tests.support.prepared_data import prepare_data
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, llama, llama_config, save_adapter
 

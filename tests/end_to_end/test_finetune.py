@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
-from fsdp_shard.data import DataConfig, Shuffled, prepare_data
+from fsdp_shard.data import DataConfig, Shuffled
 from tests.support.digests import tensor_digests
+from tests.support.prepared_data import prepare_data
 from tests.support.runs import Ended, Started, run_recipe
 from tests.support.tiny import byte_tokenizer
 

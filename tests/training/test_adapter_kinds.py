@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
-from fsdp_shard.data import DataConfig, Shuffled, prepare_data
+from fsdp_shard.data import DataConfig, Shuffled
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
@@ -22,6 +22,7 @@ from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.initial_values import fill_new
 from fsdp_shard.training.peft.lora import inject_lora
 from tests.support.digests import tensor_digests
+from tests.support.prepared_data import prepare_data
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import llama, llama_config, save_model, token_batch
 

@@ -22,7 +22,6 @@ from fsdp_shard.data import (
     Shuffled,
     Task,
     open_samples,
-    prepare_data,
     tokenize_all,
     with_extras,
 )
@@ -32,6 +31,7 @@ from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import data_figures, source_figures
 from fsdp_shard.training.loop import train
 from fsdp_shard.training.objectives.registry import OBJECTIVES
+from tests.support.prepared_data import prepare_data
 from tests.training.conftest import stream
 from tests.training.tiny_run import SEED, Run, losses
 
@@ -165,8 +165,9 @@ def pairs(directory: Path, tokenizer: Any) -> Samples:
         row = {"prompt": "ok?", "chosen": answer, "rejected": "no", "gap": 2}
         mixture[name] = {"path": str(directory / f"{name}.jsonl")}
         (directory / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    config = DataConfig(path="", mixture=mixture, kind="preference", sequence_length=16, margin_column="gap")
-    return open_samples(config, tokenize_all(config, tokenizer, directory), Task(samples="pairs"))
+    given: dict[str, Any] = {"kind": "preference", "margin_column": "gap", "cache_dir": str(directory)}
+    config = DataConfig(path="", mixture=mixture, sequence_length=16, **given)
+    return open_samples(config, tokenize_all(config, tokenizer), Task(samples="pairs"))
 
 
 def test_pairs_and_their_values_on_the_device(tmp_path: Path, tiny_model: Path) -> None:

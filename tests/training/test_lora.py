@@ -23,13 +23,14 @@ from transformers import (
 )
 
 from fsdp_shard.checkpoint import convert, locate, open_checkpoint, verify
-from fsdp_shard.data import DataConfig, Shuffled, prepare_data
+from fsdp_shard.data import DataConfig, Shuffled
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.peft.initial_values import fill_new
 from tests.support.digests import digest_tensor, tensor_digests
+from tests.support.prepared_data import prepare_data
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, save_model, token_batch
 

@@ -14,7 +14,7 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_shard.checkpoint import locate, open_checkpoint
-from fsdp_shard.data import DataConfig, Shuffled, prepare_data
+from fsdp_shard.data import DataConfig, Shuffled
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
@@ -25,6 +25,7 @@ from fsdp_shard.training.optim.registry import OPTIMIZERS
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.initial_values import fill_new
 from tests.support.digests import tensor_digests
+from tests.support.prepared_data import prepare_data
 from tests.support.ranks import on_ranks
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import save_model

@@ -65,9 +65,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _samples(path: Path, objective: ObjectiveConfig) -> SourceDataset:
-    config = DataConfig(path=str(path), kind="preference", sequence_length=32)
+    config = DataConfig(path=str(path), kind="preference", sequence_length=32, cache_dir=str(path.parent / "tokens"))
     task = Task(samples=objective.samples)
-    opened = open_samples(config, tokenize_all(config, byte_tokenizer(), path.parent / "tokens"), task).train
+    opened = open_samples(config, tokenize_all(config, byte_tokenizer()), task).train
     assert isinstance(opened, Shuffled)
     return opened.dataset
 
@@ -206,7 +206,7 @@ def test_tokens_are_those_of_what_is_compared(tmp_path: Path, rows: Path) -> Non
     source = {"path": str(rows), "kind": "preference"}
     config = DataConfig(path="", mixture={"a": source, "b": source}, sequence_length=32, cache_dir=str(tmp_path))
     task = Task("sequence_classification", samples=pairs.samples)
-    mixed = open_samples(config, tokenize_all(config, byte_tokenizer(), tmp_path, task), task).train
+    mixed = open_samples(config, tokenize_all(config, byte_tokenizer(), task.name), task).train
     positions = np.arange(6)
     batch = mixed.batch(positions)
     num_tokens = int(batch.inputs["attention_mask"].sum())

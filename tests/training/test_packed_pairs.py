@@ -90,9 +90,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _samples(path: Path, *, packs: bool, scored: bool = False) -> SourceDataset:
     """The pairs, for which a reward model reads what its own rule says: the padding token ends each text."""
     margin = {"margin_column": "gap"} if scored else {}
-    config = DataConfig(path=str(path), kind="preference", sequence_length=LENGTH, packing=packs, **margin)
     name = CLASSIFICATION if scored else "causal_lm"
-    tokens = tokenize_all(config, byte_tokenizer(), path.parent / name, task=name)
+    given: dict[str, Any] = {"kind": "preference", "cache_dir": str(path.parent / name), **margin}
+    config = DataConfig(path=str(path), sequence_length=LENGTH, packing=packs, **given)
+    tokens = tokenize_all(config, byte_tokenizer(), name)
     (source,) = open_samples(config, tokens, Task(name, samples=PAIRS, padding=END)).train.sources
     return source
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.adapters.adapter_checks import AdapterParts, check_adapter, check_factors, refuse_other_base
-from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ScaledSum, with_codec
+from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ScaledSum
 from fsdp_shard.checkpoint.base_model import read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
@@ -32,6 +32,7 @@ from fsdp_shard.checkpoint.keys.model_names import (
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, read_config
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError, InputError, one_line
+from fsdp_shard.utils import first_few
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 _IN_LAYER = re.compile(r"\.\d+\.")  # the name of a tensor in one of several layers: those are not tied
-_NUM_NAMED = 3  # names in a message; the rest is counted
 
 
 def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
@@ -151,14 +151,9 @@ def _without(base: TensorIndex, names: Sequence[str]) -> TensorIndex:
 
 def _left_out(adapter: TensorIndex, names: Sequence[str]) -> str:
     return (
-        f"{adapter.root}: left out {_some(names)}, as peft does: {peft.ADAPTER_CONFIG} does not name these modules, or "
-        f"names them otherwise (target_modules, exclude_modules, layers_to_transform, modules_to_save)."
+        f"{adapter.root}: left out {first_few(names, 3)}, as peft does: {peft.ADAPTER_CONFIG} does not name these "
+        f"modules, or names them otherwise (target_modules, exclude_modules, layers_to_transform, modules_to_save)."
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -191,7 +186,7 @@ class _Merge:
         codec = CopiedTensor(self.adapter, name)
         if self.has_new_head and not _find(self.names, fqn):
             of_base = next(iter(self.base.tensors.values()))
-            return with_codec(TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces), codec)
+            return TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces).with_codec(codec)
         kept = self._base_entry(_in_base(fqn))
         if entry.shape != kept.shape:
             raise self._misfit(name, entry.shape, kept)
@@ -199,7 +194,7 @@ class _Merge:
             raise CheckpointError(
                 f"{self.adapter.root}: {name} is stored as {entry.dtype}, but {kept.name} of its base as {kept.dtype}."
             )
-        return with_codec(kept._replace(dtype=entry.dtype), codec)
+        return kept._replace(dtype=entry.dtype).with_codec(codec)
 
     def adapted(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
         """The weight of a module, which may be `replaced`, plus the product of its factors: `names` in the adapter."""
@@ -221,8 +216,8 @@ class _Merge:
 
         codec = LowRankSum(self.base, kept, adapter.root, factors, self.settings.scale(module))
         if self.settings.is_dora:
-            return with_codec(kept, ScaledSum(codec, functools.partial(adapter.read, names["M"]), is_transposed))
-        return with_codec(kept, codec)
+            return kept.with_codec(ScaledSum(codec, functools.partial(adapter.read, names["M"]), is_transposed))
+        return kept.with_codec(codec)
 
     @functools.cached_property
     def wrapped(self) -> dict[str, str]:
@@ -325,10 +320,12 @@ class _Merge:
             raise CheckpointError(f"{where}: its settings, such as target_modules, name no module of {self.base.path}.")
         if absent and not settings.starts_at_zero:
             raise CheckpointError(
-                f"{where}: the adapter holds no tensors of {_some(absent)}, which target_modules has."
+                f"{where}: the adapter holds no tensors of {first_few(absent, 3)}, which target_modules has."
             )
         return (
-            [f"{where}: without tensors for {_some(absent)}, which stay as in the base, as in peft."] if absent else []
+            [f"{where}: without tensors for {first_few(absent, 3)}, which stay as in the base, as in peft."]
+            if absent
+            else []
         )
 
     def _castable(self, kept: TensorEntry) -> TensorEntry:

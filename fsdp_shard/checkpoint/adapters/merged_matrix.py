@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
-from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
+from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     Read = Callable[[], torch.Tensor]
 
 _CHUNK_ELEMENTS = 1 << 22  # of a matrix, read at a time for the norms of its columns
-
-
-def with_codec(entry: TensorEntry, codec: Codec) -> TensorEntry:
-    """The entry as one piece that `codec` reads; the file only stands for those of the base."""
-    first = entry.pieces[0]
-    return entry._replace(pieces=(Piece(first.file, first.start, (0,) * len(entry.shape), entry.shape, codec),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,8 @@ FORMATS = (
     "torch_checkpointing",
     "torch_file",
 )
-# The values of `ConvertSettings.format` -> the modules that write them. That of DCP hands on `plan` of its writer.
-WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dcp.dcp_reader"}
+# The values of `ConvertSettings.format` -> the modules that write them.
+WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dcp.dcp_writer"}
 
 
 def recognize(path: Path) -> Format | None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import xxhash
 
+from fsdp_shard.checkpoint.digests import read_chunks
 from fsdp_shard.checkpoint.formats.peft import read_adapter_config
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import itemsize
 from fsdp_shard.checkpoint.location import Location
 from fsdp_shard.utils import parse_json, read_bounded, report_progress
 
-_READ_BYTES = 1 << 20
 # Of adapter_config.json: where the base is, and who wrote it for what.
 _NOT_OF_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
 _OF_WRITERS = ("_name_or_path", "_commit_hash", "transformers_version")
@@ -24,15 +23,12 @@ def weights_digest(index: TensorIndex) -> str:
     It does not depend on how they are divided into files: a checkpoint that is converted within its dtype keeps it,
     unless tied tensors are stored twice in one of the two. All weights are read for it.
     """
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+    digest = xxhash.xxh3_128()
     with report_progress(index.num_bytes, "digest of the weights", "B") as count:
         for name in sorted(index.names):
             entry = index.entry(name)
-            size = itemsize(entry.dtype)
             digest.update(f"{name} {entry.dtype} {tuple(entry.shape)} ".encode())
-            for start in range(0, entry.num_elements, _READ_BYTES // size):
-                part = buffer[: min(_READ_BYTES // size, entry.num_elements - start) * size]
-                index.read_into(name, start, part)
+            for part in read_chunks(index, name):
                 digest.update(part)
                 count(len(part))
     return digest.hexdigest()

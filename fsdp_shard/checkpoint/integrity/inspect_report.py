@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.steps import AVERAGE, Manifest
 from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError, one_line
-from fsdp_shard.utils import format_count, format_size
+from fsdp_shard.utils import first_few, format_count, format_size
 
 OPTIMIZER = "optimizer"  # the kind of extras, and the directory in a step of ours
 _SHOWN, _FILES_SHOWN = 3, 16
@@ -89,7 +89,7 @@ class CheckpointSummary:
     def to_list(self) -> str:
         """The tensors, one per line, with dtype, shape, bytes and files, for a terminal."""
         rows = [
-            (one_line(t.name), t.dtype, shape_text(t.shape), format_size(t.num_bytes), _some(t.files))
+            (one_line(t.name), t.dtype, shape_text(t.shape), format_size(t.num_bytes), first_few(t.files, 3))
             for t in self.tensors
         ]
         return "\n".join(align(rows, right=(3,)))
@@ -178,7 +178,7 @@ def _near(pattern: str, index: TensorIndex) -> str:
     found = difflib.get_close_matches(pattern, [*index.tensors, *index.aliases], n=2) + difflib.get_close_matches(
         wanted, [part for part in parts if not part.isdecimal()], n=2
     )
-    return f" (did you mean {' or '.join(dict.fromkeys(found))}?)" if found else f"; it has {_some(tuple(index.names))}"
+    return f" (did you mean {' or '.join(dict.fromkeys(found))}?)" if found else f"; it has {first_few(index.names, 3)}"
 
 
 def _extras(index: TensorIndex) -> dict[str, Extra]:
@@ -241,12 +241,6 @@ def _file_lines(d: CheckpointSummary) -> list[str]:
     ]
     more = [f"  ... and {len(lines) - _FILES_SHOWN:,} more (--json lists all)"] if len(lines) > _FILES_SHOWN else []
     return lines[:_FILES_SHOWN] + more
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ shapes and kinds of numbers what loading says. Nothing is downloaded, and no cod
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,11 @@ from fsdp_shard.checkpoint.keys.quantized_weights import quantization
 from fsdp_shard.checkpoint.location import Location
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
-from fsdp_shard.utils import first_line, read_json
+from fsdp_shard.utils import first_few, first_line, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_NUM_NAMED = 4
 _NUMBERED = re.compile(r"(?P<list>.+?)\.(?P<number>\d+)\.")
 
 
@@ -59,7 +58,7 @@ def compare_with_config(index: TensorIndex, directory: Path) -> tuple[list[Probl
             return [Problem(str(error), (ByteRange(CONFIG),))], []
     further = [] if _predicts_further(config) else list(_further_layers(unused, model.state_dict(keep_vars=True)))
     problems = [Problem(f"{path} does not fit the weights: {text}", (ByteRange(CONFIG),)) for text in further[:1]]
-    return problems, [f"not in the model of {path}: {_some(unused)}"] if unused and not problems else []
+    return problems, [f"not in the model of {path}: {first_few(unused)}"] if unused and not problems else []
 
 
 def _model(directory: Path, config: Mapping[str, Any]) -> PreTrainedModel | None:
@@ -132,8 +131,3 @@ def _is_directory(path: str) -> bool:
         return Path(path).expanduser().is_dir()
     except (OSError, RuntimeError):
         return False
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -66,9 +66,9 @@ def computed_entry(
     index: TensorIndex, name: str, like: torch.Tensor, compute: Callable[[], torch.Tensor]
 ) -> TensorEntry:
     """An entry of a tensor that is computed when it is read, of the dtype and shape of `like`, which may be on meta."""
-    first = next(iter(index.tensors.values())).pieces[0]  # its file only stands for those of the index
-    piece = Piece(first.file, first.start, (0,) * like.dim(), tuple(like.shape), _Computed(compute))
-    return TensorEntry(name, from_torch_name(str(like.dtype).removeprefix("torch.")), piece.shape, (piece,))
+    pieces = next(iter(index.tensors.values())).pieces  # whose first file only stands for those of the index
+    dtype = from_torch_name(str(like.dtype).removeprefix("torch."))
+    return TensorEntry(name, dtype, tuple(like.shape), pieces).with_codec(_Computed(compute))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import find_torch_name, itemsize, to_torch
 from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
 from fsdp_shard.checkpoint.keys.tied_weights import read_config
-from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
+from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class _Dequantization:
         if len(grid) != len(weight.shape) or grid[:-2] != weight.shape[:-2] or 0 in grid:
             raise self._misfit(weight, scale)
         codec = _Fp8(self._index, weight, scale, grid, self._block(weight, scale, grid), self._dtype)
-        return _computed(weight, self._dtype, weight.shape, codec)
+        return weight._replace(dtype=self._dtype).with_codec(codec)
 
     def mxfp4(self, name: str) -> TensorEntry:
         """Experts of 4 bits per element: blocks [experts, columns, groups, 16] -> [experts, groups * 32, columns]."""
@@ -103,7 +103,7 @@ class _Dequantization:
         experts, columns, groups, _ = blocks.shape
         shape = (experts, groups * _MXFP4_BLOCK[1], columns)
         codec = _Experts(blocks.num_bytes, shape[1] * shape[2], functools.partial(self._expert, name))
-        return _computed(blocks, self._dtype, shape, codec)._replace(name=name)
+        return TensorEntry(name, self._dtype, shape, blocks.pieces).with_codec(codec)
 
     def _block(self, weight: TensorEntry, scale: TensorEntry, grid: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of a block; the last of a row or column may be smaller if config.json gives the size."""
@@ -137,12 +137,6 @@ class _Dequantization:
             f"{weight.name} of {weight.dtype} {list(weight.shape)}, so it is not dequantized; the file is damaged, or "
             f"of a form that is not known."
         )
-
-
-def _computed(stored: TensorEntry, dtype: str, shape: tuple[int, ...], codec: Codec) -> TensorEntry:
-    """An entry of one piece that `codec` decodes; its file only stands for those of `stored`."""
-    first = stored.pieces[0]
-    return TensorEntry(stored.name, dtype, shape, (Piece(first.file, first.start, (0,) * len(shape), shape, codec),))
 
 
 def _cast(name: str, values: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -17,8 +17,8 @@ from fsdp_shard.checkpoint.keys.converted_tensors import computed_entry, convert
 from fsdp_shard.checkpoint.keys.tied_weights import HEADS, has_same_bytes
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import computed_tensor, ignored_missing_keys, ignored_unexpected_keys, tied_names
+from fsdp_shard.utils import first_few
 
-_NUM_NAMED = 4  # names in an error message; the rest is counted
 _DECLARE_TIES = frozenset({"huggingface", "sharded"})  # formats that hold a tied tensor under one name
 _MAX_COMPUTED = 1 << 22  # elements of a tensor that is computed; a config may ask for any number
 
@@ -86,7 +86,7 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
             )
     notes = list(index.notes)
     if unused:
-        notes.append(f"{index.path}: left out {_some(unused)}, which {type(model).__name__} does not have")
+        notes.append(f"{index.path}: left out {first_few(unused)}, which {type(model).__name__} does not have")
     return MatchedNames({name: found[name] for name in shapes if name in found}, "\n".join(notes), tuple(unused))
 
 
@@ -145,8 +145,9 @@ def _distinct(index: TensorIndex, names: Iterable[str]) -> list[str]:
 def _refuse_missing(index: TensorIndex, names: Sequence[str], unused: Sequence[str]) -> None:
     if names:
         raise CheckpointError(
-            f"{index.root} lacks {_some(names)}, which the model of its config.json has; it holds "
-            f"{_some(unused or index.names)}. Either the checkpoint is incomplete or the config is another model's."
+            f"{index.root} lacks {first_few(names)}, which the model of its config.json has; it holds "
+            f"{first_few(unused or index.names)}. Either the checkpoint is incomplete or the config is another "
+            f"model's."
         )
 
 
@@ -158,7 +159,7 @@ def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found
     ]
     if wrong:
         raise CheckpointError(
-            f"{index.root} holds shapes that do not fit the model of its config.json: {_some(wrong)}. "
+            f"{index.root} holds shapes that do not fit the model of its config.json: {first_few(wrong)}. "
             f"The weights and the config are of different models."
         )
 
@@ -203,8 +204,9 @@ def _refuse_other_parts(
     ]
     if wrong:
         raise CheckpointError(
-            f"{index.root} holds {_some(wrong)}, which belongs to layers that {type(model).__name__} computes without "
-            f"it. The config is another model's, or the weights are quantized or adapted in a way that is not known."
+            f"{index.root} holds {first_few(wrong)}, which belongs to layers that {type(model).__name__} computes "
+            f"without it. The config is another model's, or the weights are quantized or adapted in a way that is not "
+            f"known."
         )
 
 
@@ -225,9 +227,3 @@ def _computed(model: PreTrainedModel, missing: Sequence[str]) -> dict[str, torch
     sizes = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}
     values = {name: computed_tensor(model, name) for name in names if sizes[name] <= _MAX_COMPUTED}
     return {name: tensor for name, tensor in values.items() if tensor is not None}
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few of `names`, and the number of the others."""
-    rest = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
+from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 
 
 class StoredPart(NamedTuple):
@@ -87,7 +87,8 @@ def names_of_model(index: TensorIndex, directory: Path, others: Mapping[str, Ten
     from fsdp_shard.models import build_on_meta, load_config, tied_names
 
     model = build_on_meta(load_config(directory), "float32")
-    stored = {name: _marked(entry, index) for name, entry in index.tensors.items()}
+    # Each says by its codec which stored tensor it is, whatever is made of it.
+    stored = {name: entry.with_codec(CopiedTensor(index, entry.name)) for name, entry in index.tensors.items()}
     matched = replace(index, tensors=stored | dict(others))  # whose entries the match replaces by what it makes of them
     try:
         names = match_names(model, matched).stored
@@ -102,13 +103,6 @@ def names_of_model(index: TensorIndex, directory: Path, others: Mapping[str, Ten
         frozenset(n for n, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head),
         frozenset(name for name, module in modules.items() if getattr(module, "is_transposed", False)),
     )
-
-
-def _marked(entry: TensorEntry, index: TensorIndex) -> TensorEntry:
-    """The entry as one piece that says by its codec which stored tensor it is, whatever is made of it."""
-    first = entry.pieces[0]
-    piece = Piece(first.file, first.start, (0,) * len(entry.shape), entry.shape, CopiedTensor(index, entry.name))
-    return entry._replace(pieces=(piece,))
 
 
 def _parts(entry: TensorEntry) -> list[StoredPart]:

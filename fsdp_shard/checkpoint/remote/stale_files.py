@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection
 
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.model_files import CONFIG, is_settings_file, is_tokenizer_file
+from fsdp_shard.utils import matches_any
 
 # By the names that from_pretrained looks for. Variants (model.fp16.safetensors) are loaded only if asked for, and stay.
 _WEIGHTS = (
@@ -36,7 +36,7 @@ def stale_files(names: Collection[str], sent: Collection[str]) -> tuple[str, ...
     has_model = CONFIG in sent or ADAPTER_CONFIG in sent
 
     def is_stale(name: str) -> bool:
-        is_weights = "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)
+        is_weights = "/" not in name and matches_any(name, _WEIGHTS)
         return is_weights or (has_tokenizer and is_tokenizer_file(name)) or (has_model and is_settings_file(name))
 
     return tuple(name for name in names if name not in sent and is_stale(name))

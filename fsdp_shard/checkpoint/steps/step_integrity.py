@@ -20,7 +20,6 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import open_regular
 
 _SMALL_BYTES = 16 << 20
-_JOB_CHUNKS = 32  # so that several threads work on one large tensor
 _SPREAD = 0x9E3779B1  # a prime: multiples of it are spread evenly over any number of parts
 
 Job = Callable[[], None]  # a check of some bytes
@@ -166,8 +165,8 @@ def _tensor_jobs(index: TensorIndex, manifest: Manifest, part: int, num_parts: i
             shift = number * _SPREAD % num_parts
             first, stop = (max(-(-(edge * total - shift) // num_parts), 0) for edge in (part, part + 1))
             stop = total if part == num_parts - 1 else stop
-        for start in range(first, stop, _JOB_CHUNKS):
-            yield partial(_check, index, entry.name, range(start, min(start + _JOB_CHUNKS, stop)), chunks)
+        for start in range(first, stop, digests.JOB_CHUNKS):
+            yield partial(_check, index, entry.name, range(start, min(start + digests.JOB_CHUNKS, stop)), chunks)
 
 
 def _check(index: TensorIndex, name: str, numbers: range, expected: Sequence[str]) -> None:

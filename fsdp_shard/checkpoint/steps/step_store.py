@@ -5,7 +5,6 @@ complete or absent: it gets its name by one rename, after everything in it is on
 """
 
 import dataclasses
-import errno
 import os
 import re
 import shutil
@@ -14,12 +13,13 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.io import atomicity, fault_point, has_file, member
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest
-from fsdp_shard.errors import CheckpointError, SaveError, StorageError
+from fsdp_shard.errors import CheckpointError, SaveError, StorageError, os_error_text
 from fsdp_shard.utils import fsync_path, read_bounded, write_atomically
 
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
 CONFIG_FILE = "config.yaml"  # under a run directory: the settings that made its newest step
+CONFIG_START = "# To repeat this run: fsdp-shard "  # of such a file; the command follows
 # Under a step directory.
 OPTIMIZER, AVERAGE, TRAINER, RUN_CONFIG = "optimizer", "ema", "trainer.json", "run_config.yaml"
 _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
@@ -98,7 +98,7 @@ class Store:
             self.discard(step)
             raise
         except OSError as error:
-            raise StorageError(f"{temporary} cannot be created: {describe(error)}; nothing was saved.") from error
+            raise StorageError(f"{temporary} cannot be created: {os_error_text(error)}; nothing was saved.") from error
         return temporary
 
     def require_new(self, step: int) -> None:
@@ -143,7 +143,7 @@ class Store:
             fault_point("committed")
         except OSError as error:
             raise StorageError(
-                f"{target} could not be committed: {describe(error)}; earlier steps are kept."
+                f"{target} could not be committed: {os_error_text(error)}; earlier steps are kept."
             ) from error
         return target
 
@@ -170,7 +170,7 @@ class Store:
         try:
             write_atomically(file, content, sync=True)
         except OSError as error:
-            raise StorageError(f"{file} could not be written: {describe(error)}.") from error
+            raise StorageError(f"{file} could not be written: {os_error_text(error)}.") from error
 
     def complete_steps(self) -> list[int]:
         """The steps that have each of their files in full size, ascending: what retention counts."""
@@ -287,9 +287,3 @@ def _clean_step(directory: Path) -> list[str]:
         _remove_optimizer(directory)
         found.append(f"{directory.name}/{OPTIMIZER}")
     return found
-
-
-def describe(error: OSError) -> str:
-    """File, reason and errno of an error of the operating system."""
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"

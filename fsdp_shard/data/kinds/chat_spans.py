@@ -13,17 +13,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp_shard.data.kinds.conversation import Conversation, Message, is_empty
 from fsdp_shard.data.kinds.kind import Tokenizer
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import tokenizer_files
-from fsdp_shard.utils import first_line, format_count
+from fsdp_shard.utils import first_line, format_count, num_common
 
 Span = tuple[int, int]
+T = TypeVar("T")
 
 _AN_END = re.compile(r"end|eot|eom|eos|</|sep|return", re.IGNORECASE)
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
@@ -71,18 +72,11 @@ class Renderer:
         Raises:
             DataError: The template rejects the conversation, or the spans cannot be identified.
         """
-        rejected: Exception | None = None
-        for form in _FORMS:
-            messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
-            try:
-                text, spans = self._render(messages)
-                if probe == messages or str(_PROBE) not in self._render(probe)[0]:
-                    return text, self._trained(spans) if self._marks else self._find(messages, text)
-            except DataError:
-                raise
-            except Exception as error:  # a template is a program
-                rejected = rejected or error
-        raise self._rejection(rejected) from rejected
+
+        def with_spans(messages: list[Message], text: str, spans: list[Span]) -> tuple[str, list[Span]]:
+            return text, self._trained(spans) if self._marks else self._find(messages, text)
+
+        return self._accepted(with_spans)
 
     def render_prompt(self, *, begins_turn: bool = True) -> str:
         """Return the text, with `begins_turn` up to where the assistant's next turn begins.
@@ -90,13 +84,19 @@ class Renderer:
         Raises:
             DataError: The template rejects the conversation.
         """
+        return self._accepted(lambda messages, text, spans: text, prompt=begins_turn)
+
+    def _accepted(self, finish: Callable[[list[Message], str, list[Span]], T], *, prompt: bool = False) -> T:
+        """Return what `finish` makes of the first form of the messages that the template accepts, and of its text."""
         rejected: Exception | None = None
         for form in _FORMS:
             messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
             try:
-                text, _ = self._render(messages, prompt=begins_turn)
-                if probe == messages or str(_PROBE) not in self._render(probe, prompt=begins_turn)[0]:
-                    return text
+                text, spans = self._render(messages, prompt=prompt)
+                if probe == messages or str(_PROBE) not in self._render(probe, prompt=prompt)[0]:
+                    return finish(messages, text, spans)
+            except DataError:
+                raise
             except Exception as error:  # a template is a program
                 rejected = rejected or error
         raise self._rejection(rejected) from rejected
@@ -207,8 +207,8 @@ class Renderer:
         said: Message = {"role": "assistant", "content": "\ue000"}
         other = self._render(earlier, prompt=True) if first == "reasoning" else self._render([*earlier, said])
         whole, known = self._render([*earlier, turn])[0], self._render(earlier)[0] if earlier else ""
-        header, marks = common_prefix(whole, other[0]), list(_MARK.finditer(whole))
-        if not header.startswith(common_prefix(known, other[0]).rstrip()):
+        header, marks = whole[: num_common(whole, other[0])], list(_MARK.finditer(whole))
+        if not header.startswith(known[: num_common(known, other[0])].rstrip()):
             raise self._refusal("the template changes earlier turns with a tool call or reasoning")
         lead = whole[len(header) : marks[0].start()] if first != "text" else ""
         return lead, whole[marks[-1].end() :].rstrip() if last == "tool call" else ""
@@ -232,12 +232,6 @@ def _form(messages: list[Message], write: Callable[[Any], Any], absent: Message,
         calls = _changed(message.get("tool_calls", []), lambda call: {"arguments": write(value or call["arguments"])})
         changed.append(absent | message | ({"tool_calls": calls} if calls else {}))
     return changed
-
-
-def common_prefix(one: str, other: str) -> str:
-    """Return the common prefix of two texts."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return one[: sum(1 for _ in same)]
 
 
 def end_marks(tokenizer: Tokenizer) -> tuple[str, ...]:

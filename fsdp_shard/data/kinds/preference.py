@@ -31,7 +31,7 @@ from fsdp_shard.data.kinds.preference_formats import (
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import tokenizer_files
-from fsdp_shard.utils import setting
+from fsdp_shard.utils import num_common, setting
 
 PREFERENCE = "preference"
 
@@ -169,7 +169,7 @@ def _render(answers: list[Answer], tokenizer: Tokenizer) -> Iterator[tuple[str, 
                 f"way if an answer follows, so it does not show where the answer begins. Set data.chat_template to "
                 f"another one."
             )
-        yield text, len(begun if text.startswith(begun) else chat_spans.common_prefix(begun, text))
+        yield text, len(begun) if text.startswith(begun) else num_common(begun, text)
 
 
 def _render_prompt(prompt: str | Conversation, tokenizer: Tokenizer) -> tuple[str, str]:

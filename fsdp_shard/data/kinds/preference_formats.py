@@ -11,13 +11,12 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 from fsdp_shard.data.kinds.conversation import Conversation, Message, decoded, is_empty, read_conversation
 from fsdp_shard.data.sources.row import Row, require_columns
 from fsdp_shard.errors import DataError
-from fsdp_shard.utils import format_count
+from fsdp_shard.utils import format_count, num_common
 
 _LARGEST = 3.4e38  # of numbers in float32
 # What an answer is.
@@ -250,7 +249,7 @@ def _extract(chosen: Given, rejected: Given) -> tuple[Given, Given, Given]:
 
     A space between prompt and answers belongs to the answers.
     """
-    same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+    same = num_common(chosen, rejected)
     end = min(same, len(chosen) - 1, len(rejected) - 1)
     if same == end and end > 0 and chosen[end - 1] == " ":
         end -= 1

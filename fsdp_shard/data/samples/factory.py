@@ -10,7 +10,7 @@ from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, ROWS, SEQ2SEQ
 from fsdp_shard.data.samples.packed_labeled_answers import PackedLabeledAnswers
 from fsdp_shard.data.samples.packed_pairs import PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.packing import PackedRows
-from fsdp_shard.data.samples.preferences import cut_answers, preference_samples
+from fsdp_shard.data.samples.preferences import cut_answers, fits, preference_samples
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.samples.rows import CausalRows, Cut, LabeledRows, RowDataset, Seq2SeqRows
 from fsdp_shard.data.samples.windows import MaskedWindows, WindowDataset
@@ -126,9 +126,8 @@ class SampleFactory:
             longer = (first > longest) | (lengths - first > self._target_length)
         elif self.task.name == CLASSIFICATION:
             usable, longer = lengths > 0, lengths > longest
-        else:  # a window has one token more than inputs, and its first is not predicted
-            usable = (first >= 0) & (np.maximum(first, 1) < np.minimum(lengths, longest + 1))
-            longer = lengths > longest + 1
+        else:
+            usable, longer = fits(examples, self.task, longest)
             num_beyond = int(np.count_nonzero((first > longest) & (first < lengths)))
         kept = np.flatnonzero(usable)
         return Cut(kept, int(np.count_nonzero(longer[kept])), len(usable) - len(kept), num_beyond)

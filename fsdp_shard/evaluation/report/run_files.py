@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, RUN_CONFIG, TRAINER, has_file, member
+from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, CONFIG_START, RUN_CONFIG, TRAINER, has_file, member
 from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_line
 from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
 from fsdp_shard.evaluation.report.stored_steps import ReportedStep, read_steps
@@ -22,7 +22,6 @@ from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded
 COMPLETED, RUNNING, STOPPED = "completed", "running", "stopped"
 _MAX_DEPTH = 4  # directories below one that is no run, such as outputs/finetune/DATE
 _MAX_RUNS = 500
-_STARTS = "# To repeat this run: fsdp-shard "  # of config.yaml; the command follows
 
 Row = Mapping[str, float | None]
 
@@ -262,7 +261,7 @@ def _command_of(path: Path) -> str:
             first = stream.readline(500).decode("utf-8", "replace")
     except OSError:
         return ""
-    words = first.removeprefix(_STARTS).split() if first.startswith(_STARTS) else []
+    words = first.removeprefix(CONFIG_START).split() if first.startswith(CONFIG_START) else []
     # A user's recipe is `run FILE.py`; what it leaves shows what it does.
     is_own = words[:1] == ["run"]
     return ("finetune" if (path / METRICS).is_file() else "run") if is_own else words[0] if words else ""

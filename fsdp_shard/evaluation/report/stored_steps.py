@@ -11,11 +11,10 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 
-from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, Manifest, Store, locate, member, read_manifest
+from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, Manifest, Store, locate, member, parse_shard_name, read_manifest
 from fsdp_shard.errors import FsdpShardError, InputError
 from fsdp_shard.utils import read_bounded
 
-_RANK_FILE = re.compile(r"shard-(\d{5})-of-\d{5}\.safetensors")
 _MAX_PIECES = 200_000  # of the map of shards
 _DIGEST = re.compile(rb'"digest": "([0-9a-f]{32})"\s*}\s*$')
 
@@ -129,9 +128,9 @@ def _has_size(root: Path, name: str, size: int) -> bool:
 def _by_rank(sizes: Mapping[str, int], prefix: str) -> tuple[int, ...]:
     """Sizes of the rank files with this prefix, by rank."""
     found = {
-        int(match[1]): size
+        shard[0]: size
         for name, size in sizes.items()
-        if name.startswith(prefix) and (match := _RANK_FILE.fullmatch(name.removeprefix(prefix)))
+        if name.startswith(prefix) and (shard := parse_shard_name(name.removeprefix(prefix)))
     }
     return tuple(found[rank] for rank in sorted(found))
 
@@ -154,8 +153,8 @@ def shard_map(step: ReportedStep) -> dict[str, list[int]]:
         item_bytes = entry.num_bytes // max(entry.num_elements, 1)
         held = blocks.setdefault(_block(name), Counter())
         for piece in entry.pieces:
-            if match := _RANK_FILE.fullmatch(piece.file):
-                held[int(match[1])] += prod(piece.shape) * item_bytes
+            if shard := parse_shard_name(piece.file):
+                held[shard[0]] += prod(piece.shape) * item_bytes
     return {name: [held[rank] for rank in range(len(step.rank_bytes))] for name, held in blocks.items()}
 
 

@@ -7,10 +7,8 @@ from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-import torch
-
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
-from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText
+from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText, seed_draws
 from fsdp_shard.inference.generation.padding_trial import reads_padding
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.named_adapters import use_adapter
@@ -80,7 +78,7 @@ def complete(
         answers: dict[int, Answer] = {}
         for batch in wanted[rank::num_ranks]:
             use_adapter(decoder.model, adapters[batch[0]])
-            torch.manual_seed((seed * 1_000_003 + min(batch)) % 2**63)
+            seed_draws(seed, min(batch))
             answers |= zip(batch, decoder.run([encoded[position] for position in batch], on_text), strict=True)
             while num_ranks == 1 and num_done in answers:
                 yield _completion(decoder, prompts[num_done], answers.pop(num_done))

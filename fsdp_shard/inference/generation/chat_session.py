@@ -6,10 +6,8 @@ Ctrl-C stops an answer; what was generated of it stays in the conversation.
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
-
 from fsdp_shard.distributed import noting_ctrl_c
-from fsdp_shard.inference.generation.decoder import Decoder
+from fsdp_shard.inference.generation.decoder import Decoder, seed_draws
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.tokenize_prompts import Message, apply_chat_template, beginning_of_chat
 
@@ -60,7 +58,7 @@ def converse(
             write(f"unknown command {text.split()[0]}; {HELP}\n")
         elif text:
             messages.append({"role": "user", "content": text})
-            torch.manual_seed((seed * 1_000_003 + num_answers) % 2**63)
+            seed_draws(seed, num_answers)
             if (answer := _answer(decoder, messages, cache, write, limit)) is None:
                 messages.pop()
                 continue

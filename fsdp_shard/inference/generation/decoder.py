@@ -204,6 +204,11 @@ def generation_config(
     return config
 
 
+def seed_draws(seed: int, number: int) -> None:
+    """Make what is drawn from here on depend on the seed and on the number of an answer alone."""
+    torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+
+
 def _known(tokens: Sequence[int | None], vocab_size: int) -> list[int]:
     """Those that are tokens of the model."""
     return [token for token in tokens if token is not None and 0 <= token < vocab_size]

@@ -9,6 +9,8 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from fsdp_shard.utils import num_common
+
 
 class PrefixCache:
     """The KV cache of the last turn. It is taken out while a turn is computed, so an interrupted one is never used."""
@@ -20,7 +22,7 @@ class PrefixCache:
     def take(self, ids: Sequence[int]) -> DynamicCache | None:
         """The cache cropped to its common prefix with `ids`, or None. At least one token is left to run."""
         cache, self._cache = self._cache, None
-        common = _num_common(self._tokens, ids[:-1])
+        common = num_common(self._tokens, ids[:-1])
         if cache is None or not common:
             return None
         if excess := len(self._tokens) - common:
@@ -31,8 +33,3 @@ class PrefixCache:
         """Keep `cache`, which `generate` returned with `tokens`: prompt and answer, whose last token was not run."""
         if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
             self._tokens, self._cache = list(tokens[: cache.get_seq_length()]), cache
-
-
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    differing = (position for position, (one, two) in enumerate(zip(first, second, strict=False)) if one != two)
-    return next(differing, min(len(first), len(second)))

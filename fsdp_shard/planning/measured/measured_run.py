@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +13,12 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, OPTIMIZER, Store, member, read_manifest
+from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, OPTIMIZER, Store, member, parse_shard_name, read_manifest
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.planning.unplanned import unplanned_settings
 from fsdp_shard.training import METRICS
 from fsdp_shard.utils import RESULT, in_yaml, read_bounded, read_json, run_limited
 
-_RANK_FILE = re.compile(rf"{OPTIMIZER}/shard-(\d{{5}})-of-\d{{5}}\.safetensors")
 _LENGTH_BYTES = 8  # of the header of a safetensors file
 
 _FIXED_LENGTH_KINDS = ("text",)
@@ -134,10 +132,11 @@ def _optimizer_bytes(path: Path) -> list[int]:
     manifest = read_manifest(step)
     found: dict[int, int] = {}
     for name, record in ({} if manifest is None else manifest.files).items():
-        if match := _RANK_FILE.fullmatch(name):
+        folder, _, file_name = name.rpartition("/")
+        if folder == OPTIMIZER and (shard := parse_shard_name(file_name)):
             with member(step, name).open("rb") as file:
                 header = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            found[int(match[1])] = record.size - _LENGTH_BYTES - header
+            found[shard[0]] = record.size - _LENGTH_BYTES - header
     return [found[rank] for rank in sorted(found)]
 
 

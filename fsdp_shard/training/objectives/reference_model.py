@@ -194,20 +194,17 @@ def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samp
         return add_targets(config, config.objective, start.context, start.stop, start.step, data)
     if reference_kind(config) != PRECOMPUTED:
         return data
-    held_out = None if data.held_out is None else data.held_out.head(config.train.eval_windows)
-    sources = [*data.train.sources, *(held_out.sources if held_out is not None else [])]
+    if data.held_out is not None:
+        data = replace(data, held_out=data.held_out.head(config.train.eval_windows))
     cached = _CachedReference(config, start)
-    files = run_on_main(cached.waiting, lambda: _cache_files(config, sources))
+    files = run_on_main(cached.waiting, lambda: _cache_files(config, data.sources))
     extended, notes = [], []
-    for source, file in zip(sources, files, strict=True):
+    for source, file in zip(data.sources, files, strict=True):
         values, note = cached.values(source, file)
         extended.append(with_extras(source, EXTRA, values.numpy()))
         notes.append(note)
     cached.free()
-    num_train = len(data.train.sources)
-    train = data.train.with_sources(extended[:num_train])
-    held_out = None if held_out is None else held_out.with_sources(extended[num_train:])
-    return replace(data, train=train, held_out=held_out, notes=(*data.notes, *notes))
+    return data.with_sources(extended, notes)
 
 
 class _CachedReference:

@@ -100,7 +100,7 @@ def check_average(decay: float | None, step_directory: Path | None) -> None:
     """Raise ConfigError if a run that has an average is to resume without one, or the other way around."""
     if step_directory is None:
         return
-    is_there = checkpoint.has_file(step_directory / checkpoint.AVERAGE, "shards.index.json")
+    is_there = checkpoint.has_file(step_directory / checkpoint.AVERAGE, checkpoint.SHARD_INDEX)
     if is_there != (decay is not None):
         was, remedy = ("with", "set train.ema_decay") if is_there else ("without", "leave train.ema_decay out")
         raise ConfigError(

@@ -93,9 +93,9 @@ def fill_eva(
     dataset.load_state_dict(None)  # a stream goes on from where it was read to
     shards = _matrices(model, layers)
     for leader in dict.fromkeys(leaders.values()):  # one whole matrix at a time
-        whole = found.everywhere(leader).reshape(-1)
+        whole = found.everywhere(leader)
         for shard in (shards[fqn] for fqn in layers if leaders[fqn] == leader):
-            shard.data.copy_(whole[shard.start : shard.start + len(shard.data)])
+            shard.fill(whole)
     moving = f"; those of {format_count(len(found.moving), 'layer')} still move" if found.moving else ""
     done = f"principal directions of the inputs of {format_count(len(layers), 'layer')}"
     return f"EVA: {done}, from {format_count(found.num_used * size, 'sample')}{moving}"

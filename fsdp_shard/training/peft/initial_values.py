@@ -64,7 +64,7 @@ def fill_new(
                 values.normal_(std=1 / settings["r"], generator=generator)
             else:
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-        shard.data.copy_(values.reshape(-1)[shard.start : shard.start + len(shard.data)])
+        shard.fill(values)
 
 
 def _orthogonal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

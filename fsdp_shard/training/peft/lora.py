@@ -260,9 +260,9 @@ def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: 
             )
 
 
-def is_adapter_step(step_directory: Path | None) -> bool:
+def is_adapter_step(step_directory: Path) -> bool:
     """Whether a step holds only an adapter."""
-    return step_directory is not None and checkpoint.has_file(step_directory, checkpoint.ADAPTER_CONFIG)
+    return checkpoint.has_file(step_directory, checkpoint.ADAPTER_CONFIG)
 
 
 def check_continues(config: AdapterConfig, step_directory: Path | None) -> None:

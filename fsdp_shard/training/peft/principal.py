@@ -102,7 +102,7 @@ class Principal:
             for fqn, both in factors.items():
                 for factor, whole in zip("AB", both, strict=True):
                     for which in (_TRAINED, _FROZEN):
-                        _fill(shards[_name(fqn, factor, which)], whole)
+                        shards[_name(fqn, factor, which)].fill(whole)
 
     def _decompose(
         self,
@@ -157,8 +157,8 @@ class Principal:
             for factor in "AB":
                 name, frozen = (_name(layer, factor, which) for which in (_TRAINED, _FROZEN))
                 one, two = index.read(trained[name]).chunk(2, dim=0 if factor == "A" else 1)
-                _fill(shards[name], one)
-                _fill(shards[frozen], two if factor == "A" else -two)
+                shards[name].fill(one)
+                shards[frozen].fill(two if factor == "A" else -two)
 
     def shapes(self, trained: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """`shapes` by names in peft's file, with twice the rank for the factors of these layers."""
@@ -225,10 +225,6 @@ def combined_settings(config: LoraConfig) -> dict[str, Any]:
 
 def _name(layer: str, factor: str, which: str) -> str:
     return f"{layer}.lora_{factor}.{which}.weight"
-
-
-def _fill(shard: LocalShard, whole: torch.Tensor) -> None:
-    shard.data.copy_(whole.reshape(-1)[shard.start : shard.start + len(shard.data)])
 
 
 def _whole(shard: LocalShard, parts: list[tuple[int, torch.Tensor]]) -> torch.Tensor:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint import torch_pickle
-from fsdp_shard.checkpoint.formats.dcp.dcp_writer import plan_dcp as plan
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Checksum, find_torch_name, has_file, itemsize, member
 from fsdp_shard.checkpoint.steps import DCP_METADATA
@@ -32,10 +31,7 @@ from fsdp_shard.checkpoint.torch_pickle import (
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import open_regular, read_bounded
 
-__all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognize"]
-
 NAME = "dcp"
-LISTS_TIED_NAMES = True
 
 
 def recognize(path: Path) -> bool:

@@ -12,6 +12,8 @@ from fsdp_shard.checkpoint.steps import DCP_METADATA, FilePlan, TargetPlan, Writ
 from fsdp_shard.checkpoint.tensor_slices import flat_boxes
 from fsdp_shard.checkpoint.torch_pickle import Call, Global, Instance, Items, dumps, frame
 
+LISTS_TIED_NAMES = True
+
 _MODULE = "torch.distributed.checkpoint.metadata"
 _ALIGNMENT = 64  # torch's for storages in an item; used for items too, so that tensors can be memory-mapped
 _CONTIGUOUS = 0  # _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
@@ -28,7 +30,7 @@ class _Chunk:
     num_bytes: int
 
 
-def plan_dcp(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
+def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
     """Plan one `.distcp` file per rank (`request.ranks`, one by default), dim 0 of each tensor chunked as by FSDP2.
 
     A tied name is listed with the bytes of the tensor that it is tied to, so that a state dict with both loads.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -120,22 +120,18 @@ def add_targets(
     if distill.teacher_logits != PRECOMPUTED:
         return data
     waiting = context.with_new_group(LONG_WAIT_SECONDS)
-    sources = [*data.train.sources, *(data.held_out.sources if data.held_out is not None else [])]
-    caches = run_on_main(waiting, lambda: _caches(config, distill, sources))
+    caches = run_on_main(waiting, lambda: _caches(config, distill, data.sources))
     used = run_on_all(waiting, lambda: _used(config, step, data))
     teacher = _TeacherPass(config, distill, context, stop)
     extended, notes = [], []
-    for source, cache, wanted in zip(sources, caches, used, strict=True):
+    for source, cache, wanted in zip(data.sources, caches, used, strict=True):
         run_on_main(waiting, partial(cache.create, source))
         num_computed = teacher.fill(source, cache, wanted)
         extended.append(run_on_all(context, partial(_extended, source, cache)))
         done = f"{num_computed:,} computed, and kept in" if num_computed else "from"
         notes.append(f"teacher's tokens of {format_count(int(wanted.sum()), 'sample')}: {done} {cache.directory}")
     teacher.free()
-    num_train = len(data.train.sources)
-    train = data.train.with_sources(extended[:num_train])
-    held_out = None if data.held_out is None else data.held_out.with_sources(extended[num_train:])
-    return replace(data, train=train, held_out=held_out, notes=(*data.notes, *notes))
+    return data.with_sources(extended, notes)
 
 
 def _extended(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
