@@ -118,7 +118,8 @@ def _first_step(run: Run) -> float:
 
 def _runs_table(runs: Sequence[Run]) -> Table:
     held_out = ("held-out loss", "at step 0", "best", "after step", "perplexity")
-    columns = ("run", "status", "step", "loss", *held_out, "tokens")
+    skipped = [run.figure("skipped_steps") or last_of(run.steps, "skipped") for run in runs]
+    columns = ("run", "status", "step", "loss", *held_out, "tokens", *(["skipped"] if any(skipped) else []))
     rows = []
     for run in runs:
         best, at = best_held_out(run)
@@ -134,6 +135,12 @@ def _runs_table(runs: Sequence[Run]) -> Table:
         f"Losses in {LOSS_UNIT}: of the last step, and of held-out evaluations: the last, that before training and the "
         "best after a step, which may be higher. The perplexity is that of the last."
     )
+    if any(skipped):
+        rows = [[*row, number(count)] for row, count in zip(rows, skipped, strict=True)]
+        note += (
+            " Skipped: steps that changed no weights, as their loss or gradients were not finite; the loss is that of "
+        )
+        note += "the last step where it was."
     return Table("runs", "Runs", columns, rows, note)
 
 
