@@ -9,18 +9,20 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fsdp_shard.errors import InputError
-from fsdp_shard.evaluation.report.comparison import build_report
+from fsdp_shard.evaluation.report.comparison import build_report, compare
 from fsdp_shard.evaluation.report.html_page import to_html
 from fsdp_shard.evaluation.report.report_command import ReportFiles, report_runs
 from fsdp_shard.evaluation.report.report_data import Report, Table
 from fsdp_shard.evaluation.report.run_charts import thinned
 from fsdp_shard.evaluation.report.run_files import read_run
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
+from fsdp_shard.evaluation.report.setting_changes import SettingChange
 from fsdp_shard.evaluation.report.svg_charts import nice_ticks, style_of
 from fsdp_shard.evaluation.report.tables import to_csv, to_markdown
 from fsdp_shard.evaluation.report.terminal import WIDTH, to_text
@@ -194,6 +196,24 @@ def test_a_sweep_has_its_table_and_picture(tmp_path: Path) -> None:
     (picture,) = report.sweeps
     assert picture.categories == ["0.001", "0.01", "0.1"]
     assert picture.curves[0].points == [(0, 4.0), (1, 4.0), (2, 4.0)]
+
+
+def test_a_sweep_with_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
+    """Its figures are of all of its steps, where result.json has those since it was resumed."""
+    for at, lr in enumerate(("0.0001", "0.001")):
+        _run(tmp_path / "sweep" / str(at), lr)
+    resumed = tmp_path / "sweep" / "0"
+    later = {"tokens_per_second": 9.0, "peak_memory_bytes": 1 << 10}
+    (resumed / "result.json").write_text(json.dumps({"status": "completed", **later}))
+    runs = [read_run(tmp_path / "sweep" / str(at), str(at)) for at in range(2)]
+    runs[0] = replace(runs[0], changes=[SettingChange(3, "optim.lr", "0.01", "0.0001")])
+    report = compare(runs, WeightDigests())
+    course = "0.01 until step 3, then 0.0001"
+    row = _table(report, "sweep-sweep").rows[0]
+    assert [cell.value for cell in row[1:6]] == [course, 4.5, 4.0, 4.0, 1 << 20]
+    assert [row[at].value for row in _table(report, "speed").rows[:1] for at in (2, 5)] == [4.0, 1 << 20]
+    (picture,) = report.sweeps
+    assert picture.categories == ["0.001", course]
 
 
 def test_damage_is_counted(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from fsdp_shard.evaluation.scored_rows.config import MEASURES
 from fsdp_shard.utils import in_yaml
 
 _QUANTIZE = "quantize"
-_USED = ("by", "sequence_length", "stride", "max_new_tokens")  # settings that decide about figures
 _OF_ANSWERS = ("logps/", "lengths/")  # metrics of preferences whose size is that of the answers
 
 
@@ -73,8 +72,10 @@ def _figures(run: Run) -> Iterator[Figure]:
     shown = last_part(name) if isinstance(name, str) and name else "a text"
     kind, data_digest = data.get("kind"), data.get("digest")
     intervals = _map(run.result.get("confidence_interval"))
-    used = {key: settings[key] for key in _USED if settings.get(key) is not None}
+    used = {key: settings.get(key) for key in ("by", "sequence_length", "stride") if settings.get(key) is not None}
     used |= computed
+    if (most := settings.get("max_new_tokens")) is not None:  # of generated answers
+        used["max_new_tokens"] = most
     for measure in ("perplexity", "loss", "bits_per_byte", *MEASURES):
         value = as_number(run.result.get(measure))
         if value is not None:

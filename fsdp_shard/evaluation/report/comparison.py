@@ -31,7 +31,9 @@ from fsdp_shard.evaluation.report.run_files import (
     find_runs,
     last_of,
     loss_before,
+    peak_memory,
     read_run,
+    tokens_per_second,
     values_of,
 )
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
@@ -186,8 +188,7 @@ def _speed_table(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
         seconds, waited = values_of(run.steps, "step_seconds"), values_of(run.steps, "data_seconds")
-        total, tokens = sum(seconds), sum(values_of(run.steps, "tokens"))
-        memory = run.figure("peak_memory_bytes") or max(values_of(run.steps, "memory_bytes"), default=None)
+        total = sum(seconds)
         load: Any = run.result.get("load")
         loaded = load if isinstance(load, dict) else {}
         share = sum(waited) / total if total and waited else None
@@ -195,10 +196,10 @@ def _speed_table(runs: Sequence[Run]) -> Table:
             [
                 text(run.name),
                 _ranks(run),
-                number(tokens / total if total else None),
+                number(tokens_per_second(run)),
                 number(statistics.median(seconds) if seconds else None),
                 Cell(share, "-" if share is None else f"{share:.1%}"),
-                size(memory),
+                size(peak_memory(run)),
                 size(as_number(loaded.get("peak_memory_bytes"))),
                 size(as_number(loaded.get("shard_bytes"))),
             ]

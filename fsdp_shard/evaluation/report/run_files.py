@@ -196,6 +196,18 @@ def last_of(rows: Sequence[Row], name: str) -> float | None:
     return next(iter(values_of(rows, name)[::-1]), None)
 
 
+def tokens_per_second(run: Run) -> float | None:
+    """Over all steps of a run, those before a resume too, of which result.json knows nothing."""
+    seconds = sum(values_of(run.steps, "step_seconds"))
+    return sum(values_of(run.steps, "tokens")) / seconds if seconds else None
+
+
+def peak_memory(run: Run) -> float | None:
+    """The most bytes of any rank in a run, before a resume too, of which result.json knows nothing."""
+    of_result = run.figure("peak_memory_bytes")
+    return max([*values_of(run.steps, "memory_bytes"), *([] if of_result is None else [of_result])], default=None)
+
+
 def best_held_out(run: Run) -> tuple[float | None, int | None]:
     """The lowest held-out loss after training began, and its step.
 
