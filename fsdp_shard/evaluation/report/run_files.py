@@ -22,7 +22,6 @@ from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded
 COMPLETED, RUNNING, STOPPED = "completed", "running", "stopped"
 _MAX_DEPTH = 4  # directories below one that is no run, such as outputs/finetune/DATE
 _MAX_RUNS = 500
-_OF_HELD_OUT = ("best_loss", "best_step", "loss_before")  # in a state, of the held-out data that it names
 _STARTS = "# To repeat this run: fsdp-shard "  # of config.yaml; the command follows
 
 Row = Mapping[str, float | None]
@@ -84,6 +83,7 @@ class Run:
 
 
 METRIC = "metrics:"  # prefix of the names of metrics in a row, which also has figures and held-out sets
+_OF_HELD_OUT = ("best_loss", "best_step", "loss_before")  # in a state, of the held-out data that it names
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
