@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Self
 
@@ -55,6 +56,7 @@ class ResumableLoader:
         self._global_batch_size, self._shuffle, self._seed, self._options = global_batch_size, shuffle, seed, options
         self._given = (num_replicas, rank)
         self._epoch = self._next = 0
+        self._rows = _digest_of_rows(dataset)
 
     @property
     def epoch(self) -> int:
@@ -92,10 +94,17 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, which is the same on all ranks."""
-        return {"epoch": self._epoch, "next_batch": self._next, **self._identity()}
+        rows = {} if self._rows is None else {"rows": self._rows}
+        return {"epoch": self._epoch, "next_batch": self._next, **self._identity(), **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a position; CheckpointError if it is one of other batches."""
+        rows = state.get("rows")  # earlier versions, and data that is no datasets.Dataset, have none
+        if self._rows is not None and rows is not None and rows != self._rows:
+            raise CheckpointError(
+                f"The step was saved with other data: the names of columns and some of the rows have the digest "
+                f"{rows}, and now {self._rows}, so that the batches that follow would be others. Use the same data."
+            )
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise CheckpointError(
@@ -126,3 +135,12 @@ class ResumableLoader:
                 f"it; use a multiple."
             )
         return num_replicas, rank
+
+
+def _digest_of_rows(data: Any) -> str | None:
+    """Digest of the columns and some rows of a `datasets.Dataset`; None of other data."""
+    if "datasets" not in sys.modules:  # so it is none, and torch is all that is needed
+        return None
+    from fsdp_shard.integrations.resumption import digest_of_rows
+
+    return digest_of_rows(data)

@@ -31,6 +31,7 @@ from .logging.metrics_log import (
     MAX_LINE as MAX_LINE,
     METRICS as METRICS,
     SAMPLES as SAMPLES,
+    of_last_held_out as of_last_held_out,
 )
 from .logging.run_log import RunLog as RunLog
 from .loop import StepReport as StepReport, TrainingRun as TrainingRun, train as train

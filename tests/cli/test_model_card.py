@@ -80,6 +80,32 @@ def _section(card: str, title: str) -> str:
     return card.partition(f"## {title}")[2].partition("## ")[0]
 
 
+def test_skipped_steps_are_told_and_their_held_out_losses_stay(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained / "run", tmp_path / "run"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[2:] = [{**row, "loss": None, "skipped": count + 1} for count, row in enumerate(rows[2:])]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    card = _card_of(f"{run}@step-4")
+    curve = _section(card, "Loss")
+    assert curve.strip().splitlines()[-2:] == ["| 3 | - | - |", f"| 4 | - | {evaluations[-1]['loss']:#.4g} |"]
+    assert "Steps whose loss was not finite are left out of it." in curve
+    assert "| skipped steps (loss or gradients not finite) | 2 |" in card
+    assert "skipped" not in _card_of(str(trained / "run"))
+
+
+def test_the_curve_has_no_evaluations_of_other_held_out_data(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained / "run", tmp_path / "run"))
+    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["held_out"] = "first" if row["step"] < 4 else "second"
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step, expected in (("step-2", ["0", "2"]), ("step-4", ["4"])):
+        lines = [line.split(" | ") for line in _section(_card_of(f"{run}@{step}"), "Loss").splitlines()]
+        found = [cells[0].removeprefix("| ") for cells in lines if len(cells) == 3 and not cells[2].startswith("-")]
+        assert found == ["step", *expected], "those that have a held-out loss"
+
+
 def _keep_rows(file: Path, first: int) -> None:
     rows = file.read_text().splitlines(keepends=True)
     file.write_text("".join(row for row in rows if json.loads(row)["step"] >= first))
@@ -186,6 +212,17 @@ def test_figures_of_other_weights_than_those_stored_say_so(trained: Path, tmp_pa
     published = {one.metric_value: one for one in card.data.eval_results or []}
     assert 77.25 not in published
     assert (published[78.25].metric_args or {})["dtype"] == "bfloat16"
+
+
+def test_figures_of_answers_say_how_long_these_may_be(trained: Path, tmp_path: Path) -> None:
+    settings = {"task": "generation", "max_new_tokens": 45, "by": None, "sequence_length": None}
+    _change(trained, tmp_path / "all" / "answers", settings, exact_match=0.8125)
+    card, problems = _card(trained, tmp_path / "all")
+    assert problems == []
+    (row,) = [line for line in card.text.splitlines() if "0.8125" in line]
+    assert "| max\\_new\\_tokens 45 |" in row
+    (published,) = [one for one in card.data.eval_results or [] if one.metric_value == 0.8125]
+    assert (published.metric_args or {})["max_new_tokens"] == 45
 
 
 def test_evaluations_with_another_config_or_tokenizer_are_left_out(trained: Path, tmp_path: Path) -> None:

@@ -58,12 +58,16 @@ def test_losses_of_other_held_out_data_are_not_compared(settings: list[str], tex
     held_out.write_text((texts / "train.txt").read_text()[:600])
     first = run_recipe("finetune", tmp_path / "run", *given, "train.steps=1")
     assert first.status == 0, first.err
+    assert first.result["perplexity_before"] == _rows(tmp_path / "run")[0]["perplexity"]
     held_out.write_text("\x07\x08" * 300)
     resumed = run_recipe("finetune", tmp_path / "run", *given, "train.steps=2")
     assert resumed.status == 0, resumed.err
     assert "differ from those of the evaluations up to step 1: best step and patience start anew" in resumed.err
-    last = _rows(tmp_path / "run")[-1]
-    assert (resumed.result["best_step"], resumed.result["best_loss"]) == (2, last["loss"])
+    of_first, of_last = _rows(tmp_path / "run")[1:]
+    assert of_first["held_out"] != of_last["held_out"]
+    assert (resumed.result["best_step"], resumed.result["best_loss"]) == (2, of_last["loss"])
+    assert "perplexity_before" not in resumed.result, "which was of other data"
+    assert resumed.result["perplexity"] == of_last["perplexity"]
 
 
 @pytest.mark.long

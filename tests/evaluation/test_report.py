@@ -9,17 +9,20 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fsdp_shard.errors import InputError
-from fsdp_shard.evaluation.report.comparison import build_report
+from fsdp_shard.evaluation.report.comparison import build_report, compare
 from fsdp_shard.evaluation.report.html_page import to_html
 from fsdp_shard.evaluation.report.report_command import ReportFiles, report_runs
 from fsdp_shard.evaluation.report.report_data import Report, Table
 from fsdp_shard.evaluation.report.run_charts import thinned
+from fsdp_shard.evaluation.report.run_files import read_run
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
+from fsdp_shard.evaluation.report.setting_changes import SettingChange
 from fsdp_shard.evaluation.report.svg_charts import nice_ticks, style_of
 from fsdp_shard.evaluation.report.tables import to_csv, to_markdown
 from fsdp_shard.evaluation.report.terminal import WIDTH, to_text
@@ -97,6 +100,72 @@ def test_held_out_sets_and_the_memory_of_ranks(tmp_path: Path) -> None:
     assert not keys & {"held-out-sets", "memory-by-rank"}
 
 
+def test_evaluations_of_other_held_out_data_are_left_out(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    given = [(0, 6.0, "first"), (2, 1.0, "first"), (4, 4.0, "second"), (5, 3.5, "second")]
+    rows = [{"step": at, "loss": loss, "held_out": held_out} for at, loss, held_out in given]
+    rows = [{**row, "metrics": {"m": row["loss"]}, "sets": {"code": {"loss": row["loss"]}}} for row in rows]
+    (path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = _report(path)
+    assert report.problems == [
+        f"{path}/evaluations.jsonl: 2 lines left out that are of other held-out data than later."
+    ]
+    assert [cell.value for cell in _table(report, "runs").rows[0][4:8]] == [3.5, None, 3.5, 5]
+    assert [cell.value for cell in _table(report, "held-out-metrics").rows[0]] == ["a", "m", 4.0, 3.5]
+    assert _table(report, "held-out-sets").rows[0][-1].value == 4.0
+    (curve,) = next(chart for chart in report.charts if chart.key == "held-out").curves
+    assert curve.points == [(4, 4.0), (5, 3.5)]
+
+    state = {"held_out": "first", "best_loss": 1.0, "best_step": 2, "loss_before": 6.0}
+    for number in (2, 5):
+        step = path / "checkpoints" / f"step-{number:08d}"
+        step.mkdir(parents=True)
+        (step / "trainer.json").write_text(json.dumps(state))
+    of_first, of_second = (read_run(path, "a", path / "checkpoints" / f"step-{number:08d}") for number in (2, 5))
+    assert [row["step"] for row in of_first.held_out] == [0, 2], "a step knows nothing of later ones"
+    assert of_first.state == state
+    assert of_second.state == {"held_out": "first"}, "whose best loss was saved before the data changed"
+
+
+def test_skipped_steps_are_told(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows[3:] = [{**row, "loss": None, "skipped": count + 1} for count, row in enumerate(rows[3:])]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = _table(_report(path, _run(tmp_path / "b")), "runs")
+    assert (table.columns[-1], [row[-1].value for row in table.rows]) == ("skipped", [2, None])
+    assert table.rows[0][3].value == 4.7
+    assert "the loss is that of the last step where it was" in table.note, "finite"
+    assert "skipped" not in _table(_report(tmp_path / "b"), "runs").columns
+
+
+def _evaluation(path: Path, digest: str, dispatch: dict[str, str]) -> Path:
+    """The files of an evaluation, as `evaluate` writes them."""
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text("# To repeat this run: fsdp-shard evaluate THIS_FILE run_dir=NEW\nbase: null\n")
+    settings = {"task": "perplexity", "dispatch": {"dtype": "keep", "quantize": "none"} | dispatch}
+    provenance = {"data": {"path": "a.jsonl", "digest": digest}, "settings": settings}
+    (path / "result.json").write_text(json.dumps({"status": "completed", "loss": 1.5, "provenance": provenance}))
+    return path
+
+
+def test_other_data_have_another_digest(tmp_path: Path) -> None:
+    """Of rows, the digest is an identity with more in it, and tables show twelve characters."""
+    given = [f"CausalRows:{'ab' * 15}{part:02x}:8/128" for part in range(2)] + ["cd" * 16]
+    report = _report(*(_evaluation(tmp_path / str(at), digest, {}) for at, digest in enumerate(given)))
+    shown = [row[-2] for row in _table(report, "evaluations").rows]
+    assert [cell.value for cell in shown] == given
+    assert len({cell.text for cell in shown}) == 3
+    assert all(re.fullmatch("[0-9a-f]{12}", cell.text) for cell in shown)
+    assert shown[2].text == "cd" * 6
+
+
+def test_an_evaluation_alone_says_that_other_weights_computed(tmp_path: Path) -> None:
+    for name, dispatch in {"plain": {}, "cast": {"dtype": "bfloat16"}, "packed": {"quantize": "int8"}}.items():
+        (row,) = _table(_report(_evaluation(tmp_path / name, "ab" * 16, dispatch)), "evaluations").rows
+        assert row[2].value == next((f"dispatch.{key}={value}" for key, value in dispatch.items()), None)
+
+
 def test_metrics_have_curves_and_a_table(tmp_path: Path) -> None:
     path = _run(tmp_path / "a")
     for name in ("metrics.jsonl", "evaluations.jsonl"):
@@ -136,6 +205,24 @@ def test_a_sweep_has_its_table_and_picture(tmp_path: Path) -> None:
     (picture,) = report.sweeps
     assert picture.categories == ["0.001", "0.01", "0.1"]
     assert picture.curves[0].points == [(0, 4.0), (1, 4.0), (2, 4.0)]
+
+
+def test_a_sweep_with_a_resumed_run_says_what_changed(tmp_path: Path) -> None:
+    """Its figures are of all of its steps, where result.json has those since it was resumed."""
+    for at, lr in enumerate(("0.0001", "0.001")):
+        _run(tmp_path / "sweep" / str(at), lr)
+    resumed = tmp_path / "sweep" / "0"
+    later = {"tokens_per_second": 9.0, "peak_memory_bytes": 1 << 10}
+    (resumed / "result.json").write_text(json.dumps({"status": "completed", **later}))
+    runs = [read_run(tmp_path / "sweep" / str(at), str(at)) for at in range(2)]
+    runs[0] = replace(runs[0], changes=[SettingChange(3, "optim.lr", "0.01", "0.0001")])
+    report = compare(runs, WeightDigests())
+    course = "0.01 until step 3, then 0.0001"
+    row = _table(report, "sweep-sweep").rows[0]
+    assert [cell.value for cell in row[1:6]] == [course, 4.5, 4.0, 4.0, 1 << 20]
+    assert [row[at].value for row in _table(report, "speed").rows[:1] for at in (2, 5)] == [4.0, 1 << 20]
+    (picture,) = report.sweeps
+    assert picture.categories == ["0.001", course]
 
 
 def test_damage_is_counted(tmp_path: Path) -> None:

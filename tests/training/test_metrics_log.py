@@ -18,7 +18,7 @@ import pytest
 
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.logging.loss_plot import check_plots, plot_losses, running_mean
-from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
+from fsdp_shard.training.logging.metrics_log import MetricsLog, of_last_held_out, read_rows
 from fsdp_shard.training.logging.progress import Progress
 from fsdp_shard.training.loop import StepReport
 
@@ -69,6 +69,17 @@ def test_a_log_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_no_log_has_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "none") == []
+
+
+def test_evaluations_of_other_held_out_data_are_cut() -> None:
+    older = [{"step": step, "loss": 1.0} for step in (0, 2)]
+    first = [{"step": step, "held_out": "first"} for step in (4, 6)]
+    second = [{"step": step, "held_out": "second"} for step in (8, 10)]
+    assert of_last_held_out([]) == []
+    assert of_last_held_out(older) == older, "which do not say"
+    assert of_last_held_out([*older, *first]) == first
+    assert of_last_held_out([*first, *second]) == second
+    assert of_last_held_out([*second, *first, *second]) == second, "and no earlier ones"
 
 
 def report(step: int) -> StepReport:

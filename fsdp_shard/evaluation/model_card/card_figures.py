@@ -74,6 +74,8 @@ def _figures(run: Run) -> Iterator[Figure]:
     intervals = as_map(run.result.get("confidence_interval"))
     used = {key: settings.get(key) for key in ("by", "sequence_length", "stride") if settings.get(key) is not None}
     used |= computed
+    if (most := settings.get("max_new_tokens")) is not None:  # of generated answers
+        used["max_new_tokens"] = most
     for measure in ("perplexity", "loss", "bits_per_byte", *MEASURES):
         value = as_number(run.result.get(measure))
         if value is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import statistics
 from collections.abc import Sequence
 
 from fsdp_shard.checkpoint import CARD_MARK, HubTarget
@@ -15,7 +16,6 @@ from fsdp_shard.evaluation.model_card.card_figures import Figure, eval_results, 
 from fsdp_shard.evaluation.model_card.card_subject import CardSubject, is_on_hub
 from fsdp_shard.evaluation.model_card.shown_paths import last_part, shown_setting, without_directories
 from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Cell, Table, number, text
-from fsdp_shard.evaluation.report.run_charts import thinned
 from fsdp_shard.evaluation.report.run_files import Row, Run, as_number, last_of, values_of
 from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
@@ -127,6 +127,7 @@ def _training_table(subject: CardSubject, run: Run) -> Table:
     step = subject.num_steps or 0
     rows = _up_to(subject, run.steps)
     tokens = as_number(run.state.get("num_tokens")) or last_of(rows, "total_tokens")
+    skipped = as_number(run.state.get("num_skipped")) or last_of(rows, "skipped")
     seconds, missing = sum(values_of(rows, "step_seconds")), _missing(rows)
     base = subject.base
     data, model = run.settings.get("data.path"), base.path if base else run.settings.get("model.path")
@@ -140,6 +141,7 @@ def _training_table(subject: CardSubject, run: Run) -> Table:
         "data": None if data in (None, "null") else shown_setting("data.path", data),
         "fingerprint of the data": data_digest if isinstance(data_digest, str) else None,
         "step": f"{step:,}",
+        "skipped steps (loss or gradients not finite)": f"{skipped:,.0f}" if skipped else None,
         "tokens": f"{tokens:,.0f}" if tokens else None,
         f"seconds of training{f' after step {missing:,}' if missing else ''}": shown_seconds,
         "status of the run": run.status,
@@ -173,20 +175,32 @@ def _missing(rows: Sequence[Row]) -> int:
 def _curve(subject: CardSubject, run: Run) -> Table | None:
     """The training loss, as means of the steps since the row before, and the last held-out loss in them."""
     steps, evaluated = _up_to(subject, run.steps), _up_to(subject, run.held_out)
-    points = [(row["step"] or 0.0, value) for row in steps if (value := row.get("loss")) is not None]
     held_out = [(row["step"] or 0.0, value) for row in evaluated if (value := row.get("loss")) is not None]
-    if not points:
+    if not steps:
         return None
     rows, before = [], -1.0
     start = [(0.0, None)] if held_out and held_out[0][0] == 0 else []
-    for step, loss in [*start, *thinned(points, _MAX_ROWS)]:
+    for step, loss in [*start, *_means(steps)]:
         inside = [value for at, value in held_out if before < at <= step]
         rows.append([number(int(step)), number(loss), number(inside[-1] if inside else None)])
         before = step
     note = f"In {LOSS_UNIT}. The training loss is the mean of the steps since the row before."
+    if len(values_of(steps, "loss")) < len(steps):
+        note += " Steps whose loss was not finite are left out of it."
     if missing := _missing(steps):
         note += f" The losses up to step {missing:,} are not known: they are in no file of the run's directory."
     return Table("curve", "", ("step", "training loss", "held-out loss"), rows, note)
+
+
+def _means(steps: Sequence[Row]) -> list[tuple[float, float | None]]:
+    """The last step of each of up to _MAX_ROWS parts, and the mean of the losses in it that are finite, or None."""
+    width = -(-len(steps) // _MAX_ROWS)
+    parts = [steps[start : start + width] for start in range(0, len(steps), width)]
+    losses = [values_of(part, "loss") for part in parts]
+    return [
+        (part[-1]["step"] or 0.0, statistics.fmean(of_part) if of_part else None)
+        for part, of_part in zip(parts, losses, strict=True)
+    ]
 
 
 def _settings_table(subject: CardSubject, run: Run) -> Table | None:

@@ -32,7 +32,9 @@ from fsdp_shard.evaluation.report.run_files import (
     find_runs,
     last_of,
     loss_before,
+    peak_memory,
     read_run,
+    tokens_per_second,
     values_of,
 )
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
@@ -119,7 +121,8 @@ def _first_step(run: Run) -> float:
 
 def _runs_table(runs: Sequence[Run]) -> Table:
     held_out = ("held-out loss", "at step 0", "best", "after step", "perplexity")
-    columns = ("run", "status", "step", "loss", *held_out, "tokens")
+    skipped = [run.figure("skipped_steps") or last_of(run.steps, "skipped") for run in runs]
+    columns = ("run", "status", "step", "loss", *held_out, "tokens", *(["skipped"] if any(skipped) else []))
     rows = []
     for run in runs:
         best, at = best_held_out(run)
@@ -135,6 +138,12 @@ def _runs_table(runs: Sequence[Run]) -> Table:
         f"Losses in {LOSS_UNIT}: of the last step, and of held-out evaluations: the last, that before training and the "
         "best after a step, which may be higher. The perplexity is that of the last."
     )
+    if any(skipped):
+        rows = [[*row, number(count)] for row, count in zip(rows, skipped, strict=True)]
+        note += (
+            " Skipped: steps that changed no weights, as their loss or gradients were not finite; the loss is that of "
+            "the last step where it was."
+        )
     return Table("runs", "Runs", columns, rows, note)
 
 
@@ -180,18 +189,17 @@ def _speed_table(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
         seconds, waited = values_of(run.steps, "step_seconds"), values_of(run.steps, "data_seconds")
-        total, tokens = sum(seconds), sum(values_of(run.steps, "tokens"))
-        memory = run.figure("peak_memory_bytes") or max(values_of(run.steps, "memory_bytes"), default=None)
+        total = sum(seconds)
         loaded = as_map(run.result.get("load"))
         share = sum(waited) / total if total and waited else None
         rows.append(
             [
                 text(run.name),
                 _ranks(run),
-                number(tokens / total if total else None),
+                number(tokens_per_second(run)),
                 number(statistics.median(seconds) if seconds else None),
                 Cell(share, "-" if share is None else f"{share:.1%}"),
-                size(memory),
+                size(peak_memory(run)),
                 size(as_number(loaded.get("peak_memory_bytes"))),
                 size(as_number(loaded.get("shard_bytes"))),
             ]

@@ -28,6 +28,8 @@ _SIZES = "Medians; tokens per second of all texts of a batch, and of each. Compa
 _SCORED = {"accuracy", "num_prompts"}
 _OTHERS = _SCORED | {"results", "speed"}
 _LIMIT = "lm_eval.limit"
+# Settings with which weights compute as they are stored.
+_STORED = {"dispatch.dtype": "keep", "dispatch.quantize": "none"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,11 @@ class _Score:
 
     @property
     def differences(self) -> Cell:
-        """The settings that set this evaluation apart, as overrides, and a limit: its figures are not of all data."""
+        """The settings that set this evaluation apart, as overrides; a limit, as its figures are not of all data; and
+        those by which the weights that computed were others than those of the checkpoint.
+        """
         shown = {name for name in self.settings if name in self.differing or name == _LIMIT}
+        shown |= {name for name, usual in _STORED.items() if self.settings.get(name, usual) != usual}
         return text(", ".join(f"{name}={self.settings[name]}" for name in sorted(shown)) or None)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import xxhash
 
 from fsdp_shard.errors import one_line
 from fsdp_shard.utils import format_count, format_size
 
 LOSS_UNIT = "nats per token; of preferences, per sample"
+_HEX = re.compile("[0-9a-f]*")
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,11 @@ def text(value: str | None) -> Cell:
 
 
 def digest(value: str | None) -> Cell:
-    """A cell of a digest, of which tables show the beginning."""
+    """A cell of a digest, of which tables show the beginning; of an identity with more in it, that of its digest."""
     whole = text(value)
-    return Cell(whole.value, whole.text[:12])
+    if value is None or _HEX.fullmatch(value):
+        return Cell(whole.value, whole.text[:12])
+    return Cell(whole.value, xxhash.xxh3_128_hexdigest(whole.text.encode("utf-8", "backslashreplace"))[:12])
 
 
 def number(value: float | None) -> Cell:

@@ -12,11 +12,20 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, CONFIG_START, RUN_CONFIG, TRAINER, has_file, member
+from fsdp_shard.checkpoint import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    CONFIG_START,
+    RUN_CONFIG,
+    TRAINER,
+    has_file,
+    member,
+    parse_step,
+)
 from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_line
 from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
 from fsdp_shard.evaluation.report.stored_steps import ReportedStep, read_steps
-from fsdp_shard.training import EVALUATIONS, LOCK, MAX_LINE, METRICS, SAMPLES, holder
+from fsdp_shard.training import EVALUATIONS, LOCK, MAX_LINE, METRICS, SAMPLES, holder, of_last_held_out
 from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
 
 COMPLETED, RUNNING, STOPPED = "completed", "running", "stopped"
@@ -58,7 +67,8 @@ class Run:
         state: The progress that this step records in its trainer.json.
         result: The figures of result.json.
         steps: The rows of metrics.jsonl, ascending; a value that is not finite is None.
-        held_out: The rows of evaluations.jsonl; figures of a held-out set with a name are those of SET/NAME.
+        held_out: The rows of evaluations.jsonl since the held-out data was last changed, up to the step that was asked
+            for; figures of a held-out set with a name are those of SET/NAME.
         samples: The rows of samples.jsonl.
         checkpoints: Its committed steps, ascending.
         problems: What could not be read, a sentence each.
@@ -90,6 +100,7 @@ class Run:
 
 
 METRIC = "metrics:"  # prefix of the names of metrics in a row, which also has figures and held-out sets
+_OF_HELD_OUT = ("best_loss", "best_step", "loss_before")  # in a state, of the held-out data that it names
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
@@ -154,7 +165,8 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
     is_locked = _is_locked(path, problems)
     status = RUNNING if is_locked else COMPLETED if result.get("status") == COMPLETED else STOPPED
     steps = _numbers(_lines(path / METRICS, is_locked, problems), path / METRICS, problems)
-    held_out = _numbers(_lines(path / EVALUATIONS, is_locked, problems), path / EVALUATIONS, problems)
+    evaluated = _held_out(path / EVALUATIONS, is_locked, step, problems)
+    held_out = _numbers(evaluated, path / EVALUATIONS, problems)
     samples = _samples(_lines(path / SAMPLES, is_locked, problems), path / SAMPLES, problems)
     # Steps of older versions have no settings of their own.
     file = path / CONFIG_FILE if step is None or not has_file(step, RUN_CONFIG) else step / RUN_CONFIG
@@ -162,6 +174,8 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
     checkpoints = read_steps(path / CHECKPOINTS, settings, problems)
     recording = step or (checkpoints[-1].path if checkpoints else None)
     state = {} if recording is None else _read_state(recording)
+    if evaluated and state.get("held_out", "") not in ("", evaluated[-1].get("held_out", "")):
+        state = {name: value for name, value in state.items() if name not in _OF_HELD_OUT}
     return Run(
         path=path,
         name=one_line(name),
@@ -222,6 +236,18 @@ def values_of(rows: Sequence[Row], name: str) -> list[float]:
 def last_of(rows: Sequence[Row], name: str) -> float | None:
     """The last finite value of a figure."""
     return next(iter(values_of(rows, name)[::-1]), None)
+
+
+def tokens_per_second(run: Run) -> float | None:
+    """Over all steps of a run, those before a resume too, of which result.json knows nothing."""
+    seconds = sum(values_of(run.steps, "step_seconds"))
+    return sum(values_of(run.steps, "tokens")) / seconds if seconds else None
+
+
+def peak_memory(run: Run) -> float | None:
+    """The most bytes of any rank in a run, before a resume too, of which result.json knows nothing."""
+    of_result = run.figure("peak_memory_bytes")
+    return max([*values_of(run.steps, "memory_bytes"), *([] if of_result is None else [of_result])], default=None)
 
 
 def best_held_out(run: Run) -> tuple[float | None, int | None]:
@@ -381,6 +407,18 @@ def _numbers(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str])
     if num_repeated := len(rows) - num_wrong - len(found):
         problems.append(f"{file}: {format_count(num_repeated, 'line')} left out whose step has a later line.")
     return [found[step] for step in sorted(found)]
+
+
+def _held_out(file: Path, is_locked: bool, step: Path | None, problems: list[str]) -> list[dict[str, Any]]:
+    """The rows of evaluations.jsonl, up to a step if one is given, of the same held-out data as the last of them."""
+    last = None if step is None else parse_step(step.name)
+    rows = [row for row in _lines(file, is_locked, problems) if last is None or row["step"] <= last]
+    same = of_last_held_out(rows)
+    if num_others := len(rows) - len(same):
+        problems.append(
+            f"{file}: {format_count(num_others, 'line')} left out that are of other held-out data than later."
+        )
+    return same
 
 
 def _of_sets(row: Mapping[str, Any]) -> Row:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fsdp_shard.errors import one_line
 from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Chart, Curve, Table, number, size, text
-from fsdp_shard.evaluation.report.run_files import Run, best_held_out, last_of
+from fsdp_shard.evaluation.report.run_files import Run, best_held_out, last_of, peak_memory, tokens_per_second
+from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.utils import format_count
 
 _MAX_PICTURES = 6  # settings that have one
@@ -32,11 +33,11 @@ def sweep_table(name: str, runs: Sequence[Run]) -> Table:
     rows = [
         [
             text(run.name),
-            *(text(run.settings[setting]) for setting in varied),
+            *(text(_settings(run)[setting]) for setting in varied),
             number(last_of(run.steps, "loss")),
             number(best_held_out(run)[0]),
-            number(run.figure("tokens_per_second")),
-            size(run.figure("peak_memory_bytes")),
+            number(tokens_per_second(run)),
+            size(peak_memory(run)),
             text(run.status),
         ]
         for run in runs
@@ -58,7 +59,7 @@ def sweep_charts(name: str, runs: Sequence[Run]) -> list[Chart]:
         note += f" {len(varied) - _MAX_PICTURES} more settings were varied, which the table has."
     charts = []
     for setting in varied[:_MAX_PICTURES] if len(found) > 1 else []:
-        values = sorted({run.settings[setting] for run, _ in found}, key=_order)
+        values = sorted({_settings(run)[setting] for run, _ in found}, key=_order)
         series = _series(found, setting, [other for other in varied if other != setting], values)
         curves = [Curve(at, points, is_dotted=True) for at, points in enumerate(series.values())]
         title, key = f"{label.capitalize()} by {setting}", f"sweep-{name}-{setting}"
@@ -70,9 +71,14 @@ def sweep_charts(name: str, runs: Sequence[Run]) -> list[Chart]:
 
 def varied_settings(runs: Sequence[Run]) -> list[str]:
     """The settings that all of the runs have, and that differ; those of one option of a group follow from the group."""
-    first = runs[0].settings
-    shared = [name for name in first if name != "run_dir" and all(name in run.settings for run in runs)]
-    return [name for name in shared if any(run.settings[name] != first[name] for run in runs)]
+    first, *others = [_settings(run) for run in runs]
+    shared = [name for name in first if name != "run_dir" and all(name in other for other in others)]
+    return [name for name in shared if any(other[name] != first[name] for other in others)]
+
+
+def _settings(run: Run) -> Mapping[str, str]:
+    """The settings by name; of one that a resume has changed, all of its values."""
+    return courses(run.settings, run.changes)
 
 
 def _series(
@@ -81,8 +87,9 @@ def _series(
     """The points (number of the value of `name`, loss) of runs that are alike in all `others`, by what they are."""
     series: dict[str, list[tuple[float, float]]] = {}
     for run, loss in found:
-        alike = ", ".join(f"{other}={run.settings[other]}" for other in others) or "all runs"
-        series.setdefault(alike, []).append((values.index(run.settings[name]), loss))
+        settings = _settings(run)
+        alike = ", ".join(f"{other}={settings[other]}" for other in others) or "all runs"
+        series.setdefault(alike, []).append((values.index(settings[name]), loss))
     if len(series) > _MAX_SERIES:
         return {"mean of all others": _means([point for points in series.values() for point in points])}
     return {alike: sorted(points) for alike, points in series.items()}

@@ -22,7 +22,7 @@ def plot_losses(
 
     Args:
         train: Rows of metrics.jsonl, which may be empty.
-        held_out: Rows of evaluations.jsonl, which may be empty.
+        held_out: Rows of evaluations.jsonl of the same held-out data, which may be none.
         target: The PNG file.
         title: Title of the plot.
     """

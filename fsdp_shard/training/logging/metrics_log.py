@@ -5,7 +5,7 @@ What is in a row of metrics.jsonl is `StepReport` of `training/loop.py`; `run_lo
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         )
     lines = read_bounded(path, "metadata_bytes").splitlines()
     return [row for line in lines if len(line) <= MAX_LINE and (row := _parse(line)) is not None]
+
+
+def of_last_held_out(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of evaluations.jsonl since a resume has last changed the held-out data; others do not compare.
+
+    `held_out` of a row is that of `TrainerState`. Rows of older runs do not have it; they count as of the same data.
+    """
+    names = [str(row.get("held_out", "")) for row in rows]
+    first = len(rows)
+    while first and names[first - 1] == names[-1]:
+        first -= 1
+    return [dict(row) for row in rows[first:]]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

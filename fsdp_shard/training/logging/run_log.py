@@ -13,7 +13,14 @@ from typing import Any, Self
 from fsdp_shard.errors import Interrupted, LossError
 from fsdp_shard.training.held_out.evaluator import EvalReport
 from fsdp_shard.training.logging.loss_plot import plot_losses
-from fsdp_shard.training.logging.metrics_log import EVALUATIONS, METRICS, SAMPLES, MetricsLog, read_rows
+from fsdp_shard.training.logging.metrics_log import (
+    EVALUATIONS,
+    METRICS,
+    SAMPLES,
+    MetricsLog,
+    of_last_held_out,
+    read_rows,
+)
 from fsdp_shard.training.logging.progress import Progress
 from fsdp_shard.training.logging.trackers import Trackers
 from fsdp_shard.training.loop import StepReport, TrainingRun
@@ -113,9 +120,9 @@ class RunLog:
             self._unwritten.add(name)
             self.note(f"{self._run_dir / name} cannot be written: {error.strerror or error}. Rows wait in memory.")
 
-    def _record(self, name: str, group: str, row: Mapping[str, Any]) -> None:
+    def _record(self, name: str, group: str, row: Mapping[str, Any], **only_in_file: str) -> None:
         if self._is_main:
-            self._append(name, row)
+            self._append(name, {**row, **only_in_file})
             self._trackers.log(group, row)
 
     def note(self, lines: str | Iterable[str]) -> None:
@@ -147,7 +154,7 @@ class RunLog:
         self.note(f"held out after step {step}: loss {report.loss:.4f}{perplexity}{metrics}{trend}")
         if report.sets:
             self.note("  " + ", ".join(f"{name} {each.loss:.4f}" for name, each in report.sets.items()))
-        self._record(EVALUATIONS, "held_out", {"step": step, **report.row})
+        self._record(EVALUATIONS, "held_out", {"step": step, **report.row}, held_out=state.held_out)
 
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
         """Log prompts and what the model makes of them after `step`."""
@@ -174,7 +181,8 @@ class RunLog:
         """
         if not self._is_main:
             return
-        steps, held_out = read_rows(self._run_dir / METRICS), read_rows(self._run_dir / EVALUATIONS)
+        steps = read_rows(self._run_dir / METRICS)
+        held_out = of_last_held_out(read_rows(self._run_dir / EVALUATIONS))
         if self._config.plot:
             plot_losses(steps, held_out, self._run_dir / PLOT, title)
         result = self._figures(steps, held_out) | {"checkpoint": str(self._checkpoint)}
