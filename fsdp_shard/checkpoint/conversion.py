@@ -480,11 +480,11 @@ def _refuse_mixed(index: TensorIndex) -> None:
 
 
 def _refuse_cast(index: TensorIndex, dtype: str) -> None:
-    """Refuse to cast the scales of quantized weights, on which each weight depends."""
+    """Refuse to cast the scales of quantized weights, on which each weight depends, or what they are computed from."""
     if dtype != "keep" and (method := quantization(index)) is not None:
         raise CheckpointError(
-            f"{index.path} is quantized ({method}), and dtype={dtype} would cast its scales and so change its weights; "
-            f"leave dtype out to keep them as they are, or "
+            f"{index.path} is quantized ({method}), and dtype={dtype} would cast its scales or what they are "
+            f"computed from, and so change its weights; leave dtype out to keep them as they are, or "
             + ("add dequantize=true." if method in DEQUANTIZED else "give the model that it was made from.")
         )
 

@@ -237,7 +237,7 @@ def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     """A copy without `quantization_config`, also in the configs of parts."""
     return {
-        key: _without_quantization(value) if key.endswith("_config") and isinstance(value, dict) else value
+        key: _without_quantization(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if key != "quantization_config"
     }

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from fsdp_shard.checkpoint.digests import file_digest, num_chunks
+from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.several_files import num_files
 from fsdp_shard.checkpoint.index import TensorIndex
@@ -16,6 +17,7 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import first_few
 
 _MAX_NAME, _MAX_PARTS = 1000, 100  # of a tensor's name
+_OLD_ADAPTER = "adapter_model.bin"
 _MAX_STEP = (1 << 63) - 1  # a number beyond it is no step
 
 
@@ -128,6 +130,11 @@ def _contents(path: Path) -> str:
         return "it holds .distcp files, but no .metadata that says what is in them."
     if len([name for name in names if name.endswith(".gguf")]) > 1:
         return "it holds several GGUF files; give one of them (model.gguf_file for finetune)."
+    if {ADAPTER_CONFIG, _OLD_ADAPTER} <= set(names):
+        return (
+            f"it holds an adapter of an old peft ({_OLD_ADAPTER}); load it with peft's PeftModel.from_pretrained and "
+            f"save it by save_pretrained, which writes {ADAPTER_WEIGHTS}."
+        )
     if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return (
             f"it holds {', '.join(pickled[:5])}, of which none is known to hold its weights; give the file itself if "

@@ -44,7 +44,8 @@ def gguf_model_files(file: Path, header_bytes: int = 0) -> Path:
     try:
         with atomic_directory(target) as partial:
             import gguf  # noqa: F401  # before the time is counted
-            import transformers.integrations.ggml  # noqa: F401
+            import transformers.integrations.ggml
+            import transformers.modeling_utils  # noqa: F401
 
             run_limited(
                 lambda: _write_model_files(file, partial),

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import peft
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import Store, convert, location, summarize_checkpoint, verify
 from fsdp_shard.checkpoint.formats import native_sharded
@@ -326,6 +329,18 @@ def test_a_file_that_is_no_checkpoint_is_not_asked_for_a_config(tmp_path: Path) 
         CheckpointError, match=r"weights\.pt is no checkpoint that fsdp-shard reads: it is neither a saf"
     ):
         run_command(["generate", f"checkpoint={tmp_path / 'weights.pt'}", "prompt=abc", f"run_dir={tmp_path / 'run'}"])
+
+
+def test_an_adapter_of_an_old_peft(tiny_model: Path, tmp_path: Path) -> None:
+    new = save_adapter(tmp_path / "new", tiny_model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), new)
+        model.save_pretrained(tmp_path / "old", safe_serialization=False)
+    with pytest.raises(
+        CheckpointError, match=r"old peft \(adapter_model\.bin\); load it .* which writes adapter_model\.s"
+    ):
+        convert(tmp_path / "old", tmp_path / "target")
 
 
 def test_an_adapter_whose_base_moved(

@@ -25,6 +25,8 @@ from fsdp_shard.utils import format_count
 
 _PREFIX = "base_model.model."
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
+# With bias=all, peft stores the biases of modules_to_save twice more under these names, and does not read them.
+_COPIED_BIAS = re.compile(r"\.(modules_to_save|original_module)\..*bias")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 
 
@@ -98,7 +100,7 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
             if other := held.get(factor):
                 raise CheckpointError(f"{adapter.root} holds both {other} and {name}, which are one tensor for peft.")
             held[factor] = name
-        else:
+        elif not is_copied_bias(fqn):
             parts.whole[fqn] = name
     settings.try_patterns(
         [*parts.factors, *(fqn.rpartition(".")[0].removesuffix(".base_layer") for fqn in parts.whole)]
@@ -107,6 +109,11 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
         if settings.is_target(module):
             check_factors(adapter, module, names, settings, settings.rank(module))
     return settings, parts
+
+
+def is_copied_bias(name: str) -> bool:
+    """Whether a tensor of an adapter is a bias that the adapter has under another name, too."""
+    return _COPIED_BIAS.search(name) is not None
 
 
 def check_factors(

@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.adapters.adapter_checks import AdapterParts, check_adapter, check_factors, refuse_other_base
+from fsdp_shard.checkpoint.adapters.adapter_checks import (
+    AdapterParts,
+    check_adapter,
+    check_factors,
+    is_copied_bias,
+    refuse_other_base,
+)
 from fsdp_shard.checkpoint.adapters.merged_matrix import LowRankSum, ScaledSum
 from fsdp_shard.checkpoint.base_model import read_base_model
 from fsdp_shard.checkpoint.formats import peft
@@ -80,7 +86,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
     targets |= stacks
     used = {*whole.values(), *(name for names in targets.values() for name in names.values())}
-    if unused := [name for name in adapter.names if name not in used]:
+    if unused := [name for name in adapter.names if name not in used and not is_copied_bias(name)]:
         notes.append(_left_out(adapter, unused))
     if not entries:
         raise CheckpointError(f"{notes[-1]} Nothing of it is left.")

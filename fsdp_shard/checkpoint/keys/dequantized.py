@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import find_torch_name, itemsize, to_torch
-from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
+from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization, quantization_settings
 from fsdp_shard.checkpoint.keys.tied_weights import read_config
+from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.errors import CheckpointError
 
@@ -77,8 +78,7 @@ class _Dequantization:
 
     def __init__(self, index: TensorIndex, dtype: str) -> None:
         self._index, self._dtype = index, dtype
-        config = read_config(index.model_directory).get("quantization_config")
-        block = config.get("weight_block_size") if isinstance(config, dict) else None
+        block = quantization_settings(index.model_directory).get("weight_block_size")
         is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
         self._configured_block = tuple(block) if is_pair and block is not None else None
         self._expert = functools.lru_cache(maxsize=_NUM_EXPERTS_KEPT)(self._decode_expert)
@@ -106,14 +106,25 @@ class _Dequantization:
         return TensorEntry(name, self._dtype, shape, blocks.pieces).with_codec(codec)
 
     def _block(self, weight: TensorEntry, scale: TensorEntry, grid: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of a block; the last of a row or column may be smaller if config.json gives the size."""
+        """Rows and columns of a block; the last of a row or column may be smaller.
+
+        config.json has it, since the numbers of rows and scales do not define it: 192 rows with 2 scales are blocks of
+        128 and 64. They do if all rows share a scale, or each has its own.
+        """
         sizes = (weight.shape[-2], weight.shape[-1])
         block = self._configured_block
         if block is not None and all(-(-n // b) == g for n, b, g in zip(sizes, block, grid[-2:], strict=True)):
             return block[0], block[1]
-        if any(size % number for size, number in zip(sizes, grid[-2:], strict=True)):
-            raise self._misfit(weight, scale)
-        return sizes[0] // grid[-2], sizes[1] // grid[-1]
+        if all(number in (1, size) for size, number in zip(sizes, grid[-2:], strict=True)):
+            return sizes[0] // grid[-2], sizes[1] // grid[-1]
+        if block is not None:
+            raise self._misfit(weight, scale, f" in blocks of {list(block)} (weight_block_size in config.json)")
+        raise CheckpointError(
+            f"{self._index.model_directory / CONFIG} has no quantization_config with weight_block_size, a pair of "
+            f"numbers, so which elements of {weight.name} {list(weight.shape)} share a scale of {scale.name} "
+            f"{list(scale.shape)} is not known; give the config.json that was published with the weights (DeepSeek's "
+            f"has [128, 128])."
+        )
 
     def _decode_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert, [groups * 32, columns], in the final dtype."""
@@ -131,11 +142,11 @@ class _Dequantization:
             raise CheckpointError(f"{self._index.path} lacks {name}, a part of a quantized weight.")
         return found
 
-    def _misfit(self, weight: TensorEntry, scale: TensorEntry) -> CheckpointError:
+    def _misfit(self, weight: TensorEntry, scale: TensorEntry, blocks: str = "") -> CheckpointError:
         return CheckpointError(
             f"{self._index.path}: {scale.name} of {scale.dtype} {list(scale.shape)} cannot be the scales of "
-            f"{weight.name} of {weight.dtype} {list(weight.shape)}, so it is not dequantized; the file is damaged, or "
-            f"of a form that is not known."
+            f"{weight.name} of {weight.dtype} {list(weight.shape)}{blocks}, so it is not dequantized; the file is "
+            f"damaged, or of a form that is not known."
         )
 
 

@@ -1,7 +1,9 @@
 """Detects quantized weights by the scales and codes that are stored with them. Imports no torch."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.keys.tied_weights import read_config
@@ -25,39 +27,74 @@ _PACKED = frozenset({"U8", "I8", "I32", "F8_E4M3", "F8_E5M2"})
 # Codes of AQLM, HIGGS, SpQR and MLX; alone they are no sign, since models have buffers of integers.
 _WIDE_CODES = frozenset({"I16", "U16", "U32", "I64", "U64"})
 _POSITIONS = re.compile(r"position_ids$|position_index$")
+# Methods that quantize weights in each forward pass, where the config has one of these entries: stored, they are plain.
+_IN_FORWARD: dict[str, dict[str, Any]] = {
+    "bitnet": {"linear_class": "autobitlinear", "quantization_mode": "online"},
+    "fp_quant": {"store_master_weights": True},
+    "fouroversix": {"keep_master_weights": True},
+}
+_TEXT_CONFIGS = ("text_config", "decoder", "generator")  # where transformers looks next
 
 
 def quantization(index: TensorIndex) -> str | None:
     """The method that the weights of a checkpoint are quantized by, such as fp8; None if they are plain numbers.
 
     Weights of a GGUF file are plain, as they are dequantized when they are read. A config that names a method for plain
-    weights is an old one.
+    weights is an old one, unless that method quantizes them in each forward pass: then they are of another model.
     """
     try:
-        configured = configured_quantization(index.model_directory)
+        settings = quantization_settings(index.model_directory)
     except CheckpointError:  # whoever needs the config reports what is wrong with it; the weights can be read without
-        configured = None
+        settings = {}
+    configured = _method(settings)
     names = "\n".join(index.names)
     marks = [method for method, mark in _MARKS.items() if re.search(mark, names, re.MULTILINE)]
     if "mxfp4" in marks and not re.search("_scales$", names, re.MULTILINE):
         marks.remove("mxfp4")
     matrices = [entry for entry in index.tensors.values() if len(entry.shape) > 1]
+    if any(entry.dtype == "U32" and _scales_of(entry.name) in index.tensors for entry in matrices):
+        marks.append("mlx")
     codes = _PACKED | (_WIDE_CODES if configured else frozenset())
     is_packed = any(entry.dtype in codes and not _POSITIONS.search(entry.name) for entry in matrices)
-    if not marks and not is_packed:
+    entries = _IN_FORWARD.get(configured or "", {})
+    is_in_forward = any(settings.get(key) == value for key, value in entries.items())
+    if not marks and not is_packed and not is_in_forward:
         return None
     return configured or next(iter(marks), None)
 
 
 def configured_quantization(directory: Path) -> str | None:
     """The method that the config.json in a directory names, if it names one."""
-    config = read_config(directory).get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
+    return _method(quantization_settings(directory))
+
+
+def quantization_settings(directory: Path) -> Mapping[str, Any]:
+    """`quantization_config` in the config.json in a directory, or of its text model; empty if neither has it."""
+    config = read_config(directory)
+    for part in (config, *(config.get(name) for name in _TEXT_CONFIGS)):
+        found = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if found and isinstance(found, Mapping):
+            return found
+    return {}
+
+
+def _method(settings: Mapping[str, Any]) -> str | None:
+    method = settings.get("quant_method")
     return method if isinstance(method, str) else None
+
+
+def _scales_of(name: str) -> str:
+    """The name that MLX gives the scales of a weight."""
+    return f"{name.removesuffix('weight')}scales"
 
 
 def refuse_quantized(path: Path, method: str | None) -> None:
     """Raise CheckpointError if the weights at `path` are quantized by a `method`."""
+    if method in _IN_FORWARD:
+        raise CheckpointError(
+            f"{path} is quantized ({method}), where it is stored or in each forward pass, and such a model can neither "
+            f"be run nor trained here; use transformers."
+        )
     if method is not None:
         advice = (
             "convert it with dequantize=true first"

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.io import itemsize
-from fsdp_shard.checkpoint.keys.wrapper_prefixes import Selection, split_state
+from fsdp_shard.checkpoint.keys.wrapper_prefixes import OTHER, Selection, split_state
 from fsdp_shard.checkpoint.tensor_entry import Extra, TensorEntry
 from fsdp_shard.checkpoint.torch_pickle.dtensor import AnyTensor, StoredDTensor, StoredShards
+from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Record
 from fsdp_shard.checkpoint.torch_pickle.strided import piece_of
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor, Unreadable
 from fsdp_shard.errors import CheckpointError
@@ -16,22 +17,31 @@ from fsdp_shard.utils import format_count, format_size, refuse_excess
 _MAX_CONTAINERS, _MAX_DEPTH = 100_000, 24
 _EXTENTS_PER_BYTE = 64  # slices of one large tensor are read through, each from its first to its last element
 _WALKED = (dict, list, tuple, AnyTensor)
+_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
+_ARRAYS = frozenset(f"{module}.{name}" for module in _MODULES for name in ("_reconstruct", "_frombuffer"))
 
 
 def weights_of(state: Any, where: Path) -> tuple[dict[str, AnyTensor], dict[str, Extra]]:
-    """Split a (nested) state dict into ({FQN: tensor} of the weights, the other tensors by kind).
+    """Split a (nested) state dict into ({FQN: tensor} of the weights, the other tensors and numpy's arrays by kind).
 
     Raises:
         CheckpointError: There are no weights in it, or it does not say which tensors they are.
     """
     tensors: dict[str, tuple[tuple[str, ...], AnyTensor]] = {}
-    for path, tensor in walk(state, where):
+    arrays: list[int] = []
+    for path, tensor in _leaves(state, where):
+        if isinstance(tensor, Record):
+            arrays.append(_array_bytes(tensor))
+            continue
         name = ".".join(path)
         if name in tensors:
             raise CheckpointError(f"{where} holds two tensors under the name {name}; which one is meant?")
         tensors[name] = path, tensor
     selection = select_weights({name: path for name, (path, _) in tensors.items()}, where)
     extras = {kind: extra_of([tensors[name][1] for name in names]) for kind, names in selection.extras.items()}
+    if arrays:
+        other = extras.get(OTHER, Extra(0, 0))
+        extras[OTHER] = Extra(other.num_tensors + len(arrays), other.num_bytes + sum(arrays))
     return {fqn: tensors[name][1] for name, fqn in selection.names.items()}, extras
 
 
@@ -54,22 +64,38 @@ def select_weights(paths: Mapping[str, Sequence[object]], where: Path) -> Select
 
 def walk(state: Any, where: Path) -> Iterator[tuple[tuple[str, ...], AnyTensor]]:
     """Every tensor with the keys that lead to it; CheckpointError where the nesting has no end."""
+    return ((path, leaf) for path, leaf in _leaves(state, where) if not isinstance(leaf, Record))
+
+
+def _leaves(state: Any, where: Path) -> Iterator[tuple[tuple[str, ...], AnyTensor | Record]]:
+    """Every tensor, and every array of numpy."""
     # A pickle can refer to one list many times, also within itself; each time it is walked.
     num_containers, seen = 0, 0
     stack: list[tuple[tuple[str, ...], Any]] = [((), state)]
     while stack:
         path, value = stack.pop()
-        if isinstance(value, AnyTensor):
+        if isinstance(value, AnyTensor) or _is_array(value):
             yield path or ("tensor",), value
         elif isinstance(value, (dict, list, tuple)):
             num_containers += 1
             if len(path) > _MAX_DEPTH or num_containers > _MAX_CONTAINERS:
                 raise CheckpointError(f"{where} is nested in itself, or deeper than any state dict.")
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            inner = [(key, item) for key, item in items if isinstance(item, _WALKED)]
+            inner = [(key, item) for key, item in items if isinstance(item, _WALKED) or _is_array(item)]
             seen += len(inner)
             refuse_excess(seen / 2, "tensors", f"{where} is nested in itself, or has too many tensors")
             stack += reversed([((*path, str(key)), item) for key, item in inner])
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Record) and value.name in _ARRAYS
+
+
+def _array_bytes(array: Record) -> int:
+    """The bytes of its data; those of an array of objects are not known."""
+    state = array.state or array.arguments[:1]
+    data = state[-1] if isinstance(state, tuple) and state else None
+    return len(data) if isinstance(data, (bytes, bytearray)) else 0
 
 
 def readable(tensor: object, name: str, where: Path) -> StoredTensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.models import gguf_model_files
 from tests.checkpoint.files import raw_bytes
+from tests.support.commands import run
 from tests.support.gguf_models import HEADS, HIDDEN, VOCABULARY, load_with_transformers, write_gguf
 from tests.support.tiny import byte_tokenizer
 
@@ -108,6 +110,17 @@ def test_neither_a_part_nor_a_neighbor_is_taken_for_the_model(tmp_path: Path, mo
     path = write_gguf(tmp_path / "model.gguf", "llama", kind)
     byte_tokenizer().save_pretrained(tmp_path)
     assert len(AutoTokenizer.from_pretrained(gguf_model_files(path))) == VOCABULARY
+
+
+@pytest.mark.long
+def test_imports_take_nothing_of_the_time(tmp_path: Path) -> None:
+    """A small file is granted little time, and the first process to read one imports much of transformers for it."""
+    path = write_gguf(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.F16)
+    program = "import sys, pathlib, fsdp_shard.models as m; m.gguf_model_files(pathlib.Path(sys.argv[1]))"
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "FSDP_SHARD_LIMITS": "build_seconds=0.6"}
+    done = run([sys.executable, "-c", program, str(path)], tmp_path, **environment)
+    assert done.status == 0, done.err
+    assert list((tmp_path / "cache").rglob("tokenizer.json"))
 
 
 @pytest.mark.parametrize("is_rotated", [True, False])

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_same, random_tensor, write_huggingface
@@ -82,6 +84,21 @@ def test_nested_states(tmp_path: Path, kind: str) -> None:
         if kind != "wrapped":
             assert index.extras["optimizer"].num_tensors == 2
             assert index.extras["optimizer"].num_bytes == 7 * 3 * 4 + 4
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_arrays_of_numpy_are_counted(tmp_path: Path, protocol: int) -> None:
+    """They are no tensors, and are not converted."""
+    state = {"model": TENSORS, "rng_state": torch.get_rng_state(), "ema": {"decay": np.float64(0.9)}}
+    torch.save(
+        state | {"mean": np.ones(3), "more": [np.ones((2, 5), np.float32), {"texts": np.array(["a", None])}]},
+        tmp_path / "x.pt",
+        pickle_protocol=protocol,
+    )
+    with open_checkpoint(tmp_path / "x.pt") as index:
+        assert_same(index, TENSORS)
+        assert index.extras == {"other": Extra(4, torch.get_rng_state().numel() + 3 * 8 + 2 * 5 * 4)}
+    assert convert(tmp_path / "x.pt", tmp_path / "target").left_out == {"other": 4}
 
 
 def test_shards_of_torchtune_without_an_index(tmp_path: Path) -> None:

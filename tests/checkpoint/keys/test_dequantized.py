@@ -163,6 +163,42 @@ def test_blocks_that_do_not_divide_a_weight(tmp_path: Path) -> None:
         assert torch.equal(index.read("x.weight"), expected.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("place", ["text_config", "decoder"])
+def test_the_size_of_blocks_in_the_config_of_a_part(place: str, tmp_path: Path) -> None:
+    """192 rows and two scales: blocks of 128 and of 64. transformers looks into the text model's config, too."""
+    weight, scale = (torch.randn(192, 128) * 10).to(torch.float8_e4m3fn), torch.tensor([[1.0], [4.0]])
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    source = write(tmp_path / "model", deepseek(), {"x.weight": weight, "x.weight_scale_inv": scale}, {})
+    config = {"model_type": "x", place: {"hidden_size": 128, "quantization_config": settings}}
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "target", dequantize=True, dtype="float32")
+    expected = weight.float() * scale.repeat_interleave(128, 0)[:192]
+    with open_checkpoint(tmp_path / "target") as index:
+        assert torch.equal(index.read("x.weight"), expected)
+    written = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert written == {"model_type": "x", place: {"hidden_size": 128}, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": None}])
+def test_the_size_of_blocks_is_not_guessed(settings: dict[str, Any], tmp_path: Path) -> None:
+    weight = torch.ones(192, 128).to(torch.float8_e4m3fn)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": torch.ones(2, 1)}
+    source = write(tmp_path / "model", deepseek(), tensors, settings)
+    with pytest.raises(
+        CheckpointError, match=r"config\.json has no quantization_config with weight_block_size.* \[2, 1\] is not known"
+    ):
+        convert(source, tmp_path / "target", dequantize=True)
+    assert not (tmp_path / "target").exists()
+    for number, shape in enumerate([(1, 1), (192, 1), (192, 128)]):  # which need no size
+        scale = torch.rand(shape)
+        tensors = {"x.weight": weight, "x.weight_scale_inv": scale}
+        convert(
+            write(tmp_path / f"{number}", deepseek(), tensors, settings), tmp_path / f"target-{number}", dequantize=True
+        )
+        with open_checkpoint(tmp_path / f"target-{number}") as index:
+            assert torch.equal(index.read("x.weight"), (weight.float() * scale).to(torch.bfloat16))
+
+
 def test_damage_is_not_passed_on(tmp_path: Path) -> None:
     """The digests are those of the stored weights and scales, which are not what is written."""
     convert(fp8_model(tmp_path), tmp_path / "kept")

@@ -315,6 +315,23 @@ def test_transposed_layers_are_known_by_their_class(says: bool, dora: bool, tmp_
             by_us(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("saved", [["c_fc"], ["mlp"], ["c_attn", "mlp"]])
+def test_biases_of_modules_that_are_saved_whole(saved: list[str], tmp_path: Path) -> None:
+    """With bias=all, peft stores them three times, under names of its own modules, too."""
+    base = AutoModelForCausalLM.from_config(GPT2Config(n_embd=12, n_layer=1, n_head=2, n_positions=16))
+    base.save_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["attn.c_proj"], "modules_to_save": saved, "bias": "all"}
+    save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert any(".modules_to_save." in name for name in stored)
+    assert any(".original_module." in name for name in stored)
+    theirs = by_peft(tmp_path / "adapter", tmp_path / "base")
+    theirs.pop("lm_head.weight")
+    assert_same(by_us(tmp_path / "adapter"), theirs)
+    assert verify(tmp_path / "adapter").is_sound
+    assert not locate(tmp_path / "adapter").model_index.notes
+
+
 def test_transposed_layers_of_a_part_are_known_by_its_class(tmp_path: Path) -> None:
     vision = ViTConfig(
         hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=20, image_size=8, patch_size=4

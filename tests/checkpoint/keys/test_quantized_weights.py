@@ -53,12 +53,14 @@ METHODS = {
 }
 
 
-def write(directory: Path, change: Callable[[Tensors], None], method: str | None = None) -> Path:
+def write(
+    directory: Path, change: Callable[[Tensors], None], method: str | None = None, entries: dict[str, Any] | None = None
+) -> Path:
     tensors = {name: tensor.clone() for name, tensor in llama().state_dict().items() if name != "lm_head.weight"}
     change(tensors)
     config: dict[str, Any] = llama_config().to_dict()
     if method is not None:
-        config["quantization_config"] = {"quant_method": method}
+        config["quantization_config"] = {"quant_method": method} | (entries or {})
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config, default=str))
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
@@ -102,6 +104,57 @@ def test_codes_of_a_method_that_the_config_names(
     source = write(tmp_path / "model", packed(*names, dtype=dtype), method)
     with pytest.raises(CheckpointError, match=rf"model is quantized \({method}\), and dtype=bfloat16 would cast"):
         convert(source, tmp_path / "cast", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_codes_of_mlx(has_config: bool, tmp_path: Path) -> None:
+    """It writes no quant_method: the entry is `quantization`, and the same again as quantization_config."""
+    source = write(tmp_path / "model", packed(".weight", ".scales", ".biases", dtype=torch.uint32))
+    config = json.loads((source / "config.json").read_text())
+    if has_config:
+        config["quantization"] = config["quantization_config"] = {"group_size": 64, "bits": 4}
+        (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"model is quantized \(mlx\), and dtype=bfloat16 would cast"):
+        convert(source, tmp_path / "cast", dtype="bfloat16")
+    convert(source, tmp_path / "kept")
+    assert verify(tmp_path / "kept", source).is_sound
+
+
+IN_FORWARD: list[tuple[str, dict[str, Any]]] = [
+    ("bitnet", {"linear_class": "autobitlinear"}),
+    ("bitnet", {"linear_class": "bitlinear", "quantization_mode": "online"}),
+    ("fp_quant", {"store_master_weights": True}),
+    ("fouroversix", {"keep_master_weights": True}),
+]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize(("method", "entries"), IN_FORWARD)
+def test_plain_weights_that_are_quantized_in_each_forward_pass(
+    method: str, entries: dict[str, Any], is_nested: bool, tmp_path: Path
+) -> None:
+    """Plain linear layers with them are another model: BitNet has weights of three values."""
+    source = write(tmp_path / "model", lambda tensors: None, method, entries)
+    if is_nested:
+        config = json.loads((source / "config.json").read_text())
+        config["text_config"] = {"quantization_config": config.pop("quantization_config")}
+        (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "kept")
+    assert verify(tmp_path / "kept", source).is_sound
+    assert (tmp_path / "kept" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    with pytest.raises(
+        CheckpointError, match=rf"model is quantized \({method}\), where it is stored or in each forward"
+    ):
+        load_dispatched(source)
+    with pytest.raises(CheckpointError, match=r"cast its scales or what they are computed from"):
+        convert(source, tmp_path / "cast", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("method", "entries"), [("bitnet", {"quantization_mode": "offline"}), ("fp_quant", {"store_master_weights": False})]
+)
+def test_plain_weights_that_no_forward_pass_quantizes(method: str, entries: dict[str, Any], tmp_path: Path) -> None:
+    load_dispatched(write(tmp_path / "model", lambda tensors: None, method, entries), device_map="cpu")
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "finetune"])
