@@ -92,15 +92,17 @@ def run_ranks(
             error = _run_agent(Agent(spec, settings, start_method, reports), rendezvous, settings, reports)
         except SignalException as stopped:
             _kill_ranks()
-            last = AttemptDirectory.last(reports)
-            # A signal after which the ranks still did all of their work has interrupted nothing.
-            is_done = len(last.finished()) == settings.ranks
-            error = None if is_done else interruption(last.reports(), int(stopped.sigval))
+            error = _interruption(AttemptDirectory.last(reports), settings.ranks, int(stopped.sigval))
         except RendezvousError as failed:
             _kill_ranks()
             error = RunError(f"The machines could not meet at launch.rendezvous={settings.rendezvous}: {failed}")
     if error is not None:
         raise error
+
+
+def _interruption(last: AttemptDirectory, num_ranks: int, number: int) -> FsdpShardError | None:
+    """Return what a signal ended; None if the ranks did all of their work after it, so that it has ended nothing."""
+    return None if len(last.finished()) == num_ranks else interruption(last.reports(), number)
 
 
 def _keep_handlers(cleanup: ExitStack) -> None:
