@@ -163,6 +163,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["first", "within"])
 def test_programs_that_use_hydra_themselves(when: str, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_IN_HYDRA)

@@ -341,7 +341,9 @@ def test_loggers_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
 
 def test_a_stop_that_torch_sees_before_us_is_no_reason_to_restart(tmp_path: Path) -> None:
     """Between our look at the ranks and torch's own, both may end."""
-    command = _program(tmp_path, "raise Interrupted('Stopped after step 6.', signal_number=15)", "max_restarts=2")
+    command = _program(
+        tmp_path, "raise Interrupted('Stopped after step 6.', signal_number=15)", "max_restarts=2, grace_seconds=1"
+    )
     program = tmp_path / "program.py"
     blind = "from fsdp_shard.distributed import agent\nfrom fsdp_shard.errors import Interrupted\n"
     blind += "agent._exit_status = lambda pid: None\n"

@@ -296,6 +296,7 @@ def test_packed_pairs_train_as_rows_do(
         assert [row["loss"] for row in _rows(tmp_path / "parts")] == [row["loss"] for row in _rows(tmp_path / "0")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "others"), [
     ((), [("launch.ranks=2",)]),
     pytest.param((), [

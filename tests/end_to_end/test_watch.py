@@ -249,6 +249,7 @@ def test_a_resume_with_nothing_left_to_train_evaluates_its_step(settings: list[s
     assert (tmp_path / "checkpoints" / "best").read_text().strip() == "step-00000002"
 
 
+@pytest.mark.long
 def test_a_resume_elsewhere_begins_files_of_its_own(settings: list[str], tmp_path: Path) -> None:
     """Rows of a run that died there before its first save are of other steps."""
     arguments = [*settings, "train.eval_every=2", "train.steps=2"]

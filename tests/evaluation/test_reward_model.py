@@ -195,6 +195,7 @@ def changed(model: Path, tmp_path: Path, weight: float) -> Path:
     return directory
 
 
+@pytest.mark.long
 def test_an_evaluation_that_is_killed_goes_on(reward_model: Path, rows: Path, tmp_path: Path) -> None:
     settings = [*given(reward_model, rows, tmp_path), "batch_size=1"]
     whole = run_recipe("evaluate", tmp_path / "whole", *settings)
