@@ -2,18 +2,27 @@
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import from_torch_name, has_file, to_torch
+from fsdp_shard.checkpoint.keys.tied_weights import read_config
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.errors import ModelError
 
 FLOAT32 = "float32"
 IN_16_BITS = ("bfloat16", "float16")
 _WIDER = ("F32", "F64")
+# Common types of models without exceptions, for which a cast does not import transformers and build the model, which
+# takes seconds. A test compares them with their classes.
+# fmt: off
+WITHOUT_EXCEPTIONS = frozenset({
+    "bert", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi3",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta", "smollm3",
+})
+# fmt: on
 
 
 def kept_in_float32(index: TensorIndex, dtype: str) -> frozenset[str]:
     """Find the stored tensors that `from_pretrained` loads in float32 where it loads the model in `dtype`.
 
-    The model is built on the meta device, which imports transformers.
+    The model is built on the meta device, which imports transformers, unless its type is known to have none.
 
     Args:
         index: The checkpoint.
@@ -24,6 +33,8 @@ def kept_in_float32(index: TensorIndex, dtype: str) -> frozenset[str]:
     """
     wide = [name for name, entry in index.tensors.items() if entry.dtype in _WIDER]
     if dtype not in IN_16_BITS or not wide or not has_file(index.model_directory, CONFIG):
+        return frozenset()
+    if read_config(index.model_directory).get("model_type") in WITHOUT_EXCEPTIONS:
         return frozenset()
     from fsdp_shard.models import build_on_meta, kept_dtype, load_config
 

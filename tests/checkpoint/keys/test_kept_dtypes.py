@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from fsdp_shard.checkpoint import convert
+from fsdp_shard.checkpoint.keys.kept_dtypes import WITHOUT_EXCEPTIONS
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import build_on_meta
+from tests.support.commands import run
 from tests.support.tiny import byte_tokenizer, llama
 
 DEEPSEEK = DeepseekV3Config(
@@ -78,6 +91,29 @@ def test_a_model_in_bfloat16_has_the_buffers_of_transformers(deepseek: Path) -> 
     with torch.no_grad():
         ours = load_dispatched(deepseek, "cpu", dtype="bfloat16")
         assert torch.equal(ours(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("model_type", sorted(WITHOUT_EXCEPTIONS))
+def test_types_without_exceptions_have_none(model_type: str) -> None:
+    """In none of their classes, which are those of the file that has the class of the causal or masked LM."""
+    config = CONFIG_MAPPING[model_type]
+    (built, *_) = [mapping[config] for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) if config in mapping]
+    module = sys.modules[built.__module__]
+    classes = [
+        found for found in vars(module).values() if isinstance(found, type) and issubclass(found, PreTrainedModel)
+    ]
+    assert len(classes) > 2
+    for found in classes:
+        assert not found._keep_in_fp32_modules, found
+        assert not found._keep_in_fp32_modules_strict, found
+
+
+def test_a_cast_of_such_a_type_imports_no_transformers(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    program = "import sys, fsdp_shard; fsdp_shard.convert('model', 'cast', dtype='bfloat16')\n"
+    program += "assert 'transformers' not in sys.modules"
+    done = run([sys.executable, "-c", program], tmp_path)
+    assert done.status == 0, done.err
 
 
 def test_llama_has_no_exceptions(tmp_path: Path) -> None:
