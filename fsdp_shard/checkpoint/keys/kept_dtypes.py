@@ -11,12 +11,10 @@ IN_16_BITS = ("bfloat16", "float16")
 _WIDER = ("F32", "F64")
 # Common types of models without exceptions, for which a cast does not import transformers and build the model, which
 # takes seconds. A test compares them with their classes.
-# fmt: off
 WITHOUT_EXCEPTIONS = frozenset({
     "bert", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta", "smollm3",
-})
-# fmt: on
+})  # fmt: skip
 
 
 def kept_in_float32(index: TensorIndex, dtype: str) -> frozenset[str]:
