@@ -24,7 +24,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import damage, scan
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
-from fsdp_shard.checkpoint.keys.kept_dtypes import FLOAT32, IN_16_BITS, kept_in_float32
+from fsdp_shard.checkpoint.keys.kept_dtypes import FLOAT32, kept_in_float32
 from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, may_contradict, stored_twice, with_own_head
 from fsdp_shard.checkpoint.location import Location, locate
@@ -294,7 +294,7 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         peak_memory_bytes=peak_resident_bytes(),
         verified=settings.verify,
         left_out={kind: extra.num_tensors for kind, extra in index.extras.items()},
-        notes=(*index.notes, *notes, *_kept_wider(plan, settings.dtype)),
+        notes=(*index.notes, *notes, *plan.notes),
         source=source.to_json(),
         warnings=tuple(warnings),
     )
@@ -311,6 +311,7 @@ class ConversionPlan:
     verify: bool
     sync: bool
     is_dequantized: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def num_weight_bytes(self) -> int:
@@ -335,7 +336,7 @@ def plan_conversion(
         raise CheckpointError(f"{index.root} has no tensors, so there is nothing to convert.")
     aliases = _ties(index, settings.format)
     kept = [entry for name, entry in index.tensors.items() if name not in aliases]
-    in_float32 = kept_in_float32(index, settings.dtype)
+    in_float32, note = kept_in_float32(index, settings.dtype)
     dtypes = [FLOAT32 if entry.name in in_float32 else settings.dtype for entry in kept]
     specs = [_target_spec(entry.spec, dtype) for entry, dtype in zip(kept, dtypes, strict=True)]
     limit = settings.max_shard_bytes
@@ -344,16 +345,15 @@ def plan_conversion(
     target = writer(settings.format).plan(specs, request)
     moves = [Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs]
     return ConversionPlan(
-        target, tuple(moves), aliases, model_files or {}, settings.verify, settings.sync, settings.dequantize
+        target=target,
+        moves=tuple(moves),
+        aliases=aliases,
+        model_files=model_files or {},
+        verify=settings.verify,
+        sync=settings.sync,
+        is_dequantized=settings.dequantize,
+        notes=() if note is None else (note,),
     )
-
-
-def _kept_wider(plan: ConversionPlan, dtype: str) -> list[str]:
-    """A line about tensors that are in float32 where the others are in 16 bits."""
-    wide = [move.target.name for move in plan.moves if torch_name(move.target.dtype) == FLOAT32]
-    if dtype not in IN_16_BITS or not wide:
-        return []
-    return [f"kept in float32, as the model loads them: {format_count(len(wide), 'tensor')} ({wide[0]} first)"]
 
 
 def _is_copied(index: TensorIndex, target: TensorSpec) -> bool:

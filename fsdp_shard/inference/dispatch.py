@@ -186,17 +186,24 @@ def dispatch_model(
             on_plan(plan)
         cache = max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0)
         pages = PageBudget("cpu" in (settings.budgets or {}), cache)
-        quantizer = None
-        if kind := QUANTIZATIONS.get(settings.quantize):
-            layers = quantization.quantized_layers(model, blocks, kind)
-            log(f"quantize={settings.quantize}: {quantization.describe(model, layers)}")
-            quantizer = kind.quantizer(model, layers, plan.main)
+        quantizer = _quantizer(model, blocks, settings.quantize, plan.main, log)
         stream = dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
         schedule.keep_stream(model, stream)
         device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)
     return model
+
+
+def _quantizer(
+    model: PreTrainedModel, blocks: Sequence[Block], quantize: str, main: Device, log: Log
+) -> quantization.Quantizer | None:
+    """What quantizes layers as they are loaded; None if none are to be."""
+    if (kind := QUANTIZATIONS.get(quantize)) is None:
+        return None
+    layers = quantization.quantized_layers(model, blocks, kind)
+    log(f"quantize={quantize}: {quantization.describe(model, layers)}")
+    return kind.quantizer(model, layers, main)
 
 
 def plan_dispatch(

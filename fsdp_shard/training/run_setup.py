@@ -202,8 +202,6 @@ def open_run(
     if start.step is not None:
         resume.restore_optimizer(optimizer, loaded, start.step, context)
     run = TrainingRun(loaded.model, optimizer, dataset, config.train, context, state, start.stop)
-    # Where fewer steps or less patience end a run that is resumed, its last step may not be evaluated yet.
-    state.owes_evaluation = state.owes_evaluation or (run.is_over and 0 < state.step != state.evaluated_step)
     if start.step is None and loaded.adapter is not None and loaded.adapter.eva:
         loaded.notes.append(fill_eva(config, loaded.model, loaded.adapter.eva, dataset, context, start.stop))
     run.objective = config.objective

@@ -41,7 +41,6 @@ class TrainerState:
             before it, or a resume has made the step the last.
         evaluated_step: The latest step that was evaluated; 0 without any, and in older checkpoints.
         latest_loss: Its held-out loss.
-        best_saved_loss: Lowest held-out loss of the steps that were saved.
         held_out: Identity of the samples that evaluations so far were of; empty without any, and in older checkpoints.
         loss_before: Held-out loss before the first step, of the same samples; None if it is not known.
         changed_settings: What a resume has changed in the settings: lists of the step, the name of the setting, and its
@@ -65,7 +64,6 @@ class TrainerState:
     owes_evaluation: bool = False
     evaluated_step: int = 0
     latest_loss: float | None = None
-    best_saved_loss: float | None = None
     held_out: str = ""
     loss_before: float | None = None
     changed_settings: list[list[Any]] | None = field(default_factory=list)
@@ -98,7 +96,7 @@ class TrainerState:
         had_best = self.best_step is not None
         if is_other:
             self.best_loss, self.best_step, self.reference_loss, self.num_stale = None, None, None, 0
-            self.loss_before, self.latest_loss, self.best_saved_loss = None, None, None
+            self.loss_before, self.latest_loss, self.evaluated_step = None, None, 0
         self.held_out = held_out
         return is_other and had_best
 
@@ -129,18 +127,10 @@ class TrainerState:
         """Whether the current weights have the lowest held-out loss of all steps so far."""
         return self.best_step == self.step
 
-    def saves_best(self, *, has_best: bool) -> bool:
-        """Return whether the current weights have the lowest held-out loss of all that were saved, and record it.
-
-        Args:
-            has_best: Whether a step is marked as the best. Older checkpoints do not say which loss it has.
-        """
-        if self.evaluated_step != self.step or self.latest_loss is None:
-            return False
-        lowest = self.best_saved_loss
-        is_lower = (self.is_best or not has_best) if lowest is None else self.latest_loss < lowest
-        self.best_saved_loss = self.latest_loss if is_lower else lowest
-        return is_lower
+    @property
+    def held_out_loss(self) -> float | None:
+        """Held-out loss of this step; None if it was not evaluated."""
+        return self.latest_loss if self.evaluated_step == self.step else None
 
     @property
     def is_none_better(self) -> bool:
@@ -216,7 +206,6 @@ _OPTIONAL: dict[str, Any] = {
     "owes_evaluation": False,
     "evaluated_step": 0,
     "latest_loss": None,
-    "best_saved_loss": None,
     "held_out": "",
     "loss_before": None,
     "changed_settings": None,
@@ -231,7 +220,6 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "changed_settings": ((list, type(None)), "a list or null"),
     "loss_before": ((float, int, type(None)), "a number or null"),
     "latest_loss": ((float, int, type(None)), "a number or null"),
-    "best_saved_loss": ((float, int, type(None)), "a number or null"),
     "best_loss": ((float, int, type(None)), "a number or null"),
     "best_step": ((int, type(None)), "a whole number of at least 0 or null"),
     "reference_loss": ((float, int, type(None)), "a number or null"),

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -230,8 +231,12 @@ def test_settings_that_would_do_nothing(settings: list[str], tmp_path: Path, ove
     assert words in ended.err
 
 
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
 def evaluated_steps(run_dir: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    return [row["step"] for row in evaluations(run_dir)]
 
 
 def test_a_resume_with_nothing_left_to_train_evaluates_its_step(settings: list[str], tmp_path: Path) -> None:
@@ -268,12 +273,21 @@ def test_a_resume_elsewhere_begins_files_of_its_own(settings: list[str], tmp_pat
 
 
 def test_the_best_of_the_saved_steps_where_the_best_is_not_saved(settings: list[str], tmp_path: Path) -> None:
+    """Also of a run that was resumed, and of one that goes on elsewhere, where the best steps so far are not."""
     arguments = [*settings, "train.eval_every=1", "checkpoint.save_best=false", "checkpoint.every=2", "optim.lr=0.3"]
-    ended = run_recipe("finetune", tmp_path, *arguments, "train.steps=8", "seed=3")
-    assert ended.status == 0, ended.err
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
-    lowest = min((2, 4, 6, 8), key=losses.__getitem__)
-    assert (tmp_path / "checkpoints" / "best").read_text().strip() == f"step-{lowest:08d}"
+    for steps in (4, 8):
+        ended = run_recipe("finetune", tmp_path / "run", *arguments, f"train.steps={steps}", "seed=3")
+        assert ended.status == 0, ended.err
+        losses = {row["step"]: row["loss"] for row in evaluations(tmp_path / "run")}
+        lowest = min(range(2, steps + 1, 2), key=losses.__getitem__)
+        assert (tmp_path / "run" / "checkpoints" / "best").read_text().strip() == f"step-{lowest:08d}"
+    worse = run_recipe(
+        "finetune", tmp_path / "other", *arguments, "optim.lr=30", "train.steps=10", "seed=3", f"resume={tmp_path}/run"
+    )
+    assert worse.status == 0, worse.err
+    assert evaluations(tmp_path / "other")[-1]["loss"] > max(losses.values())
+    assert (tmp_path / "other" / "checkpoints" / "best").read_text().strip() == "step-00000010"
+    assert worse.result["perplexity"] is None, "beyond all numbers"
 
 
 def test_retention_holds_from_the_start_of_a_resume(settings: list[str], tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
 from fsdp_shard.training.checkpoints.loop_state import bits_sum
 from tests.support.ranks import on_ranks
+from tests.support.stateful import Stateful
 from tests.support.tiny import byte_tokenizer, llama, token_batch
 from tests.support.wrapped_net import WRAPPERS, Net, by_fully_shard, by_nobody
 
@@ -344,17 +345,6 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-class _Odd:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path], None]:
     """A rank that saves step 1, then a wrong step 2, and restores step 1."""
 
@@ -386,13 +376,13 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
         ),
         ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
         ("extra.path is a pathlib.*which is no data", {"extra": {"path": Path("x")}}),
-        ("odd.fn is a builtins.function", {"odd": _Odd({"fn": lambda: 0})}),
-        ("differ in odd", {"odd": lambda context: _Odd({"n": context.rank})}),
+        ("odd.fn is a builtins.function", {"odd": Stateful({"fn": lambda: 0})}),
+        ("differ in odd", {"odd": lambda context: Stateful({"n": context.rank})}),
         (
             "a parameter of shape .* that the model does not have",
             {"optimizer": lambda context: torch.optim.SGD(Net().parameters())},
         ),
-        ("is no torch.optim.Optimizer", {"optimizer": lambda context: _Odd({})}),
+        ("is no torch.optim.Optimizer", {"optimizer": lambda context: Stateful({})}),
         ("is on the meta device", {"model": lambda context: Net().to("meta"), "optimizer": None}),
         ("None is no torch.nn.Module", {"model": None}),
         (
@@ -414,7 +404,7 @@ def test_what_cannot_be_saved(words: str, arguments: dict[str, Any], tmp_path: P
         (r"has embed.weight as F32, where the model has torch.float64", lambda: {"model": Net().double()}),
         ("was saved with one optimizer, and restore\\(\\) was given no optimizer", lambda: {"optimizer": None}),
         ("parameter groups have the options", lambda: {"kind": torch.optim.SGD}),
-        ("was saved with the states none, and restore.* scheduler", lambda: {"scheduler": _Odd({})}),
+        ("was saved with the states none, and restore.* scheduler", lambda: {"scheduler": Stateful({})}),
         ("has no step 9; it has 1", lambda: {"step": 9}),
     ],
 )
@@ -503,7 +493,7 @@ def test_an_average_of_a_sharded_model_is_divided_as_it_is(tmp_path: Path) -> No
     def averages(context: DistributedContext, steps: int) -> dict[str, torch.Tensor]:
         model = by_fully_shard(Net(), context)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        average = _Odd({name: param.detach().clone() for name, param in model.named_parameters()})
+        average = Stateful({name: param.detach().clone() for name, param in model.named_parameters()})
         with fs.Checkpointer(tmp_path) as checkpointer:
             checkpointer.restore(model, optimizer, average=average)
             for step in range(1, steps + 1):

@@ -13,18 +13,8 @@ import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError, SaveError
 from tests.support.ranks import on_ranks
+from tests.support.stateful import Stateful
 from tests.support.wrapped_net import WRAPPERS, Net
-
-
-class _State:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def test_tensors_whose_keys_look_alike_stay_apart(tmp_path: Path) -> None:
@@ -34,13 +24,13 @@ def test_tensors_whose_keys_look_alike_stay_apart(tmp_path: Path) -> None:
         0: torch.ones(1),
         "0": torch.zeros(1),
     }
-    first, second = _State(state), _State({"b": {"c": torch.full((2,), 2.0)}})
-    given = {"a": _State({"b.b.c": torch.full((2,), 3.0)}), "a.b": second, "odd": first}
+    first, second = Stateful(state), Stateful({"b": {"c": torch.full((2,), 2.0)}})
+    given = {"a": Stateful({"b.b.c": torch.full((2,), 3.0)}), "a.b": second, "odd": first}
     model = Net()
     with fs.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, model, extra=state, **given)
         checkpointer.wait()
-        found: dict[str, Any] = {name: _State({}) for name in given}
+        found: dict[str, Any] = {name: Stateful({}) for name in given}
         restored = checkpointer.restore(model, **found)
     assert restored is not None
     for again in (restored.extra, found["odd"].state):

@@ -62,23 +62,19 @@ def test_the_loss_before_training_is_of_the_same_samples() -> None:
     assert (state.loss_before, state.is_none_better) == (None, False)
 
 
-def test_the_best_of_the_steps_that_are_saved() -> None:
-    state, saved = TrainerState(seed=0, data=""), []
-    for loss in (3.0, 1.0, 2.0, None, 2.5, 1.5):
-        state.advance(1, 1, {}, skipped=False)
-        if loss is not None:
-            state.evaluated(loss)
-        if loss != 1.0:  # that step is not saved
-            saved.append(state.saves_best(has_best=bool(saved)))
-        state = TrainerState.from_json(state.to_json().encode(), "x")
-    assert saved == [True, True, False, False, True]
-    assert (state.best_loss, state.best_saved_loss) == (1.0, 1.5)
-    older = TrainerState(seed=0, data="", step=4, best_loss=1.0, best_step=3)
-    older.advance(1, 1, {}, skipped=False)
-    older.evaluated(2.0)
-    assert not older.saves_best(has_best=True), "of which it is not known how good it is"
-    older.evaluated(0.5)
-    assert older.saves_best(has_best=True)
+def test_the_held_out_loss_is_of_this_step() -> None:
+    state = TrainerState(seed=0, data="")
+    assert state.held_out_loss is None
+    state.advance(1, 1, {}, skipped=False)
+    state.evaluated(3.0)
+    assert TrainerState.from_json(state.to_json().encode(), "x").held_out_loss == 3.0
+    state.advance(1, 1, {}, skipped=False)
+    assert state.held_out_loss is None
+    state.evaluated(4.0)
+    state.hold_out("a")
+    assert state.held_out_loss == 4.0, "the first that are named"
+    state.hold_out("b")
+    assert state.held_out_loss is None
 
 
 def test_small_falls_add_up() -> None:

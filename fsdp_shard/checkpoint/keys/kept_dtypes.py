@@ -5,9 +5,10 @@ from fsdp_shard.checkpoint.io import from_torch_name, has_file, to_torch
 from fsdp_shard.checkpoint.keys.tied_weights import read_config
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.errors import ModelError
+from fsdp_shard.utils import first_line, format_count
 
 FLOAT32 = "float32"
-IN_16_BITS = ("bfloat16", "float16")
+_IN_16_BITS = ("bfloat16", "float16")
 _WIDER = ("F32", "F64")
 # Common types of models without exceptions, for which a cast does not import transformers and build the model, which
 # takes seconds. A test compares them with their classes.
@@ -17,7 +18,7 @@ WITHOUT_EXCEPTIONS = frozenset({
 })  # fmt: skip
 
 
-def kept_in_float32(index: TensorIndex, dtype: str) -> frozenset[str]:
+def kept_in_float32(index: TensorIndex, dtype: str) -> tuple[frozenset[str], str | None]:
     """Find the stored tensors that `from_pretrained` loads in float32 where it loads the model in `dtype`.
 
     The model is built on the meta device, which imports transformers, unless its type is known to have none.
@@ -27,18 +28,27 @@ def kept_in_float32(index: TensorIndex, dtype: str) -> frozenset[str]:
         dtype: torch's name of a dtype.
 
     Returns:
-        The names of those that are stored in more than 16 bits; none without a config of transformers.
+        The names of those that are stored in more than 16 bits, none without a config; and a line that says which they
+        are, or why that is not known.
     """
     wide = [name for name, entry in index.tensors.items() if entry.dtype in _WIDER]
-    if dtype not in IN_16_BITS or not wide or not has_file(index.model_directory, CONFIG):
-        return frozenset()
+    if dtype not in _IN_16_BITS or not wide or not has_file(index.model_directory, CONFIG):
+        return frozenset(), None
     if read_config(index.model_directory).get("model_type") in WITHOUT_EXCEPTIONS:
-        return frozenset()
+        return frozenset(), None
     from fsdp_shard.models import build_on_meta, kept_dtype, load_config
 
     try:
         model = build_on_meta(load_config(index.model_directory), dtype)
-    except (ModelError, ArithmeticError, AttributeError, TypeError, ValueError):  # what odd configs raise
-        return frozenset()
+    except (ModelError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # what odd configs raise
+        return (
+            frozenset(),
+            f"all tensors are cast, as which the model keeps in float32 is not known: {first_line(error)}",
+        )
     own = kept_dtype(model, to_torch(from_torch_name(dtype)))
-    return frozenset(name for name in wide if own(name) is not None)
+    kept = [name for name in wide if own(name) is not None]
+    if not kept:
+        return frozenset(), None
+    return frozenset(kept), (
+        f"kept in float32, as the model loads them: {format_count(len(kept), 'tensor')} ({kept[0]} first)"
+    )

@@ -186,7 +186,10 @@ def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
 
 def scale_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
     """Return how two adapter_config.json differ in what adapters of equal matrices add to a model, a line each."""
-    found = [(name, one.get(name) or default, two.get(name) or default) for name, default in _SCALES.items()]
+    sides = [
+        _SCALES | {name: value for name in _SCALES if (value := each.get(name)) is not None} for each in (one, two)
+    ]
+    found = [(name, *(side[name] for side in sides)) for name in _SCALES]
     return [f"{name} is {str(a)[:80]} and {str(b)[:80]}" for name, a, b in found if a != b]
 
 

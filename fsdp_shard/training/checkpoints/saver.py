@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_main
 from fsdp_shard.errors import SaveError
+from fsdp_shard.training.checkpoints.resume import read_trainer
 from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_saver import SaveLog, StepSaver
 from fsdp_shard.training.load_model import LoadedModel
@@ -45,7 +46,6 @@ class Saver(StepSaver):
     ) -> None:
         super().__init__(context, config, committer, log)
         self._loaded, self._optimizer, self._model_files = loaded, optimizer, model_files
-        self._has_best = run_on_main(context, committer.has_best)
         self.average: WeightAverage | None = None
         self.settle_before([optimizer])
 
@@ -60,8 +60,7 @@ class Saver(StepSaver):
             SaveError: The save failed, or the previous one did, and the run has to stop for it.
         """
         self.wait()
-        is_best = state.saves_best(has_best=self._has_best)
-        self._has_best = self._has_best or is_best
+        is_best = run_on_main(self._context, lambda: self._is_best(state))
         run_state, in_background = self._run_state(state), self._config.asynchronous
         self.save_step(state.step, run_state, is_best=is_best, in_background=in_background)
 
@@ -88,9 +87,30 @@ class Saver(StepSaver):
 
     def note_best(self, state: TrainerState) -> None:
         """Mark the step that the run resumed from as the best, if the evaluation that it still owed says so."""
-        if state.saves_best(has_best=self._has_best):
-            self._has_best = True
-            run_on_main(self._context, lambda: self._committer.mark_best(state.step))
+
+        def note() -> None:
+            if self._is_best(state):
+                self._committer.mark_best(state.step)
+
+        run_on_main(self._context, note)
+
+    def _is_best(self, state: TrainerState) -> bool:
+        """Whether a step has a lower held-out loss than the saved one that is marked as the best; on rank 0.
+
+        That one is the best of all steps only where `checkpoint.save_best` saves those.
+        """
+        if (loss := state.held_out_loss) is None:
+            return False
+        if (marked := self._committer.store.best()) is None:
+            return True
+        if marked == state.best_step:
+            return state.best_loss is None or loss < state.best_loss
+        before = read_trainer(self._committer.store.path(marked))
+        if before.held_out != state.held_out:  # another loss
+            return True
+        if before.held_out_loss is None:  # saved by an older version, or before it was evaluated
+            return state.is_best
+        return loss < before.held_out_loss
 
 
 def new_saver(
@@ -124,7 +144,8 @@ def new_saver(
     store = checkpoint.Store(Path(run_dir) / checkpoint.CHECKPOINTS)
     run_on_main(context, lambda: _begin(store, model_files))
     committer = StepCommitter(context, store, config, is_adapter=loaded.adapter is not None)
-    committer.apply_retention()
+    if (error := committer.apply_retention()) is not None:
+        log.warn(f"Older steps could not be deleted. {error}")
     step = committer.upload_missing()
     if committer.remote is not None and step is not None:
         log.note(f"uploaded {committer.remote.address(step)}, which was in the run directory only")

@@ -27,11 +27,15 @@ class StepCommitter:
         store: The checkpoints of the run.
         config: The settings `checkpoint.*`.
         is_adapter: The weights are an adapter, which peft reads from one file only.
+
+    Attributes:
+        store: The checkpoints of the run.
+        remote: Those at `checkpoint.remote`, if any.
     """
 
     def __init__(self, context: Communicator, store: Store, config: CheckpointConfig, *, is_adapter: bool) -> None:
         self._context = context.with_new_group(config.timeout_seconds)
-        self._store, self._config = store, config
+        self.store, self._config = store, config
         self.remote = None if config.remote is None else RemoteStore(config.remote)
         self._layout = "gathered" if is_adapter else config.layout
         self._max_shard_bytes = None if is_adapter else config.max_shard_bytes
@@ -51,7 +55,7 @@ class StepCommitter:
             SaveError: The step could not be committed for another reason, or does not read back as it was written.
         """
         directory = checkpoint.save_step(
-            self._context, self._store, step, state, layout=self._layout, max_shard_bytes=self._max_shard_bytes
+            self._context, self.store, step, state, layout=self._layout, max_shard_bytes=self._max_shard_bytes
         )
         if self._config.verify:
             self._read_back(step, directory)
@@ -63,19 +67,19 @@ class StepCommitter:
 
     def upload_missing(self) -> int | None:
         """Upload the latest step if an earlier part of the run could not; returns it."""
-        return None if self.remote is None else checkpoint.catch_up(self._context, self.remote, self._store)
+        return None if self.remote is None else checkpoint.catch_up(self._context, self.remote, self.store)
 
-    def apply_retention(self) -> None:
-        """Delete the steps that `checkpoint.keep_*` do not keep, of a run that was stopped, perhaps by a full disk."""
-        self._try_on_main(self._apply_retention)
+    def apply_retention(self) -> StorageError | None:
+        """Delete the steps that `checkpoint.keep_*` do not keep, of a run that was stopped, perhaps by a full disk.
 
-    def has_best(self) -> bool:
-        """Whether a step of the run is marked as the best."""
-        return self._store.best() is not None
+        Returns:
+            The error that kept them from being deleted.
+        """
+        return self._try_on_main(self._apply_retention)
 
     def mark_best(self, step: int) -> None:
         """Make `best` point to a step, on each store that has it."""
-        for store in (self._store, self.remote):
+        for store in (self.store, self.remote):
             if store is not None and step in store.steps():  # it may be of another run
                 store.set_best(step)
 
@@ -99,15 +103,15 @@ class StepCommitter:
 
     def _prune(self, step: int, *, is_best: bool) -> None:
         if is_best:
-            self._replace_best(self._store, step)
+            self._replace_best(self.store, step)
         self._apply_retention()
 
     def _apply_retention(self) -> None:
         config = self._config
         if config.keep_last is not None:
-            self._store.prune(config.keep_last, config.keep_every)
+            self.store.prune(config.keep_last, config.keep_every)
         if config.keep_optimizer_last is not None:
-            self._store.drop_optimizer(config.keep_optimizer_last)
+            self.store.drop_optimizer(config.keep_optimizer_last)
 
     def _prune_remote(self, remote: RemoteStore, step: int, *, is_best: bool) -> None:
         if is_best:

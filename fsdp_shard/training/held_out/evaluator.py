@@ -43,8 +43,8 @@ class EvalReport:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The figures for evaluations.jsonl."""
-        figures = {name: value for name, value in vars(self).items() if name not in ("sets", "metrics")}
+        """The figures for evaluations.jsonl. JSON has no infinity, so a perplexity beyond all numbers is null."""
+        figures = finite({name: value for name, value in vars(self).items() if name not in ("sets", "metrics")})
         figures |= {"metrics": finite(self.metrics)} if self.metrics else {}
         return figures | ({"sets": {name: report.row for name, report in self.sets.items()}} if self.sets else {})
 
@@ -83,11 +83,17 @@ class HeldOutEvaluator:
         self._samples = None if held_out is None else held_out.head(run.config.eval_windows)
 
     def before_training(self) -> None:
-        """Evaluate before the first step, or when the run was interrupted before an evaluation; a collective."""
+        """Evaluate before the first step, or after the step of a resume that was not evaluated; a collective.
+
+        That is where the run was interrupted before an evaluation, or where fewer steps, less patience or other
+        held-out data leave nothing to train.
+        """
         state = self._run.state
         if self._samples is not None and state.hold_out(cache_key([one.identity for one in self._samples.sources])):
             up_to = f"of the evaluations up to step {state.step}"
             self._log.note(f"held-out data differ from those {up_to}: best step and patience start anew")
+        if self._run.is_over and 0 < state.step != state.evaluated_step:
+            state.owes_evaluation = True
         if state.step == 0 or state.owes_evaluation:
             self._evaluate()
 

@@ -28,6 +28,7 @@ from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, format_count, write_result
 
 PLOT = "loss.png"
+_HELD_OUT = "held_out"  # in a row of evaluations.jsonl, the identity of the data, which is no figure for trackers
 
 
 def interrupted(run: TrainingRun, run_dir: str, resume: str) -> Interrupted:
@@ -120,10 +121,10 @@ class RunLog:
             self._unwritten.add(name)
             self.note(f"{self._run_dir / name} cannot be written: {error.strerror or error}. Rows wait in memory.")
 
-    def _record(self, name: str, group: str, row: Mapping[str, Any], **only_in_file: str) -> None:
+    def _record(self, name: str, group: str, row: Mapping[str, Any]) -> None:
         if self._is_main:
-            self._append(name, {**row, **only_in_file})
-            self._trackers.log(group, row)
+            self._append(name, row)
+            self._trackers.log(group, {key: value for key, value in row.items() if key != _HELD_OUT})
 
     def note(self, lines: str | Iterable[str]) -> None:
         """Show lines to whoever watches the run."""
@@ -154,7 +155,7 @@ class RunLog:
         self.note(f"held out after step {step}: loss {report.loss:.4f}{perplexity}{metrics}{trend}")
         if report.sets:
             self.note("  " + ", ".join(f"{name} {each.loss:.4f}" for name, each in report.sets.items()))
-        self._record(EVALUATIONS, "held_out", {"step": step, **report.row}, held_out=state.held_out)
+        self._record(EVALUATIONS, "held_out", {"step": step, **report.row, _HELD_OUT: state.held_out})
 
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
         """Log prompts and what the model makes of them after `step`."""

@@ -46,6 +46,7 @@ def test_numbers_are_decoded_as_torch_does(dtype: torch.dtype) -> None:
     ("name", "value", "says"),
     [
         ("lora_alpha", 500, "lora_alpha is 8 and 500"),
+        ("lora_alpha", 0, "lora_alpha is 8 and 0"),
         ("use_rslora", True, "use_rslora is False and True"),
         ("rank_pattern", {"q_proj": 4}, "rank_pattern is {} and {'q_proj': 4}"),
     ],

@@ -93,6 +93,15 @@ def test_a_model_in_bfloat16_has_the_buffers_of_transformers(deepseek: Path) -> 
         assert torch.equal(ours(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits)
 
 
+def test_a_model_that_cannot_be_built_is_said(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"lamma"'))
+    (note,) = convert(tmp_path / "model", tmp_path / "cast", dtype="bfloat16").notes
+    assert note.startswith("all tensors are cast, as which the model keeps in float32 is not known: ")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "cast" / "model.safetensors").values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("model_type", sorted(WITHOUT_EXCEPTIONS))
 def test_types_without_exceptions_have_none(model_type: str) -> None:
     """In none of their classes, which are those of the file that has the class of the causal or masked LM."""
