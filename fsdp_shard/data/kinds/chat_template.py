@@ -19,6 +19,12 @@ from fsdp_shard.models import tokenizer_files
 from fsdp_shard.utils import Parsed, first_line, setting
 
 
+_DATE = "\ue000date\ue001"  # private characters, which no template writes
+
+# What transformers gives to every template, so that a default would be ignored.
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
 def _read_template(value: str | None, name: str) -> str | None:
     """Return the content of the file `value`; None if it is no file, but may be the name of a template."""
     path = Path(value or "").expanduser()
@@ -28,12 +34,6 @@ def _read_template(value: str | None, name: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}={value} cannot be read: {error}. Give a file with a Jinja template.") from error
     return None
-
-
-_DATE = "\ue000date\ue001"  # private characters, which no template writes
-
-# What transformers gives to every template, so that a default would be ignored.
-_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
 def parse_chat_template_kwargs(value: Any, name: str) -> dict[str, Any]:
