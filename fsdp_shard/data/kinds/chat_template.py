@@ -18,7 +18,6 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import tokenizer_files
 from fsdp_shard.utils import Parsed, first_line, setting
 
-
 _DATE = "\ue000date\ue001"  # private characters, which no template writes
 
 # What transformers gives to every template, so that a default would be ignored.
