@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from fsdp_shard.config import COMMANDS, FinetuneConfig
 from fsdp_shard.utils import walk, warnings_of
 from tests.support.commands import ROOT, run
@@ -45,6 +47,7 @@ def test_a_run_that_trusts_code_of_others_says_so_once(tiny_model: Path, texts: 
         assert lines[0].startswith(f"warning: {name}.{trusts}: Python files that come with the model run on every rank")
 
 
+@pytest.mark.long
 def test_of_ranks_that_others_started_one_says_so(tmp_path: Path) -> None:
     """One checks, too, and says what is wrong; the other hears of that and says nothing."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -83,6 +83,7 @@ def given(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return [f"model.path={model}", "launch.device=cpu", *data, "train.global_batch_size=4"]
 
 
+@pytest.mark.long
 def test_a_run_its_checkpoints_and_what_they_generate(given: list[str], tmp_path: Path) -> None:
     dated = run_recipe("finetune", tmp_path / "dated", *given, "train.steps=1")
     assert dated.status == 0, dated.err

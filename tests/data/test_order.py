@@ -101,6 +101,7 @@ def _resume(context: DistributedContext, config: DataConfig, cuts: list[int]) ->
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "streaming"), CASES)
 def test_from_any_sample_on(data: Path, alone: Any, kind: str, streaming: bool) -> None:
     samples = alone[CASES.index((kind, streaming))][0]

@@ -93,6 +93,7 @@ def test_the_only_rank_waits_for_no_others(variables: dict[str, str], monkeypatc
     assert {name: os.environ.get(name) for name in variables} == variables
 
 
+@pytest.mark.long
 def test_tasks_that_nobody_has_started_are_not_waited_for_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +340,7 @@ def test_loggers_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
     assert (done.status, done.out, done.err) == (0, "work\n", "")
 
 
+@pytest.mark.long
 def test_a_stop_that_torch_sees_before_us_is_no_reason_to_restart(tmp_path: Path) -> None:
     """Between our look at the ranks and torch's own, both may end."""
     command = _program(
@@ -456,6 +458,7 @@ def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("attempt-1-*"))
 
 
+@pytest.mark.long
 def test_ranks_that_hang_when_another_has_died_are_killed(tmp_path: Path) -> None:
     body = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -506,6 +509,7 @@ def _one_run(place: Path, num_ranks: int) -> None:
     assert (made / "rank-0").read_text() == f"0 of {num_ranks}"
 
 
+@pytest.mark.long
 def test_two_machines_meet(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     machines = ["launch.nodes=2", "launch.ranks=1", f"launch.rendezvous=localhost:{_free_port()}"]

@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from fsdp_shard.distributed import LaunchConfig, rendezvous
 from fsdp_shard.distributed.process_group import ATTEMPT
 
@@ -47,6 +49,7 @@ def one_comes_later() -> list[_Round]:
     return [alone, *sorted(rounds)]
 
 
+@pytest.mark.long
 def test_a_machine_that_comes_later_learns_where_the_ranks_meet() -> None:
     # A process of its own that was not forked: the tests before this one leave threads, and torch's store makes some.
     module = "tests.distributed.test_rendezvous"

@@ -272,6 +272,7 @@ def test_a_resume_elsewhere_begins_files_of_its_own(settings: list[str], tmp_pat
     assert "perplexity_before" not in ended.result
 
 
+@pytest.mark.long
 def test_the_best_of_the_saved_steps_where_the_best_is_not_saved(settings: list[str], tmp_path: Path) -> None:
     """Also of a run that was resumed, and of one that goes on elsewhere, where the best steps so far are not."""
     arguments = [*settings, "train.eval_every=1", "checkpoint.save_best=false", "checkpoint.every=2", "optim.lr=0.3"]

@@ -55,6 +55,7 @@ def _loss_before(ended: Ended) -> float:
     return float(rows[0]["loss"])
 
 
+@pytest.mark.long
 def test_a_run_begins_with_the_adapter_of_another(settings: list[str], earlier: Path, tmp_path: Path) -> None:
     given = [*settings, "adapter.modules_to_save=[model.norm]", "train.steps=1"]
     still = _done(tmp_path / "still", *given, f"adapter.path={earlier}@latest", "optim.lr=1e-30", "launch.ranks=2")

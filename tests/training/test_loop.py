@@ -400,6 +400,7 @@ with world_of_one() as context:
 """
 
 
+@pytest.mark.long
 def test_a_script_that_ends_between_steps_says_nothing_of_it(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", _LEFT_OPEN], tmp_path, PYTHONPATH=str(ROOT))
     assert (done.status, done.out, done.err) == (0, "1\n", "")

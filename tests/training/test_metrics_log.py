@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.training.logging.loss_plot import check_plots, plot_losses, running_mean
+from fsdp_shard.training.logging.loss_plot import check_plots, held_out_label, plot_losses, running_mean
 from fsdp_shard.training.logging.metrics_log import MetricsLog, of_last_held_out, read_rows
 from fsdp_shard.training.logging.progress import Progress
 from fsdp_shard.training.loop import StepReport
@@ -167,6 +167,13 @@ def test_curves_are_drawn(tmp_path: Path, train: list[Any], held_out: list[Any])
     content = (tmp_path / "loss.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert struct.unpack(">II", content[16:24]) == (1280, 720)
+
+
+def test_the_legend_has_the_first_perplexity_and_the_last() -> None:
+    evaluations = [{"step": step, "loss": loss, "perplexity": math.exp(loss)} for step, loss in ((0, 3.0), (9, 1.0))]
+    assert held_out_label(evaluations) == "held out (perplexity 20.1 \N{RIGHTWARDS ARROW} 2.72)"
+    assert held_out_label(evaluations[1:]) == "held out (perplexity 2.72)"
+    assert held_out_label([{"step": 0, "loss": 3.0}]) == "held out"
 
 
 def test_running_mean() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from fsdp_shard.utils import require_package
 
 _INK, _TRAIN, _HELD_OUT = "#333333", "#3b6fb6", "#d1495b"
+_ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 def check_plots() -> None:
@@ -63,10 +64,14 @@ def _draw_train(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.plot(steps, running_mean(losses, width), color=_TRAIN, linewidth=1.8, label=f"train, mean of {width} steps")
 
 
-def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    first, last = (math.exp(min(700.0, row["loss"])) for row in (rows[0], rows[-1]))
-    label = f"held out (perplexity {first:.3g} \N{RIGHTWARDS ARROW} {last:.3g})"
+def held_out_label(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the legend says of `rows`, one or more: the first perplexity and the last, where there are any."""
     if rows[-1].get("perplexity") is None:  # of a custom loss
-        label = "held out"
+        return "held out"
+    first, last = (f"{math.exp(min(700.0, row['loss'])):.3g}" for row in (rows[0], rows[-1]))
+    return f"held out (perplexity {last if len(rows) == 1 else f'{first} {_ARROW} {last}'})"
+
+
+def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    axes.plot(steps, losses, color=_HELD_OUT, linewidth=1.8, marker="o", markersize=5, label=label)
+    axes.plot(steps, losses, color=_HELD_OUT, linewidth=1.8, marker="o", markersize=5, label=held_out_label(rows))
