@@ -98,18 +98,23 @@ def print_error(error: BaseException, debug: bool) -> None:
         debug: Whether to print its traceback first; if a rank raised it, that of the rank.
     """
     if debug:
-        of_rank = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
-        sys.stderr.write(printable(redact(of_rank or "".join(traceback.format_exception(error)))))
+        sys.stderr.write(printable(redact(traceback_of(error))))
     # Wrong input is the same on all ranks: the first one reports it, without a number.
     is_shared = isinstance(error, InputError) and joined_rank() == 0
     rank = f"rank {joined_rank()}: " if is_joined_rank() and not is_shared else ""
     # Only a traceback can explain what others raised, or what a rank has sent with one.
     is_explained = (isinstance(error, FsdpShardError) or _names_a_file(error)) and not getattr(error, "traceback", "")
     hint = "" if is_explained or debug else " Give debug=true or --debug to see the traceback."
-    print(_paragraph(f"{rank}{_message(error)}{hint}", error), file=sys.stderr)
+    print(_paragraph(f"{rank}{message_of(error)}{hint}", error), file=sys.stderr)
 
 
-def _message(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an error; if a rank raised it, that of the rank."""
+    of_rank: str = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
+    return of_rank or "".join(traceback.format_exception(error))
+
+
+def message_of(error: BaseException) -> str:
     """What went wrong, in one line; for a bug, where it was raised too."""
     if isinstance(error, FsdpShardError):
         return str(error)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fsdp_shard import checkpoint, config as configs
+from fsdp_shard.cli.error_file import remove_error, write_error
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.cli.machine_check import MachineCheck
 from fsdp_shard.cli.sweep_table import changed_settings_of, refuse_other_sweep, sweep_table
@@ -247,6 +248,9 @@ def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
     if recipe.file.parent != shipped("recipes").resolve():
         config.own_recipe = recipe.file.name
     missing = _missing_directories(Path(config.run_dir).absolute())
+    before = _last_write(config)
+    if joined_rank() == 0:
+        remove_error(config.run_dir)
     try:
         if config.ranks_are == "started":
             begin = _make_run_dir if recipe.writes_config else configs.write_config
@@ -256,10 +260,22 @@ def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
             if not recipe.writes_config:
                 configs.write_config(config)
             recipe.perform(config)
-    except InputError:
-        if joined_rank() == 0:
-            _remove_made(missing)
+    except Interrupted:
         raise
+    except Exception as error:
+        if isinstance(error, InputError) and joined_rank() == 0:
+            _remove_made(missing)
+        if not isinstance(error, InputError) or _last_write(config) != before:  # not of what was refused at once
+            write_error(config.run_dir, error)
+        raise
+
+
+def _last_write(config: configs.RunConfig) -> int:
+    """When the run directory was last given its settings, in nanoseconds; 0 if it never was."""
+    try:
+        return (Path(config.run_dir) / checkpoint.CONFIG_FILE).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _missing_directories(run_dir: Path) -> list[Path]:

@@ -1,4 +1,5 @@
 from .atomic_write import (
+    ERROR as ERROR,
     RESULT as RESULT,
     atomic_directory as atomic_directory,
     check_writable as check_writable,

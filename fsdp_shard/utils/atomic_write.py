@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils.secrets import redact
 
-RESULT = "result.json"
+RESULT, ERROR = "result.json", "error.txt"  # of a run: its figures, or what ended it
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:

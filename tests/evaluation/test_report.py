@@ -242,6 +242,21 @@ def test_damage_is_counted(tmp_path: Path) -> None:
     assert "2 damaged lines" in to_text(report)
 
 
+def test_a_run_that_failed_shows_its_error(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    figures = (path / "result.json").read_text()
+    (path / "result.json").unlink()
+    (path / "error.txt").write_text(f"The loss {_ATTACK} is nan.\n\nTraceback (most recent call last):\n")
+    report = _report(path, _run(tmp_path / "b"))
+    assert [row[1].value for row in _table(report, "runs").rows] == ["failed", "completed"]
+    assert report.failures == [f"a: The loss {_ATTACK} is nan."]
+    assert "Failed" in to_html(report)
+    assert _ATTACK not in to_html(report)
+    assert "Failed\n  a: The loss" in to_text(report)
+    (path / "result.json").write_text(figures)  # which is written last
+    assert _report(path).failures == []
+
+
 def test_nothing_from_files_is_markup(tmp_path: Path) -> None:
     path = _run(tmp_path / "<b>=1+1", prompt=_ATTACK)
     (path / "config.yaml").write_text("# To repeat this run: fsdp-shard finetune X\na: '</style><script>alert(3)'\n")

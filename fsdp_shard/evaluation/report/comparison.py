@@ -92,6 +92,7 @@ def compare(runs: Sequence[Run], digests: WeightDigests) -> Report:
         charts=[chart for chart in run_charts(trained) if chart.curves],
         sweeps=[chart for name, inside in sweeps.items() for chart in sweep_charts(name, inside)],
         samples=_samples(trained),
+        failures=[f"{run.name}: {run.error}" for run in runs if run.error],
         problems=[*(problem for run in runs for problem in run.problems), *_absent(trained), *digests.problems],
     )
 

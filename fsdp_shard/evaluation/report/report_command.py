@@ -83,6 +83,8 @@ def report_runs(paths: Sequence[str], files: ReportFiles, watch: bool = False) -
         return
     for path in files.write(report):
         say(f"{path}: {format_count(report.num_all, 'run')}, {format_size(path.stat().st_size)}")
+    for failure in report.failures:
+        say(f"failed: {failure}")
     for problem in report.problems:
         say(f"left out: {problem}")
 

@@ -86,6 +86,7 @@ class Report:
         charts: Curves over the steps.
         sweeps: For each sweep, pictures of a figure over a setting.
         samples: Samples by prompt.
+        failures: What ended each run that failed, a sentence each.
         problems: What could not be read or was left out, a sentence each.
     """
 
@@ -97,6 +98,7 @@ class Report:
     charts: Sequence[Chart] = ()
     sweeps: Sequence[Chart] = ()
     samples: Sequence[PromptSamples] = ()
+    failures: Sequence[str] = ()
     problems: Sequence[str] = ()
 
     @property

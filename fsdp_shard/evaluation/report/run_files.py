@@ -26,9 +26,9 @@ from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_l
 from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
 from fsdp_shard.evaluation.report.stored_steps import ReportedStep, read_steps
 from fsdp_shard.training import EVALUATIONS, LOCK, MAX_LINE, METRICS, SAMPLES, holder, of_last_held_out
-from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
+from fsdp_shard.utils import ERROR, RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
 
-COMPLETED, RUNNING, STOPPED = "completed", "running", "stopped"
+COMPLETED, RUNNING, FAILED, STOPPED = "completed", "running", "failed", "stopped"
 _MAX_DEPTH = 4  # directories below one that is no run, such as outputs/finetune/DATE
 _MAX_RUNS = 500
 
@@ -61,7 +61,7 @@ class Run:
         path: Its directory, as it was given or found.
         name: What it is called in the report.
         command: The command that made it, such as `finetune`; empty if no file says.
-        status: `completed`, `running` (another process has locked it) or `stopped`.
+        status: `completed`, `running` (another process has locked it), `failed` (it has left an error) or `stopped`.
         settings: Its settings by dotted name, as YAML writes them, that made its newest step or the one asked for.
         changes: Which of them were others in earlier steps; None if that is not known.
         state: The progress that this step records in its trainer.json.
@@ -71,6 +71,7 @@ class Run:
             for; figures of a held-out set with a name are those of SET/NAME.
         samples: The rows of samples.jsonl.
         checkpoints: Its committed steps, ascending.
+        error: What ended it, if it failed.
         problems: What could not be read, a sentence each.
     """
 
@@ -86,6 +87,7 @@ class Run:
     held_out: Sequence[Row] = ()
     samples: Sequence[PromptSample] = ()
     checkpoints: Sequence[ReportedStep] = ()
+    error: str = ""
     problems: Sequence[str] = ()
 
     @property
@@ -164,6 +166,7 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
     result = _read_result(path, problems)
     is_locked = _is_locked(path, problems)
     status = RUNNING if is_locked else COMPLETED if result.get("status") == COMPLETED else STOPPED
+    error = _read_error(path, problems) if status == STOPPED else ""
     steps = _numbers(_lines(path / METRICS, is_locked, problems), path / METRICS, problems)
     evaluated = _held_out(path / EVALUATIONS, is_locked, step, problems)
     held_out = _numbers(evaluated, path / EVALUATIONS, problems)
@@ -180,7 +183,7 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
         path=path,
         name=one_line(name),
         command=_command_of(path) or ("finetune" if steps else ""),
-        status=status,
+        status=FAILED if error else status,
         settings=settings,
         changes=changes_in(state),
         state=state,
@@ -189,6 +192,7 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
         held_out=held_out,
         samples=samples,
         checkpoints=checkpoints,
+        error=error,
         problems=problems,
     )
 
@@ -315,6 +319,18 @@ def _read_result(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{file} is no map of figures, so none are shown.")
         return {}
     return result
+
+
+def _read_error(path: Path, problems: list[str]) -> str:
+    """The message of the error that ended a run; empty if it left none."""
+    file = path / ERROR
+    if not os.path.lexists(file):
+        return ""
+    try:
+        return one_line(read_bounded(file, "settings_bytes").decode(errors="replace").partition("\n")[0])
+    except (CheckpointError, OSError) as error:
+        problems.append(str(error))
+        return ""
 
 
 def _read_state(step_directory: Path) -> dict[str, Any]:

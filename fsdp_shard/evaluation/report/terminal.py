@@ -24,7 +24,9 @@ def to_text(report: Report) -> str:
         if at == 0:
             parts += ["\n".join(_sparklines(curves[key], report.runs)) for key in ("loss", "held-out") if key in curves]
     parts += ["\n".join(_sample_lines(report))] if report.samples else []
-    parts += ["\n".join(["Left out", *(f"  {printable(one)}" for one in report.problems)])] if report.problems else []
+    for title, sentences in (("Failed", report.failures), ("Left out", report.problems)):
+        if sentences:
+            parts.append("\n".join([title, *(f"  {printable(one)}" for one in sentences)]))
     return "\n\n".join(parts)
 
 
