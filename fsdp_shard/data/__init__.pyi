@@ -40,7 +40,11 @@ from .pipeline import (
     row_losses as row_losses,
     tokenize_all as tokenize_all,
 )
-from .questions import QuestionRow as QuestionRow, read_questions as read_questions
+from .questions import (
+    QuestionRow as QuestionRow,
+    read_questions as read_questions,
+    render_conversation as render_conversation,
+)
 from .samples.batch import (
     CHOSEN_PART as CHOSEN_PART,
     MASKED as MASKED,

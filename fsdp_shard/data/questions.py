@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.documents import NAMES, name_of, open_evaluated
+from fsdp_shard.data.kinds import chat_spans
 from fsdp_shard.data.kinds.chat_template import with_chat_template
+from fsdp_shard.data.kinds.conversation import read_conversation
 from fsdp_shard.data.kinds.kind import Question, Tokenizer
+from fsdp_shard.data.sources.row import Row
 
 _ROWS_AT_ONCE = 256  # tokenizers are faster on many texts
 
@@ -56,3 +59,21 @@ def read_questions(config: DataConfig, tokenizer: Tokenizer, task: str) -> Itera
             question = None if one is None else next(asked)
             reason = "without prompt or answer" if question is None else "" if question.ids else "without tokens"
             yield QuestionRow(row.where, name_of(row, kind.columns), None if reason else question, reason)
+
+
+def render_conversation(values: Mapping[str, Any], where: str, tokenizer: Tokenizer) -> str:
+    """Render a conversation up to where the assistant answers, as training on rows of `data.kind=chat` does.
+
+    Args:
+        values: `messages`, and `tools` and `system` if there are any.
+        where: File and line, for messages.
+        tokenizer: The model's tokenizer, with a chat template.
+
+    Returns:
+        The text, with the special tokens of the template.
+
+    Raises:
+        DataError: The messages cannot be read, or the chat template rejects them.
+    """
+    conversation = read_conversation(Row(where, dict(values)), "messages", {})
+    return chat_spans.Renderer(tokenizer, conversation, ()).render_prompt()

@@ -237,7 +237,7 @@ class GenerateSettings(SourceSettings):
     prompts: str | None = setting(
         None,
         'A file of prompts, instead of prompt: .jsonl with rows {"prompt": ...}, or .txt with one per line; - reads '
-        "lines from standard input.",
+        'lines from standard input. With chat=true, rows may be conversations {"messages": [...], "tools": [...]}.',
     )
     output: str | None = setting(
         None,

@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from fsdp_shard.errors import ConfigError, ModelError
+from fsdp_shard.errors import ConfigError, DataError, ModelError
 from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.generation.batching import complete
@@ -191,6 +191,33 @@ def test_a_chat_goes_through_the_template() -> None:
     assert tokenizer.decode(ids) == "[user]abc[assistant]"
     (ids, *_) = tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True, system="Be brief.")
     assert tokenizer.decode(ids) == "[system]Be brief.[user]abc[assistant]"
+
+
+def test_a_conversation_is_what_transformers_makes_of_it() -> None:
+    """Beside a plain prompt, with an earlier answer, tools, and a system message that the setting or the row gives."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}({{ tool['name'] }}){% endfor %}"
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    turns = [("user", "one?"), ("assistant", "two."), ("user", "three?")]
+    messages, tools = [{"role": role, "content": content} for role, content in turns], [{"name": "search"}]
+    prompts = [Prompt("three?", "line 1", None, {"messages": messages, "tools": tools}), Prompt("abc", "line 2")]
+    encoded = tokenize_prompts(tokenizer, prompts, llama_config(), chat=True, system="Be brief.")
+    whole = [{"role": "system", "content": "Be brief."}, *messages]
+    assert encoded[0] == tokenizer.apply_chat_template(
+        whole, tools=tools, add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.decode(encoded[0]) == "(search)[system]Be brief.[user]one?[assistant]two.[user]three?[assistant]"
+    assert tokenizer.decode(encoded[1]) == "[system]Be brief.[user]abc[assistant]"
+    own = [Prompt("three?", "line 1", None, {"messages": messages, "system": "Be wordy."})]
+    (ids,) = tokenize_prompts(tokenizer, own, llama_config(), chat=True)
+    assert tokenizer.decode(ids).startswith("[system]Be wordy.[user]one?")
+    with pytest.raises(DataError, match=r"line 1: a message has text; expected role and content"):
+        tokenize_prompts(
+            tokenizer, [Prompt("", "line 1", None, {"messages": [{"text": ""}]})], llama_config(), chat=True
+        )
 
 
 def test_prompts_that_leave_no_room_are_refused() -> None:

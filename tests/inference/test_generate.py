@@ -113,3 +113,29 @@ def test_several_ranks_share_the_prompts(tiny_model: Path, tmp_path: Path, promp
     assert rows(tmp_path / "shared/completions.jsonl") == rows(tmp_path / "alone/completions.jsonl")
     assert shared.result["num_new_tokens"] == alone.result["num_new_tokens"]
     assert shared.out.count("completions, ") == 1
+
+
+def test_rows_of_messages_are_answered_as_conversations(tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    messages = [{"role": role, "content": role * 2} for role in ("user", "assistant", "user")]
+    asked = [{"messages": messages}, {"prompt": "abc"}, {"messages": [{"role": "user", "content": "abc"}]}]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    settings = (f"checkpoint={model}", f"prompts={tmp_path / 'asked.jsonl'}", f"output={tmp_path / 'out.jsonl'}")
+    ended = generate(tmp_path / "run", *settings, "chat=true")
+    assert ended.status == 0, ended.err
+    chat, plain, same = rows(tmp_path / "out.jsonl")
+    assert (chat["messages"], chat["prompt"]) == (messages, "useruser")
+    assert "messages" not in plain
+    assert same["completion"] == plain["completion"]
+
+    (tmp_path / "asked.jsonl").write_text(json.dumps(asked[0] | {"messages": messages[2:]}))
+    other = generate(tmp_path / "run", *settings, "chat=true")
+    assert other.status == 2
+    assert "other values of prompts" in other.err
+    refused = generate(tmp_path / "run", settings[0], settings[1])
+    assert refused.status == 2
+    assert "has messages, which go through the model's chat template; set chat=true" in refused.err

@@ -51,6 +51,11 @@ def test_both_kinds_of_files(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "a"}\n\n{"promt": "b"}\n', "line 2, is not JSON"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt" "b"}\n', r"line 2, is not JSON: Expecting ':' delimiter at column 11"),
         ("a.jsonl", '["a"]\n', "line 1, is not a row"),
+        ("a.jsonl", '{"prompt": "a", "messages": []}\n', "line 1, is not a row"),
+        ("a.jsonl", '{"messages": []}\n', "line 1, must have messages such as"),
+        ("a.jsonl", '{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1, ends with a message of the as"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "\\ud83d"}]}\n', "line 1, has half of a surrogate pair"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "line 1, has messages, .* set chat=true"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "line 2, is an empty prompt"),
         ("a.jsonl", '{"prompt": "a \\ud83d"}\n', "line 1, has half of a surrogate pair"),
         ("a.txt", "a\n\nb\n", "line 2, is an empty prompt"),
@@ -62,6 +67,15 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, content
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=says):
         texts(tmp_path / name)
+
+
+def test_a_system_message_of_the_row_and_another(tmp_path: Path) -> None:
+    chat = GenerateSettings(checkpoint="x", prompts=str(tmp_path / "a.jsonl"), chat=True, system="Be brief.")
+    (tmp_path / "a.jsonl").write_text('{"system": "Be wordy.", "messages": [{"role": "user", "content": "a"}]}')
+    with pytest.raises(DataError, match=r"line 1, has a system message of its own, and system= is another"):
+        read_prompts(chat)
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    assert [prompt.text for prompt in read_prompts(chat)] == ["a"]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

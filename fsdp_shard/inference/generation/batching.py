@@ -101,4 +101,6 @@ def _windows(decoder: Decoder, lengths: Sequence[int], adapters: Sequence[str | 
 
 
 def _completion(decoder: Decoder, prompt: Prompt, answer: Answer) -> Completion:
-    return Completion(prompt.text, decoder.text(answer), len(answer.tokens), answer.log_probabilities, prompt.adapter)
+    messages = None if prompt.conversation is None else prompt.conversation["messages"]
+    tokens, log_probabilities = answer.tokens, answer.log_probabilities
+    return Completion(prompt.text, decoder.text(answer), len(tokens), log_probabilities, prompt.adapter, messages)

@@ -87,7 +87,8 @@ def completion_inputs(
     settings: GenerateSettings, prompts: Sequence[Prompt], seed: int, weights: Sequence[tuple[str, int, int]]
 ) -> dict[str, Any]:
     """What completions are made from; equal for runs that may write to one file. `weights`: `Location.file_states`."""
-    texts = [[prompt.text, prompt.adapter] if prompt.adapter else prompt.text for prompt in prompts]
+    asked = [prompt.conversation or prompt.text for prompt in prompts]
+    texts = [[one, prompt.adapter] if prompt.adapter else one for one, prompt in zip(asked, prompts, strict=True)]
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     of_base = [(name, location.based_on(settings.checkpoint)) for name, location in settings.adapter_sources.items()]
     adapters = {name: [list(file) for file in location.file_states()] for name, location in of_base}

@@ -3,9 +3,11 @@
 import functools
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference.config import GenerateSettings
@@ -15,22 +17,34 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt; `location` names it in errors: the setting, or the file and line. `adapter` is that of the model."""
+    """A prompt.
+
+    Attributes:
+        text: The text to continue; of a conversation, that of its last message.
+        location: What names it in errors: the setting, or the file and line.
+        adapter: The adapter of the model that answers.
+        conversation: `messages` of a conversation, and `tools` and `system` if its row has them.
+    """
 
     text: str
     location: str
     adapter: str | None = None
+    conversation: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One row of the output file; `num_new_tokens` includes the end-of-text token if the model generated one."""
+    """One row of the output file; `num_new_tokens` includes the end-of-text token if the model generated one.
+
+    `messages` are those of a prompt that is a conversation.
+    """
 
     prompt: str
     completion: str
     num_new_tokens: int
     log_probabilities: list[float] | None = None
     adapter: str | None = None
+    messages: list[Any] | None = None
 
 
 def check_standard_input(settings: GenerateSettings, *, is_shared: bool) -> None:
@@ -52,6 +66,8 @@ def read_prompts(settings: GenerateSettings) -> list[Prompt]:
     found = _read_prompts(settings)
     default, known = settings.default_adapter, settings.adapter_paths
     for prompt in found:
+        if prompt.conversation is not None:
+            _check_conversation(prompt.conversation, prompt.location, settings)
         if prompt.adapter is not None and prompt.adapter not in known:
             has = f"adapters has {', '.join(known)}" if known else "adapters is not set"
             raise DataError(f"{prompt.location} names the adapter {prompt.adapter!r}, and {has}.")
@@ -93,13 +109,38 @@ def _from_json(line: str, location: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{location} is not JSON: {error.msg} at column {error.colno}.") from error
-    text = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f'{location} is not a row {{"prompt": "some text"}}: it is {line.strip()[:60]}.')
+    text, messages = (row.get(name) if isinstance(row, dict) else None for name in ("prompt", "messages"))
+    if isinstance(text, str) == (messages is not None):
+        wanted = '{"prompt": "some text"} or {"messages": [...]}'
+        raise DataError(f"{location} is not a row {wanted}: it is {line.strip()[:60]}.")
     adapter = row.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
         raise DataError(f"{location} has no name of an adapter: {str(adapter)[:60]}.")
-    return replace(_checked(text, location), adapter=adapter)
+    if isinstance(text, str):
+        return replace(_checked(text, location), adapter=adapter)
+    conversation = {name: row[name] for name in ("messages", "tools", "system") if row.get(name) is not None}
+    _refuse_surrogates(json.dumps(conversation, ensure_ascii=False), location)
+    return Prompt(_last_text(messages, location), location, adapter, conversation)
+
+
+def _last_text(messages: Any, location: str) -> str:
+    """The text of the last message, which the model is to answer."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise DataError(f'{location} must have messages such as [{{"role": "user", "content": "some text"}}].')
+    last = messages[-1]
+    if last.get("role", last.get("from")) in ("assistant", "gpt"):
+        raise DataError(f"{location} ends with a message of the assistant, which is to answer; remove that message.")
+    text = last.get("content", last.get("value"))
+    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+
+
+def _check_conversation(conversation: Mapping[str, Any], location: str, settings: GenerateSettings) -> None:
+    """Raise DataError if `settings` do not go with a conversation."""
+    if not settings.chat:
+        raise DataError(f"{location} has messages, which go through the model's chat template; set chat=true.")
+    first = conversation["messages"][0]
+    if settings.system is not None and ("system" in conversation or first.get("role", first.get("from")) == "system"):
+        raise DataError(f"{location} has a system message of its own, and system= is another; remove one of them.")
 
 
 def _from_text(line: str, location: str) -> Prompt:
@@ -109,9 +150,13 @@ def _from_text(line: str, location: str) -> Prompt:
 def _checked(text: str, location: str) -> Prompt:
     if not text.strip():
         raise DataError(f"{location} is an empty prompt; give some text to continue, or delete the line.")
+    _refuse_surrogates(text, location)
+    return Prompt(text, location)
+
+
+def _refuse_surrogates(text: str, location: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError(f"{location} has half of a surrogate pair (\\ud800 to \\udfff), which is not text.")
-    return Prompt(text, location)
 
 
 def _read(setting: str, path: str) -> str:

@@ -1,11 +1,13 @@
 """Tokenizes prompts and conversations, and compares them, with their answers, with the model's context."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from fsdp_shard.data import render_conversation
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.generation.prompts import Prompt
 from fsdp_shard.models import Context, check_causal, check_vocabulary, model_errors, tokenizer_files
@@ -31,14 +33,14 @@ def tokenize_prompts(
         tokenizer: The model's tokenizer.
         prompts: The prompts.
         config: The model's config.
-        chat: Put each prompt through the chat template, as a user's message.
+        chat: Put each prompt through the chat template, as a user's message or the conversation that it is.
         system: The system message before it.
 
     Returns:
         Token ids of each prompt.
 
     Raises:
-        DataError: A prompt has no tokens.
+        DataError: A prompt has no tokens, or the chat template rejects a conversation.
         ModelError: The model does not generate text, has no chat template for `chat`, or its tokenizer or chat template
             takes too much time or memory.
     """
@@ -49,17 +51,24 @@ def tokenize_prompts(
 
     def encode() -> list[list[int]]:
         if chat:
-            begin = beginning_of_chat(system)
-            return [_render(tokenizer, [*begin, {"role": "user", "content": prompt.text}]) for prompt in prompts]
+            return [_chat_ids(tokenizer, prompt, system) for prompt in prompts]
         closing = 0 if config.is_encoder_decoder else _num_closing(tokenizer)
         return [_without_closing(tokenizer(prompt.text)["input_ids"], closing) for prompt in prompts]
 
-    encoded = _limited(tokenizer, encode, [prompt.text for prompt in prompts])
+    encoded = _limited(tokenizer, encode, [json.dumps(prompt.conversation or prompt.text) for prompt in prompts])
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
             raise DataError(f"{prompt.location} has no tokens that the tokenizer {files} knows; give other text.")
         check_vocabulary(ids, config)
     return encoded
+
+
+def _chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | None) -> list[int]:
+    if prompt.conversation is None:
+        return _render(tokenizer, [*beginning_of_chat(system), {"role": "user", "content": prompt.text}])
+    values = prompt.conversation if system is None else {**prompt.conversation, "system": system}
+    text = render_conversation(values, prompt.location, tokenizer)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
