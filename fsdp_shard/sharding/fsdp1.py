@@ -127,6 +127,8 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
             param_init_fn=empty_parameters(context.device),
             use_orig_params=True,
         )
+    if settings.cpu_offload:
+        utils.pin_flat_parameters(wrapped)
     wrapped.register_forward_pre_hook(lambda module, args: utils.restore_frozen_parameters(wrapped))
     return Fsdp1Model(wrapped, context)
 

@@ -4,7 +4,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Self, TypeAlias
@@ -135,10 +135,18 @@ class BatchLoader:
         counts += source_tokens(self._dataset, parts, map(self._objective.trained_tokens, batches))
         if self._keeps_whole:  # each of the ranks that divide the sequences has counted all
             counts = [count / context.num_context_ranks for count in counts]
-        copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
-        with copying:
+        with self._copying():
             on_device = [to_device(batch, context.device) for batch in batches]
             return LoadedStep(samples, parts, on_device, copy_to(context.device, torch.tensor(counts).double()))
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Copy on a stream of its own, on the GPU of this rank: the thread would else make a context on GPU 0."""
+        if self._copies is None:
+            yield
+            return
+        with torch.cuda.device(self._context.device), torch.cuda.stream(self._copies):
+            yield
 
 
 def context_ranks(model: nn.Module, context: DistributedContext) -> ContextRanks | None:

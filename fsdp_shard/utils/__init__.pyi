@@ -104,6 +104,7 @@ from .torch_private import (
     non_persistent_buffers as non_persistent_buffers,
     num_storage_users as num_storage_users,
     persistent_buffers as persistent_buffers,
+    pin_flat_parameters as pin_flat_parameters,
     record_memory_history as record_memory_history,
     restore_frozen_parameters as restore_frozen_parameters,
     storage_key as storage_key,

@@ -164,6 +164,17 @@ def flat_parameter_shards(
                 yield param, flat.detach()[:0], prod(shape), tuple(shape), ranks
 
 
+def pin_flat_parameters(module: nn.Module) -> None:
+    """Move the shards of a module under FSDP1 with CPU offload into page-locked memory, where they stay.
+
+    The first forward pass does so else, by a copy: whoever has taken `flat_parameter_shards` before, as optimizers and
+    averages do, would go on with memory that nothing reads or writes any more. What is page-locked is not copied.
+    """
+    for handle in _flat_handles(module):
+        handle.flat_param.data = handle.flat_param.data.pin_memory()
+        handle.flat_param_to("cpu")  # where it is: this makes the original parameters views of it again
+
+
 def hides_originals(module: nn.Module) -> bool:
     """Whether a part of `module` is under FSDP1 with `use_orig_params=False`, and so has flat parameters only."""
     return any(handle.flat_param._params is None for handle in _flat_handles(module))

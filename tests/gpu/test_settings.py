@@ -41,6 +41,7 @@ _SETTINGS: dict[str, list[str]] = {
     "selective": ["shard.activation_checkpointing=selective"],
     "activation_offload": ["shard.activation_offload=true"],
     "cpu_offload": ["shard.cpu_offload=true"],
+    "fsdp1 cpu_offload": ["shard=fsdp1", "shard.cpu_offload=true", "optim=muon"],
     "norms_in_float32": ["shard.norms_in_float32=true"],
     "accumulation": ["train.micro_batch_size=1", "shard.sync_every_micro_batch=false"],
     "compile": ["shard.compile=true"],
