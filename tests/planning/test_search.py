@@ -31,7 +31,7 @@ from fsdp_shard.planning import (
     chosen_settings,
     switched_off,
 )
-from fsdp_shard.planning.search.memory_savers import memory_savers
+from fsdp_shard.planning.search.candidate_changes import memory_savers
 from fsdp_shard.planning.search.pareto_front import search_front
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import OBJECTIVES, AdamWConfig, TrainConfig

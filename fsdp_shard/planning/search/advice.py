@@ -11,7 +11,7 @@ from itertools import chain
 from fsdp_shard.errors import InputError
 from fsdp_shard.planning.memory_plan import MemoryPlan
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.planning.search.memory_savers import MAX_RANKS, MemorySaver, Option, memory_savers
+from fsdp_shard.planning.search.candidate_changes import MAX_RANKS, MemorySaver, Option, memory_savers
 from fsdp_shard.planning.search.planner import Planner
 
 NUM_ADVISED = 4  # of each kind

@@ -76,10 +76,10 @@ def memory_savers(run: PlannedRun, given: Collection[str], num_nodes: int = 1) -
         MemorySaver(tuple(_adapters(run))),
         MemorySaver(tuple(_optimizers(run, given))),
         MemorySaver(tuple(_dtypes(run))),
-        MemorySaver(tuple(_switches(run, "cpu_offload", False, True, 300.0))),
+        MemorySaver(tuple(_switched_on(run, "cpu_offload", 300.0))),
         MemorySaver(tuple(_references(run))),
         MemorySaver(tuple(_average(run))),
-        MemorySaver(tuple(_switches(run, "sync_every_micro_batch", False, True, 8.0)), is_of_activations=True),
+        MemorySaver(tuple(_switched_on(run, "sync_every_micro_batch", 8.0)), is_of_activations=True),
         MemorySaver(tuple(_resharding(run)), is_of_activations=True),
         MemorySaver(tuple(_chunks(run)), is_of_activations=True),
         MemorySaver(tuple(_recomputing(run)), is_of_activations=True),
@@ -197,9 +197,9 @@ def _average(run: PlannedRun) -> Iterator[Option]:
         yield replace(none, overrides=("train.ema_decay=null",))
 
 
-def _switches(run: PlannedRun, name: str, now: Any, then: Any, cost: float) -> Iterator[Option]:
-    if getattr(run.shard, name) is now:
-        yield _set("shard", {name: then}, cost)
+def _switched_on(run: PlannedRun, name: str, cost: float) -> Iterator[Option]:
+    if getattr(run.shard, name) is False:
+        yield _set("shard", {name: True}, cost)
 
 
 def _resharding(run: PlannedRun) -> Iterator[Option]:
