@@ -7,31 +7,16 @@ from collections.abc import Mapping
 
 _MIB = 1 << 20
 
-CONTEXT_BYTES = 512 * _MIB  # an assumption: kernels and local memory of a process, about half a GiB
+_CONTEXT_BYTES = 512 * _MIB  # an assumption: kernels and local memory of a process, about half a GiB
 # c10/cuda/CUDABlas.cpp, the default of CUBLAS_WORKSPACE_CONFIG on Hopper; about 8 MiB on other GPUs. It comes from
 # torch's allocator, so it is part of what torch.cuda.max_memory_allocated says. A thread has its own: that of the
 # forward pass and that of autograd, which left 64 MiB to the byte on an H200.
 CUBLAS_WORKSPACE_BYTES = 2 * 32 * _MIB
-NCCL_CHANNEL_BYTES = 4 * _MIB  # the default of NCCL_BUFFSIZE
+_NCCL_CHANNEL_BYTES = 4 * _MIB  # the default of NCCL_BUFFSIZE
 _NCCL_CHANNELS = 32  # an assumption: the most that NCCL uses by default
 # c10/cuda/CUDACachingAllocator.cpp: blocks are multiples of 512 B, segments of large blocks of 2 MiB.
 _BLOCK_BYTES, _SEGMENT_BYTES = 512, 2 * _MIB
 _SLACK = 20  # an assumption: a twentieth of the peak is in segments that no tensor fits into
-
-
-def context_bytes() -> int:
-    """Bytes of the CUDA context of a process."""
-    return CONTEXT_BYTES
-
-
-def nccl_bytes(num_groups: int) -> int:
-    """Bytes of NCCL's buffers for a number of process groups with more than one rank."""
-    return num_groups * NCCL_CHANNEL_BYTES * _NCCL_CHANNELS
-
-
-def allocator_bytes(peak_bytes: int, num_tensors: int) -> int:
-    """Bytes that the caching allocator reserves beyond those of tensors: rounding, and segments that stay in part."""
-    return num_tensors * _BLOCK_BYTES + _SEGMENT_BYTES + peak_bytes // _SLACK
 
 
 def device_overhead(peak_bytes: int, num_tensors: int, num_groups: int) -> Mapping[str, int]:
@@ -43,7 +28,8 @@ def device_overhead(peak_bytes: int, num_tensors: int, num_groups: int) -> Mappi
         num_groups: Number of process groups with more than one rank.
     """
     return {
-        "CUDA context": context_bytes(),
-        "NCCL buffers": nccl_bytes(num_groups),
-        "allocator": allocator_bytes(peak_bytes, num_tensors),
+        "CUDA context": _CONTEXT_BYTES,
+        "NCCL buffers": num_groups * _NCCL_CHANNELS * _NCCL_CHANNEL_BYTES,
+        # Beyond the bytes of tensors: rounding, and segments that stay in part.
+        "allocator": num_tensors * _BLOCK_BYTES + _SEGMENT_BYTES + peak_bytes // _SLACK,
     }
