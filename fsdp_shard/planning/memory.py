@@ -91,7 +91,7 @@ def built_model(
     """The model as it trains, on meta, its blocks and its units."""
 
     def build() -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
-        model = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
+        model, _ = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
         blocks = [
             replace(block, num_params=_num_weights(model, block))
             for block in models.no_split_blocks(model, run.shard.blocks)

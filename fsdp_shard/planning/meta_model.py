@@ -15,7 +15,7 @@ def build_planned(
     adapter: AdapterConfig,
     dtype: str,
     quantized_for: ShardConfig | None = None,
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, Adapter | None]:
     """Build a model on meta as `finetune` would.
 
     Args:
@@ -26,23 +26,12 @@ def build_planned(
         quantized_for: How a quantized base is sharded; None leaves it as it is.
 
     Returns:
-        The model.
+        The model, and its adapter, if any.
 
     Raises:
         ModelError: The model cannot be built.
         ConfigError: It has no modules for the adapter.
     """
-    return build_adapted(config, model, adapter, dtype, quantized_for)[0]
-
-
-def build_adapted(
-    config: PretrainedConfig,
-    model: models.ModelConfig,
-    adapter: AdapterConfig,
-    dtype: str,
-    quantized_for: ShardConfig | None = None,
-) -> tuple[PreTrainedModel, Adapter | None]:
-    """Build the model as `build_planned` does, and return its adapter, if any, too."""
     # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
     attention = "sdpa" if model.attention == "flash_attention_2" else model.attention
     trust = model.trust_remote_code

@@ -134,12 +134,12 @@ def _measured(config: PlannedSettings) -> MeasuredRun:
 
 def _reads_adapter(model_config: PretrainedConfig, run: PlannedRun) -> bool:
     """Whether the adapter of `adapter.path` is on this machine; ConfigError if the other settings define another."""
-    from fsdp_shard.planning.meta_model import build_adapted
+    from fsdp_shard.planning.meta_model import build_planned
     from fsdp_shard.training import LoraConfig, check_planned
 
     if not isinstance(run.adapter, LoraConfig) or run.adapter.path is None:
         return False
-    built, adapter = build_adapted(model_config, run.model, run.adapter, run.model.dtype)
+    built, adapter = build_planned(model_config, run.model, run.adapter, run.model.dtype)
     assert adapter is not None
     return check_planned(adapter, run.adapter, {name: tuple(param.shape) for name, param in built.named_parameters()})
 

@@ -65,7 +65,8 @@ def measured(
     model: ModelConfig | None = None,
 ) -> ModelFacts:
     model, adapter = model or ModelConfig(path="x"), adapter or AdapterConfig()
-    return model_facts(config, build_planned(config, model, adapter, model.dtype, shard), model, adapter, shard)
+    stored, _ = build_planned(config, model, adapter, model.dtype, shard)
+    return model_facts(config, stored, model, adapter, shard)
 
 
 def cost_of(config: PretrainedConfig, facts: ModelFacts | None = None, **settings: Any) -> StepCost:

@@ -191,7 +191,7 @@ def planned(case: Case) -> tuple[ModelFacts, PlannedRun]:
     train = TrainConfig(global_batch_size=ROWS * num_micro_batches * num_data_ranks, micro_batch_size=ROWS)
     config = model_config(kind)
     trained = adapter or AdapterConfig()
-    stored = build_planned(config, model, trained, model.dtype, shard)
+    stored, _ = build_planned(config, model, trained, model.dtype, shard)
     facts = model_facts(config, stored, model, trained, shard)
     return facts, PlannedRun(model, shard, train, AdamWConfig(), LENGTH, num_ranks, trained)
 
@@ -247,7 +247,7 @@ def test_values_of_answers_are_gathered(method: str) -> None:
     train_config = TrainConfig(global_batch_size=4, micro_batch_size=2)
     model, length = ModelConfig(path="x"), 30  # of which rings divide 32
     run = PlannedRun(model, shard, train_config, AdamWConfig(), length, 2, objective=objective)
-    stored = build_planned(config, model, run.adapter, model.dtype, shard)
+    stored, _ = build_planned(config, model, run.adapter, model.dtype, shard)
     facts = model_facts(config, stored, model, run.adapter, shard)
     gathers = {
         each.over: each for each in step_traffic(facts, run, unit_shares(facts, run)) if each.collective == "all-gather"

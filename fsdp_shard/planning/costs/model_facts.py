@@ -106,11 +106,11 @@ def model_facts(
         ModelError: The model cannot be built.
         ConfigError: It has no modules for the adapter.
     """
-    computing = build_planned(config, model, adapter, shard.param_dtype)
+    computing, _ = build_planned(config, model, adapter, shard.param_dtype)
     file_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     frozen = sum(param.numel() for param in computing.parameters() if not param.requires_grad)
     amounts, problem = measured_amounts(
-        lambda: build_planned(config, model, adapter, shard.param_dtype), tuple(shard.blocks)
+        lambda: build_planned(config, model, adapter, shard.param_dtype)[0], tuple(shard.blocks)
     )
     params = {
         name: ParamFacts(tuple(param.shape), param.element_size(), param.is_floating_point(), param.requires_grad)
@@ -135,7 +135,7 @@ def model_facts(
 def _unmasked_flops(config: PretrainedConfig, settings: models.ModelConfig, adapter: AdapterConfig) -> int:
     if settings.task != MASKED_LM:
         return 0
-    model = build_planned(config, settings, adapter, settings.dtype)
+    model, _ = build_planned(config, settings, adapter, settings.dtype)
     if not use_loss_head(model, settings.chunked_loss):
         return 0
     weight: torch.Tensor = model.get_output_embeddings().weight

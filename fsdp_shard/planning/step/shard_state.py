@@ -65,7 +65,7 @@ def part_of_rank(
     """What a rank has of a model before it is sharded; `units` are those of the whole `model`, the root last."""
     if run.shard.tensor_parallel == run.shard.expert_parallel == 1:
         return RankPart(model, units)
-    divided = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
+    divided, _ = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
     experts = divide_model(divided, run.shard)
     return RankPart(divided, with_expert_units(units, experts), experts)
 

@@ -211,7 +211,7 @@ def _record(
     config: PretrainedConfig, run: PlannedRun, part: RankPart, extra: Mapping[str, ExtraPasses]
 ) -> tuple[Callable[[], Recordings], bool]:
     """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
-    model = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
+    model, _ = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
     if run.shard.flattens_units:
         for unit in part.units:  # one flat gradient, also of what is frozen
             params = [model.get_parameter(name) for name in unit.parameters]

@@ -31,7 +31,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import data, models, sharding
 from fsdp_shard.distributed import DistributedContext, as_fake_rank
 from fsdp_shard.errors import ConfigError, FsdpShardError
-from fsdp_shard.planning.meta_model import build_adapted
+from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
 from fsdp_shard.planning.step.recording.recorder import tensors_in
@@ -241,7 +241,7 @@ class _Built:
 
 def _build(config: PretrainedConfig, run: PlannedRun) -> _Built:
     """Build the model on meta, as `finetune` does, and check it."""
-    model, adapter = build_adapted(config, run.model, run.adapter, run.model.dtype, run.shard)
+    model, adapter = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
     if run.shard.tensor_parallel == 1:
         use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
     models.rebuild_buffers(model, "cpu")
