@@ -72,7 +72,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | N
     )
 
 
-def summary_lines(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None = None) -> list[str]:
+def summary_lines(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None) -> list[str]:
     """The peak, what is in host memory, which shards are uneven, and whether it fits in `memory_bytes` and `host`."""
     overhead = _overhead_lines(plan.overhead) if plan.overhead or plan.peak_bytes is None else [_NOT_COUNTED]
     lines = [*_host_lines(plan), *_peak_lines(plan.per_rank), *overhead, *_uneven_lines(plan)]

@@ -214,7 +214,7 @@ class _Attend(torch.autograd.Function):
         return *(torch.empty_like(tensor) if needs else None for tensor, needs in needed), None, None
 
 
-def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str = "meta") -> ModelAmounts:
+def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str) -> ModelAmounts:
     """Measure what the blocks of `model` take for one sequence.
 
     Args:

@@ -141,7 +141,7 @@ def exchange_bytes(
     dtypes: Mapping[str, torch.dtype],
     updates: Mapping[str, int],
     *,
-    on_gpu: bool = False,
+    on_gpu: bool,
 ) -> int:
     """The most bytes that a step takes on `rank` when each parameter is updated by the rank that owns it.
 

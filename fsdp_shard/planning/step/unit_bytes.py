@@ -53,7 +53,7 @@ def unit_bytes(
     units: Sequence[Unit],
     shard: ShardConfig,
     num_shards: int,
-    experts: Collection[str] = (),
+    experts: Collection[str],
 ) -> tuple[list[UnitBytes], int]:
     """The bytes of each unit, and those of all shards of a rank with their padding.
 

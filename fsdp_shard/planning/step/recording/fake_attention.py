@@ -47,7 +47,7 @@ def _local_mask(
 
 
 @contextmanager
-def attending_without_values(model: PreTrainedModel, rows: str = FULL) -> Iterator[None]:
+def attending_without_values(model: PreTrainedModel, rows: str) -> Iterator[None]:
     """Have a model with sdpa attention get the masks that it has for such `rows`: FULL, FILLED_UP or PACKED."""
     if attention_implementations(model) != ["sdpa"]:
         yield
