@@ -18,7 +18,7 @@ from fsdp_shard.models import follows_plans_by_fqn, parallel_plan
 
 _SETTING = "shard.expert_parallel"
 # Styles of a module that sends tokens to its experts, and of a parameter that is cut by experts.
-_SENDS, _CUT = "ep_dispatch_experts", "grouped_gemm"
+SENDS_TO_EXPERTS, _CUT = "ep_dispatch_experts", "grouped_gemm"
 
 
 def check_experts(model: nn.Module, num_ranks: int) -> None:
@@ -35,10 +35,10 @@ def check_experts(model: nn.Module, num_ranks: int) -> None:
             f"{where}: transformers has no expert-parallel plan for {name}, or it has no experts, so there is nothing "
             f"to divide; {instead}"
         )
-    if others := sorted(set(plan.values()) - {_SENDS, _CUT}):
+    if others := sorted(set(plan.values()) - {SENDS_TO_EXPERTS, _CUT}):
         raise ConfigError(
             f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
-            f"knows {_SENDS}, {_CUT}. To train it, {instead}"
+            f"knows {SENDS_TO_EXPERTS}, {_CUT}. To train it, {instead}"
         )
     shapes = {fqn: tuple(param.shape) for fqn, param in model.named_parameters()}
     sending = [fqn for fqn in plan if fqn not in shapes]
@@ -66,7 +66,7 @@ def divide_experts(model: nn.Module, context: DistributedContext) -> dict[str, n
     assert mesh is not None
     assert plan, "check_experts was asked before"
     apply_expert_parallelism(model, mesh["expert"], mesh["tensor"], plan, "all_to_all")
-    return {fqn: model.get_submodule(fqn) for fqn, style in plan.items() if style == _SENDS}
+    return {fqn: model.get_submodule(fqn) for fqn, style in plan.items() if style == SENDS_TO_EXPERTS}
 
 
 def shard_experts(experts: Iterable[nn.Module], context: DistributedContext, options: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from fsdp_shard.planning.costs.model_facts import ModelFacts, text_setting
 from fsdp_shard.planning.costs.unit_shares import COLUMN_STYLES, ROW_STYLES, UnitShare
 from fsdp_shard.planning.planned_run import PlannedRun
 
-_SENDS_TO_EXPERTS = "ep_dispatch_experts"
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 _COUNT_BYTES, _FLOAT32_BYTES = 8, 4
 
@@ -148,7 +147,7 @@ def _block_of(fqn: str, blocks: set[str]) -> str | None:
 def _of_experts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
     """Of tokens that are sent to experts and back, of their gradients, and of how many go where."""
     num = run.shard.expert_parallel
-    modules = [fqn for fqn, style in facts.expert_plan.items() if style == _SENDS_TO_EXPERTS]
+    modules = [fqn for fqn, style in facts.expert_plan.items() if style == sharding.SENDS_TO_EXPERTS]
     if num == 1 or not modules:
         return
     chosen = text_setting(facts.config, *_EXPERTS_PER_TOKEN)

@@ -15,10 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_shard.models import keep_experts, parallel_plan, tied_names
-from fsdp_shard.sharding import ShardConfig, Unit
+from fsdp_shard.sharding import SENDS_TO_EXPERTS, ShardConfig, Unit
 
 _BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
-_SENDS = "ep_dispatch_experts"
 _UNEVEN = 16  # of so many tokens that a rank's experts would get, they are taken to get one more
 
 
@@ -114,7 +113,7 @@ class _Gathered(torch.autograd.Function):
 
 def _divide_experts(model: PreTrainedModel, num_ranks: int) -> frozenset[str]:
     plan = parallel_plan(model, "ep_plan")
-    experts = frozenset(fqn for fqn, style in plan.items() if style == _SENDS)
+    experts = frozenset(fqn for fqn, style in plan.items() if style == SENDS_TO_EXPERTS)
     for fqn in experts:
         module: Any = model.get_submodule(fqn)
         for name, param in list(module.named_parameters(recurse=False)):
