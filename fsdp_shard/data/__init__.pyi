@@ -21,13 +21,9 @@ from .kinds.chat_template import (
     with_template_variables as with_template_variables,
 )
 from .kinds.kind import (
-    CAUSAL as CAUSAL,
-    CLASSIFICATION as CLASSIFICATION,
     LABELED as LABELED,
-    MASKED_LM as MASKED_LM,
     PAIRS as PAIRS,
     ROWS as ROWS,
-    SEQ2SEQ as SEQ2SEQ,
 )
 from .labeled_texts import LabeledTexts as LabeledTexts, open_labeled_texts as open_labeled_texts
 from .pipeline import (

@@ -13,7 +13,7 @@ from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
 from fsdp_shard.data.documents import name_of, open_evaluated, rows_again, was_changed
 from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.conversation import Conversation
-from fsdp_shard.data.kinds.kind import CLASSIFICATION, PAIRS, Tokenizer
+from fsdp_shard.data.kinds.kind import PAIRS, Tokenizer
 from fsdp_shard.data.kinds.preference import PreferenceKind
 from fsdp_shard.data.kinds.preference_formats import CHOSEN, LEFT_OUT, REJECTED, Answer
 from fsdp_shard.data.samples.batch import Floats, Ints
@@ -31,6 +31,7 @@ from fsdp_shard.data.task import Task
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import Communicator, run_on_main
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 
 
 class ComparedPair(NamedTuple):
@@ -128,7 +129,7 @@ def open_compared_pairs(config: DataConfig, tokenizer: Tokenizer, task: Task, ra
     Raises:
         DataError: The data cannot be read, has answers with a label, or has no pair.
     """
-    source, kind = open_evaluated(config), kind_of(config, CLASSIFICATION)
+    source, kind = open_evaluated(config), kind_of(config, SEQUENCE_CLASSIFICATION)
     assert isinstance(kind, PreferenceKind)
     tokenizer = with_chat_template(tokenizer, config)
     file: TokenFile = run_on_main(

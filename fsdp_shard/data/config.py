@@ -9,9 +9,10 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Kind, RowSettings
+from fsdp_shard.data.kinds.kind import Kind, RowSettings
 from fsdp_shard.data.kinds.registry import KINDS, KindSettings
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import CAUSAL, MASKED_LM
 from fsdp_shard.utils import REQUIRED, check_one, nearest, setting, user_cache
 
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
 from fsdp_shard.data.kinds.chat_template import with_chat_template
-from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning, plain_ids
 from fsdp_shard.data.samples.batch import Ints
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import CAUSAL
 
 NAMES = ("id", "name")  # columns that name a row, the first one that it has
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
 from fsdp_shard.data.documents import name_of, open_evaluated, rows_again
-from fsdp_shard.data.kinds.kind import CLASSIFICATION, Kind, Tokenizer
+from fsdp_shard.data.kinds.kind import Kind, Tokenizer
 from fsdp_shard.data.samples.batch import Ints
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.rows import LabeledRows
@@ -19,6 +19,7 @@ from fsdp_shard.data.task import Task, check_class_order
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import Communicator, run_on_main
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 
 
 class LabeledText(NamedTuple):
@@ -94,7 +95,7 @@ def open_labeled_texts(config: DataConfig, tokenizer: Tokenizer, task: Task, ran
     Raises:
         DataError: The data cannot be read, has no text with a label, or has a class that the model does not have.
     """
-    source, kind = open_evaluated(config), kind_of(config, CLASSIFICATION)
+    source, kind = open_evaluated(config), kind_of(config, SEQUENCE_CLASSIFICATION)
 
     def tokenized() -> TokenFile:
         check_class_order(source.class_names(config.label_column), task, source.name)

@@ -23,7 +23,7 @@ from fsdp_shard.data.config import (
 from fsdp_shard.data.kinds.chat import CHAT
 from fsdp_shard.data.kinds.chat_spans import ends_turns
 from fsdp_shard.data.kinds.chat_template import with_chat_template, writes_date
-from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, MASKED_LM, ROWS, Tokenizer
+from fsdp_shard.data.kinds.kind import ROWS, Tokenizer
 from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
@@ -36,7 +36,7 @@ from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, run_on_all, run_on_main
 from fsdp_shard.errors import DataError
-from fsdp_shard.models import tokenizer_files
+from fsdp_shard.models import CAUSAL, MASKED_LM, SEQUENCE_CLASSIFICATION, tokenizer_files
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import Communicator, DistributedContext
@@ -115,7 +115,7 @@ def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -
             first = map(examples.tokens_of, range(min(_NUM_CHATS_LOOKED_AT, len(examples))))
             notes.append(_unended(source, first, tokenizer))
     notes += [_dated(source, tokenizer) for source in sources_of(config).values() if source.kind == CHAT]
-    names = _class_names(config) if task == CLASSIFICATION else ()
+    names = _class_names(config) if task == SEQUENCE_CLASSIFICATION else ()
     return Tokenized(train, held_out, special, tuple(filter(None, notes)), names)
 
 

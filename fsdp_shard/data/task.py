@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_shard.data.config import DataConfig, all_sources, default_of
-from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, LABELED, MASKED_LM, ROWS, SEQ2SEQ, Tokenizer
+from fsdp_shard.data.kinds.kind import LABELED, ROWS, Tokenizer
 from fsdp_shard.data.kinds.preference import PREFERENCE
 from fsdp_shard.data.kinds.registry import KINDS
 from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.models import CAUSAL, MASKED_LM, SEQ2SEQ, SEQUENCE_CLASSIFICATION
 
-_ONLY_FOR = {"target_length": SEQ2SEQ, "mask_fraction": MASKED_LM, "label_column": CLASSIFICATION}
+_ONLY_FOR = {"target_length": SEQ2SEQ, "mask_fraction": MASKED_LM, "label_column": SEQUENCE_CLASSIFICATION}
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
                 f"{source.where}.kind={source.kind} does not fit model.task={task}, which is trained on data.kind="
                 f"{' or '.join(kinds)}."
             )
-        if task == CLASSIFICATION and source.sample_by != "document":
+        if task == SEQUENCE_CLASSIFICATION and source.sample_by != "document":
             raise ConfigError(f"{source.where}.sample_by is for plain text files, which have no labels; leave it out.")
         check_settings_of_task(task, {name: getattr(source, name) for name in _ONLY_FOR}, source.where)
     if data.packing:
@@ -142,10 +143,10 @@ def _check_samples(task: str, data: DataConfig, samples: str) -> None:
                 f"{given} has no answers to compare, as the objective of this run does; set {source.where}.kind="
                 f"{PREFERENCE}, or another objective."
             )
-        if source.margin_column is not None and (samples == LABELED or task != CLASSIFICATION):
+        if source.margin_column is not None and (samples == LABELED or task != SEQUENCE_CLASSIFICATION):
             raise ConfigError(
                 f"{source.where}.margin_column={source.margin_column} is for reward models, objective=reward with "
-                f"model.task={CLASSIFICATION}; leave it out."
+                f"model.task={SEQUENCE_CLASSIFICATION}; leave it out."
             )
     if len({source.margin_column is None for source in all_sources(data)}) > 1:
         raise ConfigError(

@@ -13,9 +13,10 @@ from fsdp_shard.data.config import (
     sources_of,
 )
 from fsdp_shard.data.kinds.chat_template import with_chat_template
-from fsdp_shard.data.kinds.kind import CAUSAL, ROWS, Kind, Tokenizer
+from fsdp_shard.data.kinds.kind import ROWS, Kind, Tokenizer
 from fsdp_shard.data.sources.source import DatasetSource, Source, open_source
 from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.models import CAUSAL
 
 _NUM_FIRST = 256  # rows that are looked at together
 

@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, SourceSettings, locate
 from fsdp_shard.data import (
-    CAUSAL,
-    CLASSIFICATION as SEQUENCE_CLASSIFICATION,
     PAIRS,
     ROWS,
     DataConfig,
@@ -20,6 +18,7 @@ from fsdp_shard.data import (
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
 from fsdp_shard.inference import DispatchConfig
+from fsdp_shard.models import CAUSAL, SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, refuse_changed, require_package, setting
 
 PERPLEXITY, LM_EVAL, SPEED = "perplexity", "lm_eval", "speed"

@@ -1,5 +1,12 @@
 from .blocks import Block as Block, no_split_blocks as no_split_blocks, tied_names as tied_names
-from .config import REMOTE_CODE as REMOTE_CODE, ModelConfig as ModelConfig
+from .config import (
+    CAUSAL as CAUSAL,
+    MASKED_LM as MASKED_LM,
+    REMOTE_CODE as REMOTE_CODE,
+    SEQ2SEQ as SEQ2SEQ,
+    SEQUENCE_CLASSIFICATION as SEQUENCE_CLASSIFICATION,
+    ModelConfig as ModelConfig,
+)
 from .context import (
     Context as Context,
     LengthSettings as LengthSettings,

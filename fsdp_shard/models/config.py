@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import REQUIRED, setting
 
+CAUSAL, SEQ2SEQ, MASKED_LM, SEQUENCE_CLASSIFICATION = "causal_lm", "seq2seq", "masked_lm", "sequence_classification"
+
 # The warning that a run prints when one of the settings `trust_remote_code` is on.
 REMOTE_CODE = (
     "Python files that come with the model run on every rank with your permissions: they can read and change your "
@@ -26,9 +28,9 @@ class ModelConfig:
         choices=("float32", "bfloat16", "float16"),
     )
     task: str = setting(
-        "causal_lm",
+        CAUSAL,
         "Training task: next-token prediction, sequence to sequence, masked-token prediction, or classification.",
-        choices=("causal_lm", "seq2seq", "masked_lm", "sequence_classification"),
+        choices=(CAUSAL, SEQ2SEQ, MASKED_LM, SEQUENCE_CLASSIFICATION),
     )
     labels: list[str] = setting(
         [],
@@ -59,9 +61,9 @@ class ModelConfig:
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for labels of another task, or the same one twice."""
-        if self.labels and self.task != "sequence_classification":
+        if self.labels and self.task != SEQUENCE_CLASSIFICATION:
             raise ConfigError(
-                f"{prefix}labels={list(self.labels)} is for {prefix}task=sequence_classification, not {self.task}; "
+                f"{prefix}labels={list(self.labels)} is for {prefix}task={SEQUENCE_CLASSIFICATION}, not {self.task}; "
                 f"leave it out."
             )
         if len({*self.labels}) < len(self.labels):

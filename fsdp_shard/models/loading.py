@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.utils.import_utils import is_kernels_available
 
 from fsdp_shard.errors import ModelError
+from fsdp_shard.models.config import CAUSAL, MASKED_LM, SEQ2SEQ, SEQUENCE_CLASSIFICATION
 from fsdp_shard.models.file_errors import config_file, model_errors
 from fsdp_shard.models.model_directory import check_model_files
 from fsdp_shard.models.offline import without_requests
@@ -30,9 +31,9 @@ from fsdp_shard.utils import non_persistent_buffers, set_environment
 
 _ATTENTION = re.compile(r"Attention|MLA$")  # in names of classes
 _AUTO_CLASSES: dict[str, Any] = {
-    "seq2seq": transformers.AutoModelForSeq2SeqLM,
-    "masked_lm": transformers.AutoModelForMaskedLM,
-    "sequence_classification": transformers.AutoModelForSequenceClassification,
+    SEQ2SEQ: transformers.AutoModelForSeq2SeqLM,
+    MASKED_LM: transformers.AutoModelForMaskedLM,
+    SEQUENCE_CLASSIFICATION: transformers.AutoModelForSequenceClassification,
 }
 _TOKENIZER_FILES = re.compile(r"tokeniz|vocab|merges|spm|spiece|sentencepiece|codes")  # in names of files
 # Their code in transformers downloads native code where the package `kernels` is installed.
@@ -95,7 +96,7 @@ def named_class(config: PretrainedConfig) -> tuple[str, Any]:
     if is_model_class(found):
         return name, found
     if config.is_encoder_decoder and not hasattr(config, "auto_map"):
-        for cls in model_classes(_AUTO_CLASSES["seq2seq"], config):
+        for cls in model_classes(_AUTO_CLASSES[SEQ2SEQ], config):
             return cls.__name__, cls
     return name or config.model_type, None
 
@@ -131,7 +132,7 @@ def check_model_task(config: PretrainedConfig, task: str) -> None:
         ModelError: The class is for another task.
     """
     name, _ = named_class(config)
-    if task == "causal_lm":
+    if task == CAUSAL:
         try:
             check_causal(config)
         except ModelError as error:
@@ -140,7 +141,7 @@ def check_model_task(config: PretrainedConfig, task: str) -> None:
     auto = _AUTO_CLASSES[task]
     fitting = [cls.__name__ for cls in model_classes(auto, config)]
     if name not in fitting:
-        new_head = "set model.labels for a new head, " if task == "sequence_classification" and fitting else ""
+        new_head = "set model.labels for a new head, " if task == SEQUENCE_CLASSIFICATION and fitting else ""
         needed = " or ".join(fitting) or f"model of its kind, and transformers has none of type {config.model_type}"
         raise ModelError(
             f"The model is a {name}, but model.task={task} needs a {needed}. Convert it with transformers' "
@@ -151,7 +152,7 @@ def check_model_task(config: PretrainedConfig, task: str) -> None:
 
 def classifier_name(config: PretrainedConfig) -> str:
     """Return the class of the classifier of the type of `config`; raise ModelError if transformers has none."""
-    if found := model_classes(_AUTO_CLASSES["sequence_classification"], config):
+    if found := model_classes(_AUTO_CLASSES[SEQUENCE_CLASSIFICATION], config):
         return found[0].__name__
     raise ModelError(
         f"transformers has no classifier of type {config.model_type}, so model.labels cannot give this model a new "
@@ -166,10 +167,10 @@ def _fitting_tasks(config: PretrainedConfig) -> str:
         task
         for task, auto in _AUTO_CLASSES.items()
         if (classes := [found.__name__ for found in model_classes(auto, config)])
-        and (name in classes or (not config.architectures and config.is_encoder_decoder == (task == "seq2seq")))
+        and (name in classes or (not config.architectures and config.is_encoder_decoder == (task == SEQ2SEQ)))
     ]
     if not config.is_encoder_decoder and cls is not None and cls.can_generate():
-        fitting.insert(0, "causal_lm")
+        fitting.insert(0, CAUSAL)
     return f" Set model.task={' or '.join(fitting)}, which fits a {name}." if fitting else ""
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from fsdp_shard import data, models, sharding
+from fsdp_shard import models, sharding
 from fsdp_shard.planning.step.recording.fake_attention import FILLED_UP, FULL, PACKED
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
@@ -92,8 +92,8 @@ class PlannedRun:
             is_packed=config.data.packing,
             saves_every=config.checkpoint.every,
             resumes=resumes,
-            target_length=config.data.target_length if config.model.task == data.SEQ2SEQ else None,
-            mask_fraction=config.data.mask_fraction if config.model.task == data.MASKED_LM else None,
+            target_length=config.data.target_length if config.model.task == models.SEQ2SEQ else None,
+            mask_fraction=config.data.mask_fraction if config.model.task == models.MASKED_LM else None,
         )
 
     @property
@@ -133,7 +133,7 @@ class PlannedRun:
     @property
     def rows(self) -> str:
         """What rows of a micro-batch are: FULL, FILLED_UP or PACKED. Causal models need not know what fills them up."""
-        return PACKED if self.is_packed else FULL if self.model.task == data.CAUSAL else FILLED_UP
+        return PACKED if self.is_packed else FULL if self.model.task == models.CAUSAL else FILLED_UP
 
     @property
     def has_sharded_reference(self) -> bool:

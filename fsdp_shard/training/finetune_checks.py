@@ -118,15 +118,15 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     task, shard, adapter = config.model.task, config.shard, config.adapter
     model_config = origin_config(config.model, source)
     models.check_model_task(model_config, task)
-    if task == data.CAUSAL:
+    if task == models.CAUSAL:
         models.check_left_to_right(model_config)
     checkpoint.check_loadable(source.model_index)
-    if task == data.CLASSIFICATION:
+    if task == models.SEQUENCE_CLASSIFICATION:
         check_classifier(model_config, is_reward_model=config.objective.name == "reward")
     packs_pairs = config.data.packing and config.objective.samples == data.PAIRS
     if config.data.packing and not packs_pairs:
         models.check_packing(model_config, config.model.attention)
-    if task == data.MASKED_LM:
+    if task == models.MASKED_LM:
         data.SpecialTokens.of(models.load_tokenizer(source.tokenizer, config.model.trust_remote_code))
     if any(part.kind != "text" for part in data.all_sources(config.data)):
         data.check_tokenizer(config.data, models.load_tokenizer(source.tokenizer, config.model.trust_remote_code), task)
@@ -142,10 +142,10 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         models.check_shared_prompts(model_config, config.model.attention, config.data.window_length)
     sharding.check_context_parallel(model_config, model, config.model, shard, config.data.window_length)
     if config.train.sample_prompts:
-        if task != data.CAUSAL:
-            raise ConfigError(f"train.sample_prompts is for model.task={data.CAUSAL}, not {task}; leave it out.")
+        if task != models.CAUSAL:
+            raise ConfigError(f"train.sample_prompts is for model.task={models.CAUSAL}, not {task}; leave it out.")
         check_samples(config, models.load_tokenizer(source.tokenizer, config.model.trust_remote_code), context)
-    if task == data.SEQ2SEQ:
+    if task == models.SEQ2SEQ:
         decoder_start(model)
     sharding.check_shardable(model, shard)
     check_known(model_config, config.model.kernels)

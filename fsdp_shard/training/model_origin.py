@@ -21,10 +21,10 @@ from fsdp_shard.checkpoint import (
     set_chat_template,
     set_classes,
 )
-from fsdp_shard.data import ROWS, SEQ2SEQ, DataConfig, Task, with_chat_template
+from fsdp_shard.data import ROWS, DataConfig, Task, with_chat_template
 from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models import ModelConfig, build_on_meta, classifier_name, load_config, load_tokenizer
+from fsdp_shard.models import SEQ2SEQ, ModelConfig, build_on_meta, classifier_name, load_config, load_tokenizer
 from fsdp_shard.training.config import ModelSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
 from fsdp_shard.training.seeding import derived_seed

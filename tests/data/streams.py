@@ -10,10 +10,10 @@ from threading import Lock
 from typing import Any
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
+from fsdp_shard.models import MASKED_LM
 from fsdp_shard.utils import check
 from tests.data.data_files import write
 

@@ -12,7 +12,6 @@ from hypothesis import given, strategies as st
 
 from fsdp_shard.config import FinetuneConfig, compose_jobs, write_config
 from fsdp_shard.data.config import DataConfig, mixture_of, sources_of
-from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
@@ -26,6 +25,7 @@ from fsdp_shard.data.task import Task, check_task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation import check_text
+from fsdp_shard.models import MASKED_LM
 from fsdp_shard.training import micro_batches
 from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer

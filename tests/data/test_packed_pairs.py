@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, PAIRS
+from fsdp_shard.data.kinds.kind import LABELED, PAIRS
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.packed_pairs import PackedCompared, PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.preferences import RewardRows, with_extras
 from fsdp_shard.data.samples.rows import Cut
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from tests.data.conftest import END
 from tests.data.preference_rows import opened, random_rows, source
 
@@ -39,7 +40,7 @@ def test_a_pair_is_its_prompt_and_both_answers(tmp_path: Path) -> None:
 
 def test_a_reward_model_reads_the_last_token_of_each_answer(tmp_path: Path) -> None:
     rows = [{"prompt": "abc", "chosen": "d", "rejected": "efg", "gap": 2}]
-    sample = packed(tmp_path, rows, task=CLASSIFICATION, margin_column="gap", sequence_length=12).sample(0)
+    sample = packed(tmp_path, rows, task=SEQUENCE_CLASSIFICATION, margin_column="gap", sequence_length=12).sample(0)
     assert sample.inputs["input_ids"].tolist() == [*b"ab", *b"cd", END, *b"cefg", END, 7, 7]
     assert sample.labels.tolist() == [M, M, M, M, 0, M, M, M, M, 0, M, M]
     assert sample.inputs.keys() == {"input_ids", "position_ids"}
@@ -96,7 +97,7 @@ def test_every_pair_is_whole_in_one_window_or_left_out(tmp_path: Path) -> None:
 
 def test_values_go_with_their_pairs(tmp_path: Path) -> None:
     rows = [row | {"gap": number} for number, row in enumerate(random_rows())]
-    given = {"task": CLASSIFICATION, "margin_column": "gap", "sequence_length": 60}
+    given = {"task": SEQUENCE_CLASSIFICATION, "margin_column": "gap", "sequence_length": 60}
     pairs = with_extras(packed(tmp_path, rows, **given), "twice", np.arange(120).reshape(60, 2))
     assert isinstance(pairs, PackedPairs)
     batch = pairs.batch([4, NO_WINDOW, 2])

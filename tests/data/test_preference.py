@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fsdp_shard.data.config import DataConfig, kind_of
-from fsdp_shard.data.kinds.kind import CLASSIFICATION
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.data.validate import check_tokenizer, encode_prompts
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from tests.data.chat_templates import CHATML, QWEN3, TRIMS
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.conftest import END, byte_tokenizer
@@ -241,8 +241,11 @@ def test_reward_models_read_prompt_and_answer_as_one_text() -> None:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 256), ("[SEP]", 257)]
     )
     row = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    assert [one.ids for one in encoded(row, tokenizer, CLASSIFICATION)] == [[256, *b"pa", 257], [256, *b"pb", 257]]
-    assert encoded(row, byte_tokenizer(), CLASSIFICATION)[0].ids == [*b"pa", END]
+    assert [one.ids for one in encoded(row, tokenizer, SEQUENCE_CLASSIFICATION)] == [
+        [256, *b"pa", 257],
+        [256, *b"pb", 257],
+    ]
+    assert encoded(row, byte_tokenizer(), SEQUENCE_CLASSIFICATION)[0].ids == [*b"pa", END]
     with pytest.raises(DataError, match=r"data\.kind=preference ends each answer with the end-of-text token"):
         encoded(row, tokenizer)
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, PAIRS
+from fsdp_shard.data.kinds.kind import LABELED, PAIRS
 from fsdp_shard.data.pipeline import tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.preferences import cut_answers, with_extras
 from fsdp_shard.data.task import Task, check_task
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import check
 from tests.data.conftest import END, byte_tokenizer, positions_of_rank
 from tests.data.data_files import write
@@ -67,7 +68,7 @@ def test_reward_models_get_both_texts_with_a_mask(tmp_path: Path) -> None:
         {"prompt": "ab", "chosen": "c", "rejected": "defghij", "gap": 2},
         {"prompt": "p", "chosen": "x" * 99, "rejected": "y", "gap": -0.5},
     ]
-    pairs = source(tmp_path, rows, task=CLASSIFICATION, margin_column="gap")
+    pairs = source(tmp_path, rows, task=SEQUENCE_CLASSIFICATION, margin_column="gap")
     sample = pairs.sample(0)
     assert sample.inputs["input_ids"].tolist() == [[*b"abc", END] + [7] * 12, [*b"abdefghij", END] + [7] * 6]
     assert sample.inputs["attention_mask"].tolist() == [[1] * 4 + [0] * 12, [1] * 10 + [0] * 6]
@@ -167,7 +168,7 @@ def test_a_reward_model_that_reads_the_last_token_compares_it(keeps_last: bool, 
         tokens, tokens * 0, np.arange(5, 25, 5), np.ones(4, int), np.asarray([0, 1] * 2), keeps_last=keeps_last
     )
     cut = cut_answers(
-        examples, ["chosen", "rejected"], Task(CLASSIFICATION, samples=PAIRS), 3, "data", keeps_whole=False
+        examples, ["chosen", "rejected"], Task(SEQUENCE_CLASSIFICATION, samples=PAIRS), 3, "data", keeps_whole=False
     )
     left = [(0, 1), (2, 3)]
     assert cut.kept.tolist() == [list(pair) for pair, is_equal in zip(left, expected, strict=True) if not is_equal]
@@ -228,7 +229,7 @@ def test_a_prompt_that_fills_the_window_takes_its_answers_alone(tmp_path: Path) 
 
 
 def test_values_that_are_computed_later(tmp_path: Path) -> None:
-    pairs = source(tmp_path, [row | {"m": 1} for row in ROWS], task=CLASSIFICATION, margin_column="m")
+    pairs = source(tmp_path, [row | {"m": 1} for row in ROWS], task=SEQUENCE_CLASSIFICATION, margin_column="m")
     values = np.arange(2 * len(pairs), dtype=np.float64).reshape(-1, 2) / 3
     known = with_extras(pairs, "reference", values)
     assert known.identity == pairs.identity
@@ -293,12 +294,12 @@ def test_what_tells_one_from_another(tmp_path: Path) -> None:
     made: list[tuple[Any, dict[str, Any]]] = [
         (ROWS, {}),
         (ROWS, {"samples": LABELED}),
-        (ROWS, {"task": CLASSIFICATION}),
+        (ROWS, {"task": SEQUENCE_CLASSIFICATION}),
         (ROWS, {"sequence_length": 16}),
         (turned, {}),
         (ROWS[:-1], {}),
-        (margins, {"margin_column": "m", "task": CLASSIFICATION}),
-        ([row | {"m": 0} for row in ROWS], {"margin_column": "m", "task": CLASSIFICATION}),
+        (margins, {"margin_column": "m", "task": SEQUENCE_CLASSIFICATION}),
+        ([row | {"m": 0} for row in ROWS], {"margin_column": "m", "task": SEQUENCE_CLASSIFICATION}),
     ]
     identities = [opened(tmp_path, rows, **more).train.identity for rows, more in made]
     assert len(set(identities)) == len(made)
@@ -314,7 +315,7 @@ def test_the_cache_serves_pairs_and_labeled_answers(tmp_path: Path) -> None:
 
 STREAMED: list[tuple[str, str, dict[str, Any]]] = [
     (PAIRS, "causal_lm", {}),
-    (PAIRS, CLASSIFICATION, {"margin_column": "m"}),
+    (PAIRS, SEQUENCE_CLASSIFICATION, {"margin_column": "m"}),
     (LABELED, "causal_lm", {}),
 ]
 
@@ -396,13 +397,13 @@ def test_labels_cannot_be_compared_as_pairs(tmp_path: Path) -> None:
         ),
         ("pairs", {"eval_sets": {"a": {"path": "x", "kind": "text"}}}, "causal_lm", r"data\.eval_sets\.a\.kind=text"),
         ("labeled", {"margin_column": "m"}, "causal_lm", r"data\.margin_column=m is for reward models"),
-        ("labeled", {}, CLASSIFICATION, "An objective that compares answers with a label is for"),
+        ("labeled", {}, SEQUENCE_CLASSIFICATION, "An objective that compares answers with a label is for"),
         ("pairs", {}, "seq2seq", r"data\.kind=preference does not fit model\.task=seq2seq"),
         ("labeled", {"streaming": True, "shuffle_buffer": 1}, "causal_lm", r"data\.shuffle_buffer=1 leaves no other"),
         (
             "pairs",
             {"mixture": {"a": {"path": "x"}, "b": {"path": "y", "margin_column": "m"}}},
-            CLASSIFICATION,
+            SEQUENCE_CLASSIFICATION,
             r"data\.margin_column is given for some sources",
         ),
     ],

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_shard.data import CAUSAL, SEQ2SEQ, DataConfig, read_questions
+from fsdp_shard.data import DataConfig, read_questions
 from fsdp_shard.data.config import kind_of
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import CAUSAL, SEQ2SEQ
 from tests.data.chat_templates import FAMILIES
 from tests.data.chat_tokenizers import rendered, tokenizer_of
 from tests.data.conversations import TOOLS, conversation, tool_conversation

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fsdp_shard.data import (
-    CLASSIFICATION,
     PAIRS,
     DataConfig,
     Task,
@@ -20,6 +19,7 @@ from fsdp_shard.data import (
 )
 from fsdp_shard.distributed import OnlyRank
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from tests.data.conftest import byte_tokenizer
 from tests.data.data_files import write
 
@@ -31,12 +31,12 @@ def documents(config: DataConfig) -> Iterator[Any]:
 
 
 def labeled_texts(config: DataConfig) -> Iterator[Any]:
-    task = Task(CLASSIFICATION, num_labels=2, label_numbers={"no": 0, "yes": 1}, padding=0)
+    task = Task(SEQUENCE_CLASSIFICATION, num_labels=2, label_numbers={"no": 0, "yes": 1}, padding=0)
     return open_labeled_texts(config, byte_tokenizer(), task, ALONE).rows()
 
 
 def compared_pairs(config: DataConfig) -> Iterator[Any]:
-    task = Task(CLASSIFICATION, samples=PAIRS, padding=0)
+    task = Task(SEQUENCE_CLASSIFICATION, samples=PAIRS, padding=0)
     return open_compared_pairs(config, byte_tokenizer(), task, ALONE).pairs()
 
 

@@ -22,7 +22,6 @@ import xxhash
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds import running_text
-from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import Tokenized, open_samples, prepare_on_ranks
 from fsdp_shard.data.samples.protocol import Dataset
 from fsdp_shard.data.streaming import block_reader, stream as stream_module
@@ -30,6 +29,7 @@ from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import MASKED_LM
 from tests.data.conftest import byte_tokenizer, positions_of_rank
 from tests.data.streams import settle
 from tests.support.ranks import on_ranks

@@ -11,13 +11,13 @@ import pytest
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds import running_text
-from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import open_samples, tokenize_all
 from fsdp_shard.data.sources import source as source_module
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.evaluation import check_text
+from fsdp_shard.models import MASKED_LM
 from fsdp_shard.training import data_figures, describe_streams
 from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer, positions_of_rank

@@ -13,7 +13,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from fsdp_shard.data import (
-    CLASSIFICATION,
     NO_WINDOW,
     PAIRS,
     DataConfig,
@@ -26,7 +25,7 @@ from fsdp_shard.data import (
 )
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models import check_shared_prompts
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION, check_shared_prompts
 from fsdp_shard.training.batch_loader import to_device
 from fsdp_shard.training.held_out.evaluator import evaluate_loss
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
@@ -90,7 +89,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _samples(path: Path, *, packs: bool, scored: bool = False) -> SourceDataset:
     """The pairs, for which a reward model reads what its own rule says: the padding token ends each text."""
     margin = {"margin_column": "gap"} if scored else {}
-    name = CLASSIFICATION if scored else "causal_lm"
+    name = SEQUENCE_CLASSIFICATION if scored else "causal_lm"
     given: dict[str, Any] = {"kind": "preference", "cache_dir": str(path.parent / name), **margin}
     config = DataConfig(path=str(path), sequence_length=LENGTH, packing=packs, **given)
     tokens = tokenize_all(config, byte_tokenizer(), name)

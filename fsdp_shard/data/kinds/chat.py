@@ -7,8 +7,9 @@ from typing import ClassVar
 from fsdp_shard.data.kinds import chat_spans, kind
 from fsdp_shard.data.kinds.chat_template import TemplateSettings, check_template, user_prompt
 from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_roles, read_conversation
-from fsdp_shard.data.kinds.kind import CAUSAL, ROWS, Example, Kind, Question, Tokenizer
+from fsdp_shard.data.kinds.kind import ROWS, Example, Kind, Question, Tokenizer
 from fsdp_shard.data.sources.row import Row
+from fsdp_shard.models import CAUSAL
 from fsdp_shard.utils import setting
 
 CHAT = "chat"

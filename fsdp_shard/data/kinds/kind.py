@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
-CAUSAL, SEQ2SEQ, MASKED_LM, CLASSIFICATION = "causal_lm", "seq2seq", "masked_lm", "sequence_classification"
-
 # Shapes of samples: examples as they are, pairs of answers to one prompt, and answers with a label.
 ROWS, PAIRS, LABELED = "rows", "pairs", "labeled"
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fsdp_shard.data.kinds.kind import CAUSAL, SEQ2SEQ, Kind, RowSettings, Tokenizer
+from fsdp_shard.data.kinds.kind import Kind, RowSettings, Tokenizer
 from fsdp_shard.data.kinds.prompt_and_answer import PromptKind, fill
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import CAUSAL, SEQ2SEQ
 from fsdp_shard.utils import setting
 
 

@@ -7,6 +7,7 @@ from fsdp_shard.data.kinds import kind
 from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer
 from fsdp_shard.data.sources.row import Row, document_of
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import CAUSAL, MASKED_LM, SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import setting
 
 
@@ -75,7 +76,7 @@ class TextSettings(kind.RowSettings):
 
     name = "text"
     help = "plain text, concatenated and cut into windows"
-    tasks: ClassVar[tuple[str, ...]] = (kind.CAUSAL, kind.MASKED_LM, kind.CLASSIFICATION)
+    tasks: ClassVar[tuple[str, ...]] = (CAUSAL, MASKED_LM, SEQUENCE_CLASSIFICATION)
 
     text_column: str = setting("text", "The column with the text, of rows with columns.")
     sample_by: str = setting(
@@ -90,6 +91,6 @@ class TextSettings(kind.RowSettings):
     )
 
     def build_kind(self, task: str) -> Kind:
-        if task == kind.CLASSIFICATION:
+        if task == SEQUENCE_CLASSIFICATION:
             return LabeledKind(self.text_column, self.label_column)
         return TextKind(self.text_column, None if self.sequence_length is None else self.sequence_length + 1)

@@ -15,7 +15,7 @@ from typing import ClassVar
 from fsdp_shard.data.kinds import chat_spans, kind
 from fsdp_shard.data.kinds.chat_template import TemplateSettings, check_template, user_prompt
 from fsdp_shard.data.kinds.conversation import Conversation, check_roles
-from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, PAIRS, ROWS, Example, Kind, Tokenizer
+from fsdp_shard.data.kinds.kind import PAIRS, ROWS, Example, Kind, Tokenizer
 from fsdp_shard.data.kinds.preference_formats import (
     DESIRABLE,
     EMPTY,
@@ -30,7 +30,7 @@ from fsdp_shard.data.kinds.preference_formats import (
 )
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import DataError
-from fsdp_shard.models import tokenizer_files
+from fsdp_shard.models import CAUSAL, SEQUENCE_CLASSIFICATION, tokenizer_files
 from fsdp_shard.utils import num_common, setting
 
 PREFERENCE = "preference"
@@ -188,7 +188,7 @@ class PreferenceSettings(TemplateSettings):
 
     name = PREFERENCE
     help = "a prompt with answers to compare: chosen and rejected, one with a label, or a ranked list"
-    tasks: ClassVar[tuple[str, ...]] = (CAUSAL, CLASSIFICATION)
+    tasks: ClassVar[tuple[str, ...]] = (CAUSAL, SEQUENCE_CLASSIFICATION)
 
     prompt_column: str = setting(
         "prompt",
@@ -223,7 +223,9 @@ class PreferenceSettings(TemplateSettings):
         values = {name: getattr(self, f"{name}_column") for name in _COLUMNS}
         defaults = type(self).__dataclass_fields__
         given = tuple(name for name in _COLUMNS if values[name] != defaults[f"{name}_column"].default)
-        return PreferenceKind(**values, given=given, roles=dict(self.roles or {}), scored=task == CLASSIFICATION)
+        return PreferenceKind(
+            **values, given=given, roles=dict(self.roles or {}), scored=task == SEQUENCE_CLASSIFICATION
+        )
 
 
 _COLUMNS = ("prompt", "chosen", "rejected", "completion", "completions", "desirable", "ranks", "scores", "margin")

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_shard.data.config import DataConfig, is_running_text, kind_of
-from fsdp_shard.data.kinds.kind import MASKED_LM, Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning, plain_ids
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import MASKED_LM
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fsdp_shard.data.config import DataConfig, is_running_text
-from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, ROWS, SEQ2SEQ
+from fsdp_shard.data.kinds.kind import LABELED, ROWS
 from fsdp_shard.data.samples.packed_labeled_answers import PackedLabeledAnswers
 from fsdp_shard.data.samples.packed_pairs import PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.packing import PackedRows
@@ -17,6 +17,7 @@ from fsdp_shard.data.samples.windows import MaskedWindows, WindowDataset
 from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.token_file import Array, Examples, TokenFile
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import SEQ2SEQ, SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import format_count
 
 
@@ -124,7 +125,7 @@ class SampleFactory:
         if self.task.name == SEQ2SEQ:
             usable = (first > 0) & (first < lengths)
             longer = (first > longest) | (lengths - first > self._target_length)
-        elif self.task.name == CLASSIFICATION:
+        elif self.task.name == SEQUENCE_CLASSIFICATION:
             usable, longer = lengths > 0, lengths > longest
         else:
             usable, longer = fits(examples, self.task, longest)
@@ -135,7 +136,7 @@ class SampleFactory:
     @property
     def _scored_padding(self) -> int | None:
         """The padding token of a reward model; None where the tokens of answers are predicted."""
-        return self.task.padding if self.task.name == CLASSIFICATION else None
+        return self.task.padding if self.task.name == SEQUENCE_CLASSIFICATION else None
 
     def samples(self, examples: Examples, cut: Cut, classes: Sequence[str | int]) -> SourceDataset:
         """Make samples of the examples that `cut` kept; `classes` has the names of their labels."""
@@ -147,7 +148,7 @@ class SampleFactory:
             return PackedLabeledAnswers.pack(found) if self.config.packing else found
         if task.name == SEQ2SEQ:
             return Seq2SeqRows(*given, "", self._target_length, task.decoder_start, task.padding)
-        if task.name == CLASSIFICATION:
+        if task.name == SEQUENCE_CLASSIFICATION:
             return LabeledRows(*given, "", _class_numbers(classes, task), task.padding)
         return PackedRows.pack(*given) if self.config.packing else CausalRows(*given)
 

@@ -15,13 +15,14 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.kinds.kind import CLASSIFICATION, PAIRS
+from fsdp_shard.data.kinds.kind import PAIRS
 from fsdp_shard.data.kinds.preference_formats import CHOSEN, DESIRABLE, LEFT_OUT, REJECTED, UNDESIRABLE, refuse_labeled
 from fsdp_shard.data.samples.batch import MASKED, Floats, Ints, Sample, padded
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.samples.rows import Cut, LeftOut, RowDataset, cut_text, next_labels, width_of
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.tokenized.token_file import Examples
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import format_count
 
 DESIRABLE_VALUE, MARGIN = "desirable", "margin"  # names of extras
@@ -200,7 +201,7 @@ def chosen_before(chosen: npt.NDArray[np.bool_]) -> Ints:
 def fits(examples: Examples, task: Task, longest: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Return of which examples a part of the answer is in the window, and which are longer than it."""
     first, lengths = examples.first, examples.lengths
-    if task.name == CLASSIFICATION:
+    if task.name == SEQUENCE_CLASSIFICATION:
         return (first >= 0) & (first < np.minimum(lengths, longest)), lengths > longest
     # A window has one token more than inputs, and its first is not predicted.
     return (first >= 0) & (np.maximum(first, 1) < np.minimum(lengths, longest + 1)), lengths > longest + 1
@@ -211,7 +212,7 @@ def _equal_when_cut(examples: Examples, pairs: Ints, task: Task, longest: int) -
 
     What is left of its gradient is rounding noise, which an optimizer such as Adam takes for a full step.
     """
-    is_scored = task.name == CLASSIFICATION
+    is_scored = task.name == SEQUENCE_CLASSIFICATION
     longest, keeps_last = (longest, examples.keeps_last) if is_scored else (longest + 1, False)
     lengths, found = examples.lengths[pairs], np.zeros(len(pairs), bool)
     # Whole answers that are equal were left out before.
@@ -241,6 +242,6 @@ def preference_samples(
         return LabeledAnswers(examples, kept, sequence_length, extras={DESIRABLE_VALUE: values})
     margins = examples.margins
     extras = {MARGIN: margins[kept[:, 1]].astype(np.float32)} if len(margins) else {}
-    if task.name == CLASSIFICATION:
+    if task.name == SEQUENCE_CLASSIFICATION:
         return RewardRows(examples, kept, sequence_length, extras=extras, padding=task.padding)
     return PairedRows(examples, kept, sequence_length, extras=extras)

@@ -19,6 +19,7 @@ from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Cell, Table, num
 from fsdp_shard.evaluation.report.run_files import Row, Run, as_number, last_of, values_of
 from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
+from fsdp_shard.models import SEQ2SEQ
 from fsdp_shard.utils import format_number, redact, redact_setting
 
 _MAX_ROWS = 12  # of the curve
@@ -228,7 +229,7 @@ def _class(subject: CardSubject) -> tuple[str, str | None]:
     """The class of transformers that loads the model, and the hub's name of what it does."""
     name = subject.architectures[0] if subject.architectures else ""
     settings = subject.run.settings if subject.run else {}
-    if settings.get("model.task") == "seq2seq":
+    if settings.get("model.task") == SEQ2SEQ:
         return "AutoModelForSeq2SeqLM", "text2text-generation"
     of_task = _ADAPTER_TASKS.get(subject.adapter_task or "", ("AutoModel", None))
     return next((found for end, found in _CLASSES.items() if name.endswith(end)), of_task)

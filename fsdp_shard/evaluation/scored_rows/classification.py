@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_shard.data import CLASSIFICATION as SEQUENCE_CLASSIFICATION, Ints, LabeledTexts, open_labeled_texts
+from fsdp_shard.data import Ints, LabeledTexts, open_labeled_texts
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
@@ -27,6 +27,7 @@ from fsdp_shard.evaluation.scored_rows.row_scores import (
     write_predictions,
 )
 from fsdp_shard.models import (
+    SEQUENCE_CLASSIFICATION,
     check_model_task,
     check_vocabulary,
     config_file,

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_shard.data import CAUSAL, SEQ2SEQ, QuestionRow, check_task, read_questions
+from fsdp_shard.data import QuestionRow, check_task, read_questions
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, LossError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
@@ -35,7 +35,7 @@ from fsdp_shard.inference import (
     check_generates,
     complete,
 )
-from fsdp_shard.models import check_vocabulary, context_of, load_config
+from fsdp_shard.models import CAUSAL, SEQ2SEQ, check_vocabulary, context_of, load_config
 from fsdp_shard.utils import format_count, format_table, report_progress
 
 

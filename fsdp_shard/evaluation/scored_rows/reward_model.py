@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_shard.data import CLASSIFICATION as SEQUENCE_CLASSIFICATION, ComparedPairs, Ints, open_compared_pairs
+from fsdp_shard.data import ComparedPairs, Ints, open_compared_pairs
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
@@ -34,6 +34,7 @@ from fsdp_shard.evaluation.scored_rows.row_scores import (
     write_predictions,
 )
 from fsdp_shard.models import (
+    SEQUENCE_CLASSIFICATION,
     check_model_task,
     check_vocabulary,
     config_file,

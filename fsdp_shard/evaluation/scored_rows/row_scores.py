@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_shard.data import CLASSIFICATION, Task
+from fsdp_shard.data import Task
 from fsdp_shard.evaluation.config import EvaluateSettings
 from fsdp_shard.evaluation.earlier_results import PREDICTIONS
 from fsdp_shard.evaluation.provenance import data_row, provenance
 from fsdp_shard.evaluation.significance import LEVEL, Floats, bootstrap_interval
-from fsdp_shard.models import ModelConfig, context_of, load_config
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION, ModelConfig, context_of, load_config
 from fsdp_shard.training import data_task
 from fsdp_shard.utils import write_atomically
 
@@ -71,5 +71,5 @@ def text_provenance(
 def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:
     """Return the task of a classifier, `settings.checkpoint`, and a note on how long texts and its context are."""
     trust, source = settings.dispatch.trust_remote_code, settings.source
-    task = data_task(ModelConfig(source.path, task=CLASSIFICATION, trust_remote_code=trust), source)
+    task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
     return task, context_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
-from fsdp_shard.data import MASKED_LM
+from fsdp_shard.models import MASKED_LM
 from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.optimizer import optimizer_bytes

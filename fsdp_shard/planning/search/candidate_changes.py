@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from math import log2
 from typing import Any
 
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training import OPTIMIZERS, DistillConfig, LoraConfig
@@ -208,7 +209,7 @@ def _resharding(run: PlannedRun) -> Iterator[Option]:
 
 
 def _chunks(run: PlannedRun) -> Iterator[Option]:
-    if run.model.chunked_loss is not True and run.model.task != "sequence_classification":
+    if run.model.chunked_loss is not True and run.model.task != SEQUENCE_CLASSIFICATION:
         yield _set("model", {"chunked_loss": True}, 3.0)
 
 

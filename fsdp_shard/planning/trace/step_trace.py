@@ -407,7 +407,7 @@ class _Samples(data.Dataset):
 
     def __init__(self, config: PretrainedConfig, run: PlannedRun) -> None:
         self._run, self.sequence_length = run, run.sequence_length
-        self._is_causal = run.model.task == data.CAUSAL
+        self._is_causal = run.model.task == models.CAUSAL
         self._decodes = bool(getattr(config, "is_encoder_decoder", False))
 
     def sample(self, position: int) -> data.Sample:
@@ -420,7 +420,7 @@ class _Samples(data.Dataset):
         inputs = {"input_ids": tokens} if self._is_causal else {"input_ids": tokens, "attention_mask": tokens + 1}
         if self._run.is_packed:
             inputs["position_ids"] = np.arange(length) % -(-length // 2)  # two documents
-        if self._run.model.task == data.CLASSIFICATION:
+        if self._run.model.task == models.SEQUENCE_CLASSIFICATION:
             labels = np.zeros(rows, np.int64)
         if self._run.mask_fraction is not None:
             labels[ceil(length * self._run.mask_fraction) :] = data.MASKED
@@ -433,7 +433,7 @@ class _Samples(data.Dataset):
         is_second = np.arange(length) >= half
         inputs = {"input_ids": np.zeros(length, np.int64), "position_ids": np.arange(length) % half}
         labels = np.zeros(length, np.int64)
-        if self._run.model.task == data.CLASSIFICATION:  # the score of the last token of each counts
+        if self._run.model.task == models.SEQUENCE_CLASSIFICATION:  # the score of the last token of each counts
             labels[np.diff(is_second, append=False) == 0] = data.MASKED
         extras = {"reference_log_probs": np.zeros((1, 2), np.float32)}
         segments = np.where(is_second, data.REJECTED_PART, data.CHOSEN_PART)

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.errors import ConfigError, ModelError
-from fsdp_shard.models import ModelConfig, attention_implementations, try_tiny_model
+from fsdp_shard.models import CAUSAL, ModelConfig, attention_implementations, try_tiny_model
 from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.context_parallel.attention import attending, chosen_method, divide_attention, num_query_heads
 from fsdp_shard.sharding.context_parallel.sequence_parts import RING, ULYSSES, ContextRanks
@@ -39,8 +39,8 @@ def check_context_parallel(
     if ranks == 1:
         return
     given = f"shard.context_parallel={ranks}"
-    if settings.task != "causal_lm":
-        raise ConfigError(f"{given} is for model.task=causal_lm, not {settings.task}; leave it out.")
+    if settings.task != CAUSAL:
+        raise ConfigError(f"{given} is for model.task={CAUSAL}, not {settings.task}; leave it out.")
     if settings.attention != "auto":
         raise ConfigError(
             f"model.attention={settings.attention} does not go together with {given}, which has an attention of its "

@@ -11,6 +11,7 @@ import torch
 
 from fsdp_shard.data import sources_of
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.models import CAUSAL
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel
 
@@ -75,7 +76,7 @@ def num_matmul_params(config: Any, num_params: int) -> int:
 def trains_every_token(config: FinetuneSettings) -> bool:
     """Whether the tokens that are trained, which a run counts, are all that the model reads: not those of answers."""
     text = all(source.kind == "text" for source in sources_of(config.data).values())
-    return text and config.model.task == "causal_lm" and config.objective.name == "sft"
+    return text and config.model.task == CAUSAL and config.objective.name == "sft"
 
 
 def utilization(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, locate
 from fsdp_shard.errors import InputError
+from fsdp_shard.models import CAUSAL
 from fsdp_shard.training.objectives.objective import PRECOMPUTED, ObjectiveConfig, Pass
 from fsdp_shard.utils import REQUIRED, setting
 
@@ -29,7 +30,7 @@ class DistillConfig(ObjectiveConfig):
     """
 
     name: ClassVar[str] = "distill"
-    tasks: ClassVar[tuple[str, ...]] = ("causal_lm",)
+    tasks: ClassVar[tuple[str, ...]] = (CAUSAL,)
     headline: ClassVar[tuple[str, ...]] = ("kl", "cross_entropy", "agreement")
     is_cross_entropy: ClassVar[bool] = False
     num_token_values: ClassVar[int] = 3  # as `StudentTerms` has, which needs torch

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from fsdp_shard.models import CAUSAL, MASKED_LM, SEQ2SEQ, SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class ObjectiveConfig:
 
     name: ClassVar[str] = "sft"
     samples: ClassVar[str] = "rows"
-    tasks: ClassVar[tuple[str, ...]] = ("causal_lm", "seq2seq", "masked_lm", "sequence_classification")
+    tasks: ClassVar[tuple[str, ...]] = (CAUSAL, SEQ2SEQ, MASKED_LM, SEQUENCE_CLASSIFICATION)
     num_terms: ClassVar[int] = 1
     headline: ClassVar[tuple[str, ...]] = ()
     is_cross_entropy: ClassVar[bool] = True
@@ -149,7 +150,7 @@ class PreferenceConfig(ObjectiveConfig):
     """The base of objectives that learn from preferences."""
 
     samples: ClassVar[str] = "pairs"
-    tasks: ClassVar[tuple[str, ...]] = ("causal_lm",)
+    tasks: ClassVar[tuple[str, ...]] = (CAUSAL,)
     headline: ClassVar[tuple[str, ...]] = ("rewards/margins", "rewards/accuracies")
     is_cross_entropy: ClassVar[bool] = False
 

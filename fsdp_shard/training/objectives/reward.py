@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from fsdp_shard.training.objectives.answer_pairs import add_metrics, num_pairs
 from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
 from fsdp_shard.utils import setting
@@ -25,7 +26,7 @@ class RewardConfig(PreferenceConfig):
     """
 
     name: ClassVar[str] = "reward"
-    tasks: ClassVar[tuple[str, ...]] = ("sequence_classification",)
+    tasks: ClassVar[tuple[str, ...]] = (SEQUENCE_CLASSIFICATION,)
 
     center: float = setting(
         0.0,

@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fsdp_shard import checkpoint
-from fsdp_shard.data import CAUSAL, CLASSIFICATION, SEQ2SEQ
 from fsdp_shard.distributed import Communicator, LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.models import ModelConfig, tied_names
+from fsdp_shard.models import CAUSAL, SEQ2SEQ, SEQUENCE_CLASSIFICATION, ModelConfig, tied_names
 from fsdp_shard.training.peft.config import EVA, AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.initial_values import Magnitude
 from fsdp_shard.training.peft.principal import Principal, combined_settings, inject_principal
@@ -156,7 +155,7 @@ def inject_lora(
         settings.init_lora_weights = config.init  # type: ignore[assignment]  # one of peft's words
         if config.init == EVA:
             settings.eva_config = peft.EvaConfig(rho=1.0)
-    if task == CLASSIFICATION:  # set before, peft would train the head in any case
+    if task == SEQUENCE_CLASSIFICATION:  # set before, peft would train the head in any case
         settings.task_type = "SEQ_CLS"
     adapter = Adapter(
         trained,
