@@ -1,6 +1,9 @@
-"""What this machine has for its ranks: GPUs and cores."""
+"""What this machine has for its ranks, GPUs and cores, and the presets of devices."""
 
 import os
+from typing import Any
+
+from fsdp_shard.utils import shipped
 
 
 def count_gpus() -> int:
@@ -18,3 +21,13 @@ def gpu_number(local_rank: int) -> int:
 def num_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def device_preset(name: str) -> dict[str, Any]:
+    """Return the figures of conf/device/NAME.yaml, by the names of the settings `device.*`."""
+    from omegaconf import OmegaConf
+
+    # Not PyYAML, which takes 989.4e12 for text.
+    values: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "device" / f"{name}.yaml"))
+    del values["defaults"]
+    return dict(values)

@@ -4,10 +4,10 @@ Presets are the YAML files in conf/device/, each figure with its source. Imports
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
+from fsdp_shard.distributed import device_preset
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import Parsed, parse_size, setting, shipped
+from fsdp_shard.utils import Parsed, parse_size, setting
 
 # The names that torch has for the GPUs of the presets. Others of the same family (PCIe, NVL, 40 GB) have other figures.
 _PRESETS = {
@@ -183,10 +183,5 @@ def _gpu_name() -> str:
 
 def _completed(config: DeviceConfig, preset: str) -> DeviceConfig:
     """`config` with the figures of a preset where it has none."""
-    from omegaconf import OmegaConf
-
-    # Not PyYAML, which takes 989.4e12 for text.
-    values: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "device" / f"{preset}.yaml"))
-    names = {item.name for item in fields(DeviceConfig)}
-    given = {name: value for name in names if (value := getattr(config, name)) is not None}
-    return DeviceConfig(**{name: value for name, value in values.items() if name in names} | given)
+    given = {item.name: value for item in fields(DeviceConfig) if (value := getattr(config, item.name)) is not None}
+    return DeviceConfig(**device_preset(preset) | given)
