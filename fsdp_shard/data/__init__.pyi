@@ -1,5 +1,4 @@
 from .compared_answers import (
-    ComparedPair as ComparedPair,
     ComparedPairs as ComparedPairs,
     open_compared_pairs as open_compared_pairs,
 )
@@ -59,8 +58,6 @@ from .samples.mixture import Concatenation as Concatenation
 from .samples.packed_pairs import PackedPairs as PackedPairs
 from .samples.preferences import (
     ComparedRows as ComparedRows,
-    LabeledAnswers as LabeledAnswers,
-    PairedRows as PairedRows,
     RewardRows as RewardRows,
     with_extras as with_extras,
 )

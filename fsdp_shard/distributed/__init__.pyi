@@ -1,6 +1,6 @@
 from .agreement import run_on_all as run_on_all, run_on_main as run_on_main
 from .config import LONGEST_TIMEOUT_SECONDS as LONGEST_TIMEOUT_SECONDS, LaunchConfig as LaunchConfig
-from .fake_ranks import FakeContext as FakeContext, as_fake_rank as as_fake_rank
+from .fake_ranks import as_fake_rank as as_fake_rank
 from .hardware import (
     count_gpus as count_gpus,
     device_preset as device_preset,

@@ -3,12 +3,12 @@ from .config import (
     PlanSettings as PlanSettings,
 )
 from .devices import AutoDeviceConfig as AutoDeviceConfig, DeviceConfig as DeviceConfig
-from .generation_plan import GenerationPlan as GenerationPlan, plan_generation as plan_generation
+from .generation_plan import plan_generation as plan_generation
 from .memory import plan_memory as plan_memory
 from .memory_plan import HostMemory as HostMemory, MemoryPlan as MemoryPlan
 from .plan_command import check_plan as check_plan, plan_run as plan_run
 from .planned_run import PlannedRun as PlannedRun
-from .run_plan import RunPlan as RunPlan, chosen_settings as chosen_settings, switched_off as switched_off
+from .run_plan import chosen_settings as chosen_settings, switched_off as switched_off
 from .search.advice import Fitting as Fitting, advise as advise
 from .search.advice_report import advice_lines as advice_lines
 from .search.planner import Planner as Planner

@@ -23,7 +23,6 @@ from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_l
 from .load_model import (
     LoadedModel as LoadedModel,
     LoadFigures as LoadFigures,
-    UnfilledModel as UnfilledModel,
     load_sharded as load_sharded,
 )
 from .logging.metrics_log import (
@@ -41,13 +40,11 @@ from .loss.cross_entropy import (
 )
 from .loss.custom_functions import (
     CustomFunctions as CustomFunctions,
-    LossFunction as LossFunction,
-    MetricsFunction as MetricsFunction,
     StepSums as StepSums,
 )
 from .loss.device_batch import DeviceBatch as DeviceBatch, PackedAnswers as PackedAnswers
 from .loss.distillation import Targets as Targets, TopTokens as TopTokens, split_targets as split_targets
-from .loss.forward_loss import forward_answers as forward_answers, forward_log_probs as forward_log_probs
+from .loss.forward_loss import forward_answers as forward_answers
 from .loss.linear_cross_entropy import (
     giving_loss as giving_loss,
     linear_cross_entropy as linear_cross_entropy,
