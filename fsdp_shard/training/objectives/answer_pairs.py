@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
 
 if TYPE_CHECKING:
     import torch
-
-    from fsdp_shard.data import Batch
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,6 @@ class Pairs:
         return self.log_probs / self.lengths.clamp(min=1)
 
 
-def run_pairs(forward: Pass, reference: torch.Tensor | None) -> Pairs:
-    """Run the forward pass of both answers of each pair; `reference` is [2 * num_pairs]."""
-    from fsdp_shard.training.loss.forward_loss import forward_answers
-
-    log_probs = forward_answers(forward.model, forward.batch)
-    reference = log_probs.new_zeros(log_probs.shape) if reference is None else reference
-    return Pairs(log_probs.view(-1, 2), forward.batch.answer_lengths.view(-1, 2), reference.view(-1, 2))
-
-
 def add_metrics(forward: Pass, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
     """Add the sums of metrics [n] over the elements that are `counted` [n]."""
     import torch
@@ -69,10 +59,6 @@ def add_metrics(forward: Pass, values: Mapping[str, torch.Tensor], counted: torc
 @dataclass
 class PairObjective(PreferenceConfig):
     """The base of objectives with a loss for each pair, from the log-probabilities of its answers."""
-
-    def counts(self, batch: Batch) -> list[float]:
-        """Return the number of pairs in `batch`."""
-        return [float(num_pairs(batch))]
 
     def losses(self, pairs: Pairs) -> torch.Tensor:
         """Return the loss of each pair in nats, float32 [num_pairs]."""
@@ -92,8 +78,14 @@ class PairObjective(PreferenceConfig):
 
     def run(self, forward: Pass) -> Pairs:
         """Run the forward passes of model and reference, and add the metrics."""
+        import torch
+
+        from fsdp_shard.training.loss.forward_loss import forward_answers
+
         reference = None if forward.reference is None else forward.reference.log_probs(forward.batch)
-        pairs = run_pairs(forward, reference)
+        log_probs = forward_answers(forward.model, forward.batch)
+        reference = torch.zeros_like(log_probs) if reference is None else reference
+        pairs = Pairs(log_probs.view(-1, 2), forward.batch.answer_lengths.view(-1, 2), reference.view(-1, 2))
         self.add_metrics(forward, pairs)
         return pairs
 
@@ -114,6 +106,16 @@ class PairObjective(PreferenceConfig):
         add_metrics(forward, metrics, pairs.is_pair)
 
 
-def num_pairs(batch: Batch) -> int:
-    """Number of pairs in `batch`, without those that only fill it up."""
-    return int((batch.answer_sizes[:, 1] > 0).sum())
+def smoothed_losses(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Return -log sigmoid of the logits [num_pairs] where that fraction of the preferences is wrong."""
+    import torch.nn.functional as F
+
+    return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
+
+
+def check_smoothing(value: float, prefix: str) -> None:
+    """Raise ConfigError unless a smoothing leaves more right preferences than wrong ones."""
+    if value >= 0.5:
+        raise ConfigError(
+            f"{prefix}label_smoothing={value} is out of range: it must be less than 0.5, or nothing is preferred."
+        )

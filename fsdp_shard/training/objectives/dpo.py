@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs
+from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, check_smoothing, smoothed_losses
 from fsdp_shard.training.objectives.objective import ReferenceConfig
 from fsdp_shard.utils import setting
 
@@ -30,22 +30,8 @@ class DpoConfig(ReferenceConfig, PairObjective):
         check_smoothing(self.label_smoothing, prefix)
 
     def losses(self, pairs: Pairs) -> torch.Tensor:
-        import torch.nn.functional as F
-
         chosen, rejected = pairs.log_ratios.unbind(1)
-        logits = self.beta * (chosen - rejected)
-        smoothing = self.label_smoothing
-        return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
+        return smoothed_losses(self.beta * (chosen - rejected), self.label_smoothing)
 
     def rewards(self, pairs: Pairs) -> torch.Tensor:
         return self.beta * pairs.log_ratios
-
-
-def check_smoothing(value: float, prefix: str) -> None:
-    """Raise ConfigError unless a smoothing leaves more right preferences than wrong ones."""
-    from fsdp_shard.errors import ConfigError
-
-    if value >= 0.5:
-        raise ConfigError(
-            f"{prefix}label_smoothing={value} is out of range: it must be less than 0.5, or nothing is preferred."
-        )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_shard.training.objectives.answer_pairs import add_metrics, num_pairs
+from fsdp_shard.training.objectives.answer_pairs import add_metrics
 from fsdp_shard.training.objectives.objective import Pass, Reference, ReferenceConfig
 from fsdp_shard.utils import setting
 
@@ -40,10 +40,6 @@ class KtoConfig(ReferenceConfig):
     beta: float = setting(0.1, "How strongly the model is kept near the reference.", above=0.0)
     desirable_weight: float = setting(1.0, "Weight of the losses of good answers.", above=0.0)
     undesirable_weight: float = setting(1.0, "Weight of the losses of bad answers.", above=0.0)
-
-    def counts(self, batch: Batch) -> list[float]:
-        """Return the number of answers in `batch`."""
-        return [float(num_pairs(batch))]
 
     def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
         """Return which tokens are of the answers, without those of other prompts."""

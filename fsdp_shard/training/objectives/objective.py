@@ -154,6 +154,10 @@ class PreferenceConfig(ObjectiveConfig):
     headline: ClassVar[tuple[str, ...]] = ("rewards/margins", "rewards/accuracies")
     is_cross_entropy: ClassVar[bool] = False
 
+    def counts(self, batch: Batch) -> list[float]:
+        """Return the number of pairs, or of labeled answers, in `batch`, without those that only fill it up."""
+        return [float((batch.answer_sizes[:, 1] > 0).sum())]
+
 
 PRECOMPUTED, DISPATCHED = "precomputed", "dispatched"
 REFERENCES = ("auto", "adapter", PRECOMPUTED, DISPATCHED, "sharded")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, add_metrics, num_pairs
+from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, add_metrics
 from fsdp_shard.training.objectives.objective import Pass
 from fsdp_shard.utils import setting
 
@@ -40,13 +40,14 @@ class OrpoConfig(PairObjective):
         """Return the number of pairs, and of the tokens in the cross-entropy."""
         from fsdp_shard.data import MASKED, NUM_PARTS
 
+        of_pairs = super().counts(batch)
         if not self.learn_prompts:
-            return [float(num_pairs(batch)), float(batch.answer_sizes[:, 0].sum())]
+            return [*of_pairs, float(batch.answer_sizes[:, 0].sum())]
         if batch.segments is not None:
-            return [float(num_pairs(batch)), float((batch.segments % NUM_PARTS != 0).sum())]
+            return [*of_pairs, float((batch.segments % NUM_PARTS != 0).sum())]
         is_answer = batch.labels[0::2] != MASKED
         ends = is_answer.shape[1] - is_answer[:, ::-1].argmax(axis=1)  # all tokens before are predicted, too
-        return [float(num_pairs(batch)), float(ends[is_answer.any(axis=1)].sum())]
+        return [*of_pairs, float(ends[is_answer.any(axis=1)].sum())]
 
     def terms(self, forward: Pass) -> torch.Tensor:
         """Return the sums of the odds ratio's term and of the cross-entropy over their divisors, [2]."""

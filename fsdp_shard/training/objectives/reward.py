@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.models import SEQUENCE_CLASSIFICATION
-from fsdp_shard.training.objectives.answer_pairs import add_metrics, num_pairs
+from fsdp_shard.training.objectives.answer_pairs import add_metrics
 from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
 from fsdp_shard.utils import setting
 
@@ -33,10 +33,6 @@ class RewardConfig(PreferenceConfig):
         "Weight of the squared sum of both rewards of a pair, which keeps their mean near 0 (Eisenstein et al., 2023).",
         minimum=0.0,
     )
-
-    def counts(self, batch: Batch) -> list[float]:
-        """Return the number of pairs in `batch`."""
-        return [float(num_pairs(batch))]
 
     def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
         """Return which tokens are read, without those of pairs that fill up a batch."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs
-from fsdp_shard.training.objectives.dpo import check_smoothing
+from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, check_smoothing, smoothed_losses
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
@@ -31,11 +30,8 @@ class SimpoConfig(PairObjective):
         check_smoothing(self.label_smoothing, prefix)
 
     def losses(self, pairs: Pairs) -> torch.Tensor:
-        import torch.nn.functional as F
-
         chosen, rejected = self.rewards(pairs).unbind(1)
-        logits, smoothing = chosen - rejected - self.gamma, self.label_smoothing
-        return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
+        return smoothed_losses(chosen - rejected - self.gamma, self.label_smoothing)
 
     def rewards(self, pairs: Pairs) -> torch.Tensor:
         return self.beta * pairs.means
