@@ -56,7 +56,7 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
 
 
 def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
-    """All of it."""
+    """The number of elements of all parameters, which no rank divides."""
     return sum(map(prod, shapes.values()))
 
 
