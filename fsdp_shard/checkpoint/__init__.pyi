@@ -69,6 +69,7 @@ from .keys.converted_tensors import computed_entry as computed_entry
 from .keys.lora_settings import parse_lora as parse_lora
 from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie
 from .keys.tied_weights import has_same_bytes as has_same_bytes
+from .keys.wrapper_prefixes import PEFT_PREFIX as PEFT_PREFIX
 from .location import (
     Location as Location,
     is_checkpoint as is_checkpoint,

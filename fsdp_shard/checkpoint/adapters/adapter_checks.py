@@ -19,11 +19,10 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import kind_of
 from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
 from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
-from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
+from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER, PEFT_PREFIX
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
 
-_PREFIX = "base_model.model."
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
 # With bias=all, peft stores the biases of modules_to_save twice more under these names, and does not read them.
 _COPIED_BIAS = re.compile(r"\.(modules_to_save|original_module)\..*bias")
@@ -91,7 +90,7 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
     settings = parse_lora(adapter.root / peft.ADAPTER_CONFIG, peft.read_adapter_config(adapter.root))
     parts = AdapterParts({}, {})
     for name in adapter.names:
-        fqn = name.removeprefix(_PREFIX)
+        fqn = name.removeprefix(PEFT_PREFIX)
         match = _LOW_RANK.fullmatch(fqn) or (_MAGNITUDE.fullmatch(fqn) if settings.is_dora else None)
         if fqn == name or ("lora_" in fqn and not match):
             raise CheckpointError(f"{adapter.root} holds {name}, which is no part of LoRA or DoRA; merge it with peft.")

@@ -24,6 +24,7 @@ _TRAINER = frozenset(
 )
 # Modules that wrappers put between a module and its parent.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "_ddp_module")
+PEFT_PREFIX = "base_model.model."  # of all names in a file of peft
 # Parts of names that only peft's adapters have.
 _ADAPTER = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "original_module")
 
@@ -136,22 +137,20 @@ def plain_names(names: Iterable[str], *, is_nested: bool = True) -> Selection:
     if not _TRACES.search("\n".join(stored)):
         return Selection({name: name for name in stored}, {})
     # A model may have modules with peft's names itself: in a Hugging Face directory only peft's own prefix counts.
-    is_peft = all("base_model.model." in name for name in stored) or (
-        is_nested and any(_has(n, _ADAPTER) for n in stored)
-    )
-    adapters = [name for name in stored if is_peft and _has(name, _ADAPTER)]
+    is_peft = all(PEFT_PREFIX in name for name in stored) or (is_nested and any(_is_of_adapter(n) for n in stored))
+    adapters = [name for name in stored if is_peft and _is_of_adapter(name)]
     if adapters and len(adapters) == len(stored):
         return Selection({name: name for name in stored}, {})
     plain = {name: _without_wrappers(name, is_peft) for name in stored if name not in set(adapters)}
-    for prefix in ("module.", "base_model.model.", *(("model.",) if is_nested else ())):
+    for prefix in ("module.", PEFT_PREFIX, *(("model.",) if is_nested else ())):
         while _is_removable(prefix, plain.values()):
             plain = {name: fqn.removeprefix(prefix) for name, fqn in plain.items()}
     _refuse_equal(plain)
     return Selection(plain, {ADAPTER: adapters} if adapters else {})
 
 
-def _has(name: str, parts: Sequence[str]) -> bool:
-    return any(part in parts for part in name.split("."))
+def _is_of_adapter(name: str) -> bool:
+    return any(part in _ADAPTER for part in name.split("."))
 
 
 def _without_wrappers(name: str, is_peft: bool) -> str:

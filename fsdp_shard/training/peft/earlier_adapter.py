@@ -8,7 +8,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, InputError
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
-from fsdp_shard.training.peft.lora import LIST_ENTRIES, PREFIX, SETTING_OF_ENTRY, Adapter
+from fsdp_shard.training.peft.lora import LIST_ENTRIES, SETTING_OF_ENTRY, Adapter
 from fsdp_shard.utils import in_yaml
 
 
@@ -127,7 +127,8 @@ def _check_same(
         )
     own = checkpoint.parse_lora(earlier.weights / checkpoint.ADAPTER_CONFIG, adapter.config)
     expected = {stored: shapes[name] for name, stored in adapter.names.items()}
-    modules = [name.removeprefix(PREFIX).partition(".lora_")[0] for name in expected if ".lora_" in name]
+    plain = [name.removeprefix(checkpoint.PEFT_PREFIX) for name in expected if ".lora_" in name]
+    modules = [name.partition(".lora_")[0] for name in plain]
     different = sorted({name for name, _ in found.items() ^ expected.items()})
     if different:
         what = f"{different[0]} is {_shape(found, different[0])} there, and {_shape(expected, different[0])} here"

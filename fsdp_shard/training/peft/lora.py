@@ -29,7 +29,6 @@ from fsdp_shard.utils import first_line
 if TYPE_CHECKING:
     import peft
 
-PREFIX = "base_model.model."
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")  # how peft finds the number of a layer in the name of a module
 _PEFT_TASKS = {CAUSAL: "CAUSAL_LM", SEQ2SEQ: "SEQ_2_SEQ_LM"}  # peft has none for masked language models
 _EMBEDDING_LR = 1e-6  # peft's default with LoRA+
@@ -424,7 +423,7 @@ def _peft_name(name: str) -> str:
     """The name in peft's file: without the name of the adapter, and copies of modules under the module's name."""
     plain = name.replace(f".modules_to_save.{_NAME}.", ".")
     plain = plain.replace(f".lora_magnitude_vector.{_NAME}.weight", ".lora_magnitude_vector")
-    return PREFIX + ".".join(part for part in plain.split(".") if part != _NAME)
+    return checkpoint.PEFT_PREFIX + ".".join(part for part in plain.split(".") if part != _NAME)
 
 
 def _as_json(settings: Any) -> dict[str, Any]:
