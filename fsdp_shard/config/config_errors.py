@@ -15,7 +15,7 @@ from fsdp_shard.config.names_elsewhere import known_elsewhere
 from fsdp_shard.config.preset_file import CONFIG_NAME
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import nearest
+from fsdp_shard.utils import REQUIRED, nearest
 
 
 def composition_error(
@@ -84,9 +84,8 @@ def _unreadable(argument: str, schema: type) -> str:
         is_file = argument.endswith((".yaml", ".yml"))
         settings = settings_of(schema)
         # What is no setting's name is most likely the model or checkpoint.
-        required = next(
-            (setting.name for setting in settings if setting.default == "???" and not setting.only_with), "model.path"
-        )
+        needed = (setting.name for setting in settings if setting.default == REQUIRED and not setting.only_with)
+        required = next(needed, "model.path")
         named = f"{argument}=VALUE" if argument in {setting.name for setting in settings} else f"{required}={argument}"
         hint = "; one file of settings is read, and must come first" if is_file else f", such as {named}"
         return f"{argument} is not of the form name=value{hint}."

@@ -39,6 +39,7 @@ from .loading import (
 )
 from .model_directory import check_model_config as check_model_config, download_model as download_model
 from .packing_check import (
+    NUM_EXPERTS as NUM_EXPERTS,
     check_left_to_right as check_left_to_right,
     check_packing as check_packing,
     try_tiny_model as try_tiny_model,

@@ -25,7 +25,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_he
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "index_n_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim")
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "dff", "ffn_hidden_size", "intermediate_dim", "lora_rank")
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k", "moe_topk", "moe_k", "n_group")
 _TINY_INNER, _TINY_VOCABULARY = 64, 97
 _MOST_PARAMETERS = 150_000_000  # half a second to initialize; larger ones are rejected
@@ -221,7 +221,7 @@ def _shrunk(values: Mapping[str, Any], num_heads: int | None, heads: int = 0) ->
             return min(value, _TINY_VOCABULARY - 1)
         if name.endswith(_INNER):
             return min(value, _TINY_INNER)
-        if name in _EXPERTS:
+        if name in NUM_EXPERTS:
             return min(value, 2 * max(chosen, default=1))
         if num_heads is not None and heads > num_heads:
             if name in _HIDDEN:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
@@ -147,7 +148,7 @@ def test_operations_of_a_token() -> None:
         {"ffn_config": SimpleNamespace(moe_num_experts=8)},
     ):
         assert flops_per_token(llama_config_with(**experts), num_params, 64) is None
-    assert flops_per_token(object(), 1, 64) is None
+    assert flops_per_token(PretrainedConfig(), 1, 64) is None
 
 
 def llama_config_with(**settings: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_shard.data import sources_of
 from fsdp_shard.distributed import DistributedContext, device_preset
-from fsdp_shard.models import CAUSAL
+from fsdp_shard.models import CAUSAL, NUM_EXPERTS
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel
 
@@ -32,8 +32,6 @@ _PEAK_FLOPS: tuple[tuple[str, str | float], ...] = (
     (r"\bMI300X\b", 1307.4e12),
     (r"\bMI250X\b", 191.5e12),
 )
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -56,14 +54,14 @@ def flops_per_token(config: Any, num_matmul_params: int, sequence_length: int) -
     Returns:
         None for configs whose layers, heads or experts do not fit the formula.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config()
     layers, heads, hidden = (
         getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
         return None
     parts = (text, getattr(text, "ffn_config", None))  # the second is DBRX's
-    if any(getattr(part, name, None) for part in parts for name in _EXPERTS):
+    if any(getattr(part, name, None) for part in parts for name in NUM_EXPERTS):
         return None  # N would have to be the active parameters
     head_dim = getattr(text, "head_dim", None) or hidden // heads
     return 6.0 * num_matmul_params + 12.0 * layers * heads * head_dim * sequence_length

@@ -19,7 +19,6 @@ from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError
 
-_CONFIG = "config.json"
 _OF_A_RUN = (checkpoint.RUN_CONFIG, checkpoint.BASE_MODEL, checkpoint.TEACHER)  # files of a step that make no model
 
 
@@ -112,7 +111,7 @@ def check_average(decay: float | None, step_directory: Path | None) -> None:
 def average_files(model_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files that make a model of the averages, which are float32: those of the step, in its folder."""
     files = {name: content for name, content in model_files.items() if name not in _OF_A_RUN}
-    if _CONFIG in files:
-        document = checkpoint.with_dtype(json.loads(files[_CONFIG]), "float32")
-        files[_CONFIG] = (json.dumps(document, indent=2) + "\n").encode()
+    if checkpoint.CONFIG in files:
+        document = checkpoint.with_dtype(json.loads(files[checkpoint.CONFIG]), "float32")
+        files[checkpoint.CONFIG] = (json.dumps(document, indent=2) + "\n").encode()
     return {f"{checkpoint.AVERAGE}/{name}": content for name, content in files.items()}
