@@ -7,33 +7,18 @@ results as they were. A group costs the same for two ranks and for thousands.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_shard.distributed.process_group import DistributedContext, mesh_shapes
+from fsdp_shard.distributed.process_group import DistributedContext, SendsNothing, mesh_shapes
 from fsdp_shard.utils import fake_store
 
 
-class FakeContext(DistributedContext):
-    """A rank without others: what it asks them for is what it has itself."""
-
-    def with_new_group(self, timeout_seconds: float) -> Self:
-        return self
-
-    def barrier(self) -> None:
-        return
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.world_size
-
-    def gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.world_size if self.is_main else []
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value
+class FakeContext(SendsNothing, DistributedContext):
+    """A rank of a run of any size without others."""
 
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
         return values

@@ -18,12 +18,13 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from fsdp_shard.distributed.config import LONGEST_TIMEOUT_SECONDS
 from fsdp_shard.distributed.hardware import count_gpus, gpu_number
 from fsdp_shard.errors import ConfigError
 
 # For ranks that wait while one of them tokenizes, or reads all weights. The death of a rank is noticed at once, and a
 # hang by the launcher.
-LONG_WAIT_SECONDS = 30 * 24 * 3600.0
+LONG_WAIT_SECONDS = LONGEST_TIMEOUT_SECONDS
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
 ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
 
@@ -118,16 +119,8 @@ class Communicator:
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnlyRank(Communicator):
-    """A process that is the only rank, and needs no process group."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    @property
-    def local_world_size(self) -> int:
-        return 1
+class SendsNothing(Communicator):
+    """A rank that waits for no others: what it asks them for is what it has itself."""
 
     def with_new_group(self, timeout_seconds: float) -> Self:
         return self
@@ -136,13 +129,25 @@ class OnlyRank(Communicator):
         return
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
+        return [value] * self.world_size
 
     def gather_object(self, value: Any) -> list[Any]:
-        return [value]
+        return [value] * self.world_size if self.is_main else []
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlyRank(SendsNothing):
+    """A process that is the only rank, and needs no process group."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def local_world_size(self) -> int:
+        return 1
 
     def all_reduce_(self, tensor: torch.Tensor, operation: str = "sum") -> None:
         return
