@@ -22,7 +22,7 @@ def is_of_run(directory: Path) -> bool:
         return False
 
 
-def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: str = "") -> str:
+def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: str) -> str:
     """Return all settings of a config dataclass, without secrets, and a defaults list of its groups.
 
     Args:

@@ -72,7 +72,7 @@ def refuse_unread(given: Sequence[DataConfig], found: Sequence[Source]) -> None:
             )
 
 
-def check_source(config: DataConfig, held_out: bool, task: str = CAUSAL, samples: str = ROWS) -> Source:
+def check_source(config: DataConfig, held_out: bool, task: str, samples: str) -> Source:
     """Check one source as `check_data` does, and return it: `eval_path` if `held_out`, else `path`."""
     source = open_source(config, held_out)
     if config.streaming and not held_out:

@@ -102,7 +102,7 @@ def context_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Con
     return Context(stated if rows is None else rows, is_table=rows is not None)
 
 
-def load_context(directory: Path, trust_remote_code: bool = False) -> Context:
+def load_context(directory: Path, trust_remote_code: bool) -> Context:
     """Return the context of the model whose config.json is in `directory`; see `load_config` and `context_of`."""
     return context_of(load_config(directory, trust_remote_code), trust_remote_code)
 

@@ -34,8 +34,8 @@ _UNPRINTABLE = re.compile(rb"\\u00[0189]|\\u007f|\\u20[26]|\xc2[\x80-\x9f]|\xe2\
 
 def download_model(
     name: str,
-    gguf_file: str | None = None,
-    fetch_weights: bool = True,
+    gguf_file: str | None,
+    fetch_weights: bool,
     *,
     only_cached: bool = False,
     revision: str | None = None,

@@ -12,7 +12,7 @@ _refuses = ContextVar("_refuses", default=False)
 
 
 @contextmanager
-def without_requests(*, unless: bool = False) -> Iterator[None]:
+def without_requests(*, unless: bool) -> Iterator[None]:
     """Refuse requests of this thread to the hub, as if there was no network; files and the cache can be read.
 
     Args:

@@ -330,9 +330,7 @@ def check_adapter_mesh(adapter: AdapterConfig | None, shard: ShardConfig) -> Non
         )
 
 
-def chunk_loss(
-    model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, *, any_vocabulary: bool = False
-) -> None:
+def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, *, any_vocabulary: bool) -> None:
     """Apply `model.chunked_loss`, except where tensor parallelism divides the output head, which gathers the logits.
 
     Args:

@@ -21,7 +21,7 @@ def ring_attention(
     value: torch.Tensor,
     mask: SequenceMask,
     how: Scoring,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend with this rank's queries to the keys of all ranks; a collective.
 

@@ -49,7 +49,7 @@ def linear_rows(
     bias: torch.Tensor | None,
     rows: torch.Tensor,
     function: RowFunction,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> torch.Tensor:
     """Compute values of the logits `hidden @ weight.T + bias`, in chunks.
 

@@ -63,7 +63,7 @@ def decay_groups(
     parameters: Mapping[str, torch.nn.Parameter],
     shapes: Mapping[str, tuple[int, ...]],
     weight_decay: float,
-    rates: Mapping[str, float] | None = None,
+    rates: Mapping[str, float] | None,
 ) -> list[dict[str, Any]]:
     """Divide the trainable parameters into groups with and without weight decay, for any torch optimizer.
 

@@ -32,7 +32,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         shards: Mapping[str, LocalShard],
         group: dist.ProcessGroup,
         build: Build,
-        lengths: Mapping[str, list[int]] | None = None,
+        lengths: Mapping[str, list[int]] | None,
     ) -> None:
         self._shards = {name: shard for name, shard in shards.items() if shard.tensor.requires_grad}
         self._group, self._rank = group, dist.get_rank(group)
