@@ -84,7 +84,7 @@ def run_command(arguments: Sequence[str]) -> None:
 
 
 def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> None:
-    from fsdp_shard.cli.recipes import load_recipe, run_jobs
+    from fsdp_shard.cli.run_recipe import load_recipe, run_jobs
     from fsdp_shard.config import COMMANDS as SCHEMAS
 
     file = shipped("recipes") / f"{command}.py"
@@ -97,7 +97,7 @@ def _run_file(arguments: Sequence[str]) -> None:
         if not arguments:
             raise InputError("run needs the path of a recipe, such as a copy made with `fsdp-shard cp`.")
         return
-    from fsdp_shard.cli.recipes import load_recipe
+    from fsdp_shard.cli.run_recipe import load_recipe
 
     file, *rest = arguments
     load_recipe(file).run(rest, f"fsdp-shard run {file}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fsdp_shard.cli.recipes import load_recipe, run_jobs
+from fsdp_shard.cli.run_recipe import load_recipe, run_jobs
 from fsdp_shard.config import COMMANDS, GenerateConfig, RunConfig
 from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import ConfigError, RunError

@@ -153,7 +153,7 @@ def test_every_command_takes_the_name_of_a_step(
     run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)
-    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    monkeypatch.setattr("fsdp_shard.cli.run_recipe.start_garbage_collection", lambda: None)
     run_command(["inspect", "run@best"])
     run_command(["verify", "run/checkpoints/best", "--against", str(tiny_model)])
     run_command(["diff", "run@step-4", str(tiny_model)])
@@ -192,7 +192,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(safetensors_format, "_header_length", counted_parse)
     monkeypatch.setattr(native_sharded, "read_shard_index", counted_index)
     monkeypatch.setattr("fsdp_shard.checkpoint.integrity.verify.read_shard_index", counted_index)
-    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)  # not in the tests' process
+    monkeypatch.setattr("fsdp_shard.cli.run_recipe.start_garbage_collection", lambda: None)  # not in the tests' process
     return found
 
 
@@ -251,7 +251,7 @@ def test_weights_that_lie_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    monkeypatch.setattr("fsdp_shard.cli.run_recipe.start_garbage_collection", lambda: None)
     alone = write_alone(kind, tmp_path)
     with pytest.raises(ModelError, match="holds weights, but there is no config"):
         run_command(["diff", str(alone), str(tiny_model), "--logits", "abc"])
@@ -350,7 +350,7 @@ def test_an_adapter_whose_base_moved(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    monkeypatch.setattr("fsdp_shard.cli.run_recipe.start_garbage_collection", lambda: None)
     base = shutil.copytree(tiny_model, tmp_path / "base")
     adapter = save_adapter(tmp_path / "adapter", base)
     expected = load_dispatched(adapter).state_dict()

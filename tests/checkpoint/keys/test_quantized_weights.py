@@ -159,7 +159,7 @@ def test_plain_weights_that_no_forward_pass_quantizes(method: str, entries: dict
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "finetune"])
 def test_the_commands_say_so(command: str, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    monkeypatch.setattr("fsdp_shard.cli.run_recipe.start_garbage_collection", lambda: None)
     source = write(tmp_path / "model", fp8, "fp8")
     text = [f"data.path={texts / 'train.txt'}", "data.sequence_length=64"]
     settings = {
