@@ -17,7 +17,7 @@ from .checkpoints.run_lock import LOCK as LOCK, holder as holder
 from .checkpoints.saver import Saver as Saver, new_saver as new_saver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave
 from .config import TrainConfig as TrainConfig, check_batch as check_batch, check_inputs as check_inputs
-from .figures import data_figures as data_figures, describe_streams as describe_streams
+from .dataset_figures import data_figures as data_figures, describe_streams as describe_streams
 from .finetune_checks import check_finetune as check_finetune, check_trained as check_trained
 from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
 from .load_model import (

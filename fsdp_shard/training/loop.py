@@ -24,7 +24,7 @@ from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.sharding import ShardedModel, free_gathered
 from fsdp_shard.training.batch_loader import BatchLoader, LoadedStep, copy_to
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.figures import finite, source_figures
+from fsdp_shard.training.dataset_figures import finite, source_figures
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
 from fsdp_shard.training.loss.forward_loss import quiet_pass
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher

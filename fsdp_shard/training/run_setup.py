@@ -21,7 +21,7 @@ from fsdp_shard.training.checkpoints.resume_report import describe_finished, des
 from fsdp_shard.training.checkpoints.run_lock import run_lock
 from fsdp_shard.training.checkpoints.saver import Saver, new_saver
 from fsdp_shard.training.config import FinetuneSettings
-from fsdp_shard.training.figures import data_figures, describe_streams
+from fsdp_shard.training.dataset_figures import data_figures, describe_streams
 from fsdp_shard.training.held_out.sample_completions import sample_completions
 from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, describe_loaded_model, unfilled_model
 from fsdp_shard.training.logging.mfu import trains_every_token, utilization

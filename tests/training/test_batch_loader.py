@@ -28,7 +28,7 @@ from fsdp_shard.data import (
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.training.batch_loader import evaluation_batches, micro_batches, source_tokens, to_device
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.figures import data_figures, source_figures
+from fsdp_shard.training.dataset_figures import data_figures, source_figures
 from fsdp_shard.training.loop import train
 from fsdp_shard.training.objectives.registry import OBJECTIVES
 from tests.support.prepared_data import prepare_data

@@ -14,7 +14,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel, attending_alone, free_gathered
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, to_device
-from fsdp_shard.training.figures import finite
+from fsdp_shard.training.dataset_figures import finite
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, metric_means
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
