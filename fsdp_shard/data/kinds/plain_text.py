@@ -1,4 +1,7 @@
-"""`data.kind=text` as examples: documents in windows of their own, or texts with a class for classifiers."""
+"""`data.kind=text` as examples: documents in windows of their own, or texts with a class for classifiers.
+
+Documents that continue from window to window, the default, are in running_text.py.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
