@@ -7,7 +7,6 @@ from .atomicity import (
     start_writeback as start_writeback,
     sync_directories as sync_directories,
 )
-from .checksums import Checksum as Checksum, ChecksumTracker as ChecksumTracker
 from .fault_points import fault_point as fault_point
 from .files import (
     FileHeader as FileHeader,
@@ -39,3 +38,4 @@ from .safetensors_format import (
     torch_name as torch_name,
 )
 from .thread_pool import in_threads as in_threads
+from .zip_crcs import Checksum as Checksum, ChecksumTracker as ChecksumTracker

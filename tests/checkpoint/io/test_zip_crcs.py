@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies
 
-from fsdp_shard.checkpoint.io.checksums import Checksum, ChecksumTracker, combine
+from fsdp_shard.checkpoint.io.zip_crcs import Checksum, ChecksumTracker, combine
 from fsdp_shard.errors import CheckpointError
 
 _DATA = random.Random(0).randbytes(100_000)
