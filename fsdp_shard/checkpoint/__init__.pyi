@@ -87,11 +87,6 @@ from .model_files import (
 )
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
-from .remote.hub_files import (
-    adapter_to_push as adapter_to_push,
-    is_loadable as is_loadable,
-    model_to_push as model_to_push,
-)
 from .remote.hub_push import (
     CARD as CARD,
     CARD_MARK as CARD_MARK,
@@ -101,7 +96,12 @@ from .remote.hub_push import (
     is_hub_id as is_hub_id,
     open_repository as open_repository,
 )
-from .remote.hub_requests import require_hub as require_hub
+from .remote.push_files import (
+    adapter_to_push as adapter_to_push,
+    is_loadable as is_loadable,
+    model_to_push as model_to_push,
+)
+from .remote.push_requests import require_hub as require_hub
 from .remote.store import RemoteStore as RemoteStore, is_remote as is_remote, refuse_remote as refuse_remote
 from .remote.upload import catch_up as catch_up, prune_remote as prune_remote, upload_step as upload_step
 from .sharded_state.load_shards import (
