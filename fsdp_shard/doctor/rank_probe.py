@@ -17,10 +17,10 @@ import torch
 from fsdp_shard import data, sharding
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import DistributedContext, init_distributed, launch, run_on_main, uses_gpus, world_sizes
+from fsdp_shard.doctor.disk import scratch_directory
 from fsdp_shard.doctor.findings import PROBLEM, Finding, ok, problem
 from fsdp_shard.doctor.machine import versions
 from fsdp_shard.doctor.network import check_network
-from fsdp_shard.doctor.run import scratch_directory
 from fsdp_shard.utils import format_count, format_size, nearest_existing
 
 _REDUCED_BYTES = 16 << 20

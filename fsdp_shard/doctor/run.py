@@ -1,25 +1,18 @@
-"""The run itself: its directory and disk, its settings as `finetune` checks them, memory and disk space.
+"""The run itself: its directory, its settings as `finetune` checks them, and memory.
 
 Of the model only its config and the headers of its weights are read; text is tokenized into the cache that the run
-will read it from. What is written to try the disk is removed again.
+will read it from.
 """
 
-import fcntl
-import math
-import os
-import resource
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import disk_usage
-from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp_shard import inference, models, sharding, training
-from fsdp_shard.checkpoint import CheckpointConfig, Location, RemoteStore
+from fsdp_shard import inference, models, training
+from fsdp_shard.checkpoint import Location, RemoteStore
 from fsdp_shard.config import FinetuneConfig, refuse_nested
 from fsdp_shard.data import Samples, Task, Tokenized, open_samples, tokenize_all
 from fsdp_shard.distributed import gpu_number, num_local_ranks, uses_gpus, world_sizes
@@ -35,19 +28,9 @@ from fsdp_shard.planning import (
     plan_memory,
     switched_off,
 )
-from fsdp_shard.utils import (
-    check as check_sections,
-    check_writable,
-    format_count,
-    format_size,
-    nearest_existing,
-    write_atomically,
-)
+from fsdp_shard.utils import check as check_sections, format_count, format_size
 
 _MAX_PLANS = 12  # of each kind, as a dry run takes seconds
-_TRIAL_BYTES = 32 << 20
-_SLOW_BYTES_PER_SECOND = 50e6
-_SIDE_FILES = 12  # of a checkpoint: config, tokenizer, manifest, ..., and its directories
 
 
 @dataclass(frozen=True)
@@ -71,11 +54,6 @@ PlanFunction = Callable[[], MemoryPlan | None]
 DataFunction = Callable[[], PreparedData | None]
 
 
-def scratch_directory(directory: Path) -> TemporaryDirectory[str]:
-    """Make a temporary directory in `directory`."""
-    return TemporaryDirectory(prefix=".fsdp-shard-doctor-", dir=directory)
-
-
 def check_run_directory(config: FinetuneConfig) -> Iterator[Finding]:
     """Check that the run may use its directory, and find where it starts. Fetches nothing from a remote store."""
     run_dir, train = config.run_dir, config.train
@@ -95,28 +73,6 @@ def check_run_directory(config: FinetuneConfig) -> Iterator[Finding]:
         current = training.read_trainer(step).step
         end = train.num_steps if train.epochs is None else f"train.epochs={train.epochs:g}"
         yield ok(f"run_dir={run_dir}: the run resumes from {step}, at step {current} of {end}")
-
-
-def check_disk(run_dir: str) -> Iterator[Finding]:
-    """Check that files can be written, synced, renamed and locked in `run_dir`, and measure how fast."""
-    check_writable(run_dir, f"run_dir={run_dir}")
-    directory = nearest_existing(Path(run_dir))
-    with scratch_directory(directory) as scratch:
-        trial, content = Path(scratch) / "trial", os.urandom(_TRIAL_BYTES)  # some file systems compress
-        begin = time.perf_counter()
-        write_atomically(trial, content, sync=True)
-        rate = _TRIAL_BYTES / (time.perf_counter() - begin)
-        handle = os.open(trial, os.O_RDWR)  # as the lock of a run is
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            yield warning(
-                f"{directory} does not support file locks ({error.strerror}): two runs could use one run_dir at a time."
-            )
-        finally:
-            os.close(handle)
-    text = f"{directory}: {format_size(disk_usage(directory).free)} free, written and synced at {format_size(rate)}/s"
-    yield ok(text) if rate > _SLOW_BYTES_PER_SECOND else warning(f"{text}: saving checkpoints will be slow")
 
 
 def check_remote(url: str | None) -> Iterator[Finding]:
@@ -204,73 +160,6 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
     stays = {"launch.ranks", *switched_off(config)}
     found = advise(planner, _planned_run(config), free_bytes, given, fixed=stays, trains_other=starts)
     return f"{' '.join(' '.join(advice_lines(found)).split())} `fsdp-shard plan` shows what needs the memory."
-
-
-def check_disk_space(
-    config: FinetuneConfig, plan_run: PlanFunction, prepare_samples: DataFunction
-) -> Iterator[Finding]:
-    """Check that all checkpoints that exist at a time fit on the disk. With train.epochs, the data decides how many."""
-    plan = plan_run()
-    data = None if config.train.epochs is None else prepare_samples()
-    if plan is None or (data is None and config.train.epochs is not None):
-        return
-    train = config.train.for_data(None if data is None else data.samples.train.num_samples)
-    # A checkpoint has one replica. Of an adapter only what is trained is saved, which is what has gradients.
-    replica = plan.per_rank[: sharding.num_shards(config.shard, len(plan.per_rank))]
-    is_adapter = isinstance(config.adapter, training.LoraConfig)
-    weights = sum(rank.gradients_bytes if is_adapter else rank.parameters_bytes for rank in replica)
-    if average := sum(rank.average_bytes for rank in replica):  # ema/, with what is frozen of a model
-        weights += average + (
-            0 if is_adapter else sum(rank.parameters_bytes - rank.gradients_bytes for rank in replica)
-        )
-    optimizer = sum(rank.optimizer_bytes for rank in replica) * config.checkpoint.optimizer
-    count = max_num_checkpoints(train, config.checkpoint)
-    with_optimizer = min(count, (config.checkpoint.keep_optimizer_last or count) + 1)
-    needed = count * weights + with_optimizer * optimizer
-    directory = nearest_existing(Path(config.run_dir))
-    free = disk_usage(directory).free
-    number = "one checkpoint" if count == 1 else f"up to {count:,} checkpoints at a time"
-    text = f"{number} of {format_size(weights + optimizer)}: {format_size(needed)} needed, {format_size(free)} free"
-    if needed <= free:
-        yield ok(text)
-    else:
-        yield problem(f"{text}. Set checkpoint.keep_last=N or a larger checkpoint.every, or give another run_dir.")
-    num_ranks = 1 if config.checkpoint.layout == "gathered" else len(replica)
-    yield from _file_limits(directory, count, max(weights, optimizer) // num_ranks, len(replica))
-
-
-def _file_limits(directory: Path, num_checkpoints: int, largest_bytes: int, num_ranks: int) -> Iterator[Finding]:
-    """Find whether checkpoints exceed what a file system and this user may have of files.
-
-    Args:
-        directory: A directory on the file system.
-        num_checkpoints: Checkpoints at a time.
-        largest_bytes: Bytes of the largest file of one, about.
-        num_ranks: Ranks that write a file each.
-    """
-    state, needed = os.statvfs(directory), num_checkpoints * (_SIDE_FILES + 2 * num_ranks)
-    if state.f_files and state.f_favail < needed:  # 0: the file system does not count them
-        yield problem(
-            f"{directory}: only {format_count(state.f_favail, 'file')} can be made (inodes), and checkpoints need "
-            f"about {needed:,}. Remove files, set checkpoint.keep_last=N, or give another run_dir."
-        )
-    if resource.RLIM_INFINITY != (limit := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < largest_bytes:
-        yield problem(
-            f"a file may have at most {format_size(limit)} (ulimit -f), and a checkpoint has one of "
-            f"{format_size(largest_bytes)}; `ulimit -f unlimited` removes the limit."
-        )
-
-
-def max_num_checkpoints(train: training.TrainConfig, config: CheckpointConfig) -> int:
-    """Return the largest number of checkpoints in a run directory: kept ones, the best, and one being written."""
-    before_last = (train.num_steps - 1) // config.every if config.every else 0
-    best = 1 if train.eval_every and config.save_best else 0
-    if config.keep_last is None:
-        return before_last + 1 + best
-    kept_forever = (
-        (train.num_steps - 1) // math.lcm(config.every, config.keep_every) if config.every and config.keep_every else 0
-    )
-    return min(before_last + 1, kept_forever + config.keep_last + 1) + best
 
 
 def prepare_samples(config: FinetuneConfig) -> PreparedData | None:

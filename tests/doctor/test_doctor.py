@@ -14,8 +14,8 @@ from fsdp_shard.checkpoint import CheckpointConfig
 from fsdp_shard.config import DoctorConfig, compose_jobs
 from fsdp_shard.distributed import num_cores
 from fsdp_shard.doctor import check_environment, check_memory, plan_run
+from fsdp_shard.doctor.disk import max_num_checkpoints
 from fsdp_shard.doctor.findings import OK, PROBLEM
-from fsdp_shard.doctor.run import max_num_checkpoints
 from fsdp_shard.training import LOCK, TrainConfig, holder
 from tests.support.runs import Ended, run_recipe
 
@@ -43,7 +43,7 @@ def settings(tiny_model: Path, texts: Path, tmp_path: Path) -> list[str]:
 
 
 def test_a_run_that_would_work(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_shard.doctor.run._SLOW_BYTES_PER_SECOND", 0)  # other tests write to the disk meanwhile
+    monkeypatch.setattr("fsdp_shard.doctor.disk._SLOW_BYTES_PER_SECOND", 0)  # other tests write to the disk meanwhile
     place = tmp_path / "outputs"
     place.mkdir()
     ended = run_recipe("doctor", place / "run", *settings, "launch.ranks=2", "checkpoint.every=2")
