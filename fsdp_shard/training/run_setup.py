@@ -26,7 +26,7 @@ from fsdp_shard.training.held_out.sample_completions import sample_completions
 from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, describe_loaded_model, unfilled_model
 from fsdp_shard.training.logging.mfu import trains_every_token, utilization
 from fsdp_shard.training.logging.profiler import StepProfiler
-from fsdp_shard.training.logging.run_log import RunLog, interrupted
+from fsdp_shard.training.logging.run_log import RunLog
 from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.custom_functions import find_loss
@@ -39,7 +39,7 @@ from fsdp_shard.training.optim.weight_average import average_files, open_average
 from fsdp_shard.training.peft.eva import fill_eva
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
-from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.stop_signal import StopSignal, interrupted
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import device_peak_bytes, format_count, keep_freed_memory, reset_device_peak, say
 
@@ -342,7 +342,7 @@ def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, 
     figures = data_figures(run.dataset, run.state.num_samples, run.state.source_tokens)
     log.note(describe_streams(figures, run.dataset.sequence_length))
     if run.interrupted_by:
-        raise interrupted(run, config.run_dir, config.resume)
+        raise interrupted(run.interrupted_by, run.state.step, config.run_dir, config.resume)
     peaks = run.context.all_gather_object(device_peak_bytes(run.context.device.type))
     figures["peak_memory_bytes_by_rank"] = peaks
     figures["memory_before_bytes_by_rank"] = run.context.all_gather_object(loaded.figures.before_bytes)

@@ -45,6 +45,23 @@ class StopSignal:
             raise Interrupted(f"A second signal ({name}) ended the run at once, without a save.", signal_number=number)
 
 
+def interrupted(number: int, step: int, run_dir: str, resume: str) -> Interrupted:
+    """Return the error that ends an interrupted run, after its last step is saved.
+
+    Args:
+        number: The signal.
+        step: The last step.
+        run_dir: Directory of the run.
+        resume: The setting `resume` that it was started with.
+    """
+    again = f"run_dir={run_dir}" if resume == "auto" else f"run_dir={run_dir} resume=auto"
+    return Interrupted(
+        f"Stopped by {signal.Signals(number).name} after step {step}, which is saved in {run_dir}. "
+        f"To resume, give the same command with {again}.",
+        signal_number=number,
+    )
+
+
 def raise_if_stopped(stop: StopSignal, ranks: Communicator, during: str) -> None:
     """Raise Interrupted on all ranks if any has received a signal before training; a collective.
 

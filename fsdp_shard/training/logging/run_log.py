@@ -7,10 +7,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from signal import Signals
 from typing import Any, Self
 
-from fsdp_shard.errors import Interrupted, LossError
+from fsdp_shard.errors import LossError
 from fsdp_shard.training.held_out.evaluator import EvalReport
 from fsdp_shard.training.logging.loss_plot import plot_losses
 from fsdp_shard.training.logging.metrics_log import (
@@ -29,22 +28,6 @@ from fsdp_shard.utils import RESULT, format_count, write_result
 
 PLOT = "loss.png"
 _HELD_OUT = "held_out"  # in a row of evaluations.jsonl, the identity of the data, which is no figure for trackers
-
-
-def interrupted(run: TrainingRun, run_dir: str, resume: str) -> Interrupted:
-    """Return the error that ends an interrupted run, after its last step is saved.
-
-    Args:
-        run: The run.
-        run_dir: Its directory.
-        resume: The setting `resume` that it was started with.
-    """
-    again = f"run_dir={run_dir}" if resume == "auto" else f"run_dir={run_dir} resume=auto"
-    return Interrupted(
-        f"Stopped by {Signals(run.interrupted_by).name} after step {run.state.step}, which is saved in {run_dir}. "
-        f"To resume, give the same command with {again}.",
-        signal_number=run.interrupted_by,
-    )
 
 
 class RunLog:
