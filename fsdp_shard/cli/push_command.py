@@ -33,7 +33,7 @@ from fsdp_shard.errors import ConfigError, RemoteError, one_line
 from fsdp_shard.evaluation import CardSubject
 from fsdp_shard.utils import in_yaml, read_bounded, say, shipped, user_cache, walk, write_atomically
 
-_LONGEST_MESSAGE = 200
+_MESSAGE, _LONGEST_MESSAGE = "Push {} with fsdp-shard", 200  # of the commit, in characters
 
 
 def push_to_hub(
@@ -85,7 +85,7 @@ def push_to_hub(
     files = model if adapter is None else adapter
     _refuse_unshown(files or {}, evaluations)
     subject = _subject(target, location, adapter_base, evaluations)
-    text = message or f"Push {location.weights.name} with fsdp-shard"
+    text = message or _MESSAGE.format(location.weights.name)
     with _advice("The same command goes on where it stopped."):
         repository = checkpoint.open_repository(target)
         say(repository)
@@ -118,7 +118,7 @@ def push_converted(settings: ConvertSettings, report: ConvertReport) -> dict[str
     files: dict[str, Path | bytes] = {**checkpoint.model_to_push(pushed)}
     target = HubTarget(settings.push_to, settings.push_public)
     subject = _subject(target, source, None, ()).of_pushed(pushed)
-    message = f"Push {source.weights.name} with fsdp-shard"
+    message = _MESSAGE.format(source.weights.name)
     again = f"{settings.target} is complete: `fsdp-shard push {settings.target} {settings.push_to}` goes on with it."
     try:
         with _advice(again):
