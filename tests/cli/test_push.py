@@ -256,7 +256,16 @@ def test_what_is_missing_is_told(trained: Path, hub: HubStandIn, tmp_path: Path)
     done = push(hub, tmp_path, model, "org/name", HF_ENDPOINT="http://127.0.0.1:9")
     assert done.status == 1
     assert "the connection to the hub failed" in done.error
-    for name in ("name", "org/na--me", "org/../x", "a/b/c", "org/na me"):
+    for name in (
+        "name",
+        "org/na--me",
+        "org/../x",
+        "a/b/c",
+        "org/na me",
+        "org/name.git",
+        "org-/name",
+        f"{'o' * 97}/name",
+    ):
         with pytest.raises(ConfigError, match="is not the name of a repository"):
             push_to_hub(model, name)
     with pytest.raises(ConfigError, match="is not the name of a branch"):

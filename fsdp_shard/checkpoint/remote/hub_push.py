@@ -27,7 +27,8 @@ CARD_MARK = (
     "<!-- Made by fsdp-shard push. Remove this line to keep your changes: the next push then leaves this file. -->"
 )
 _MAX_READ = 1_000_000  # bytes of a file that may be ours
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_NAME = r"[A-Za-z0-9]([\w.-]{0,94}\w)?"
+_HUB_ID = re.compile(rf"(?!.*(--|\.\.|\.git$)){_NAME}/{_NAME}", re.ASCII)
 _BRANCH = re.compile(r"[\w][\w./-]*", re.ASCII)
 
 
@@ -50,7 +51,7 @@ class HubTarget:
         if not is_hub_id(self.repo_id):
             raise ConfigError(
                 f"{name}{self.repo_id} is not the name of a repository; expected org/name: letters, digits, '-', '_' "
-                "and '.', without '--' and '..'."
+                "and '.', without '--' and '..', and with neither '-', '.' nor '.git' at an end."
             )
         if self.revision is not None and (not _BRANCH.fullmatch(self.revision) or ".." in self.revision):
             raise ConfigError(f"{self.revision} is not the name of a branch; expected one such as main or v1.0.")
@@ -226,7 +227,7 @@ def open_repository(target: HubTarget) -> HubRepository:
 
 def is_hub_id(name: str) -> bool:
     """Whether `name` can be that of a repository, org/name."""
-    return _HUB_ID.fullmatch(name) is not None and "--" not in name and ".." not in name and name[-1] not in ".-"
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def _is_our_manifest(content: bytes) -> bool:
