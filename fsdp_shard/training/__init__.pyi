@@ -27,10 +27,11 @@ from .load_model import (
 )
 from .logging.metrics_log import (
     EVALUATIONS as EVALUATIONS,
-    MAX_LINE as MAX_LINE,
     METRICS as METRICS,
     SAMPLES as SAMPLES,
     of_last_held_out as of_last_held_out,
+    read_lines as read_lines,
+    read_rows as read_rows,
 )
 from .logging.run_log import RunLog as RunLog
 from .loop import StepReport as StepReport, TrainingRun as TrainingRun, train as train

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_shard.errors import CheckpointError
 from fsdp_shard.planning.measured.comparison_with_run import ComparedFigure, compare_with_run, comparison_text
 from fsdp_shard.planning.measured.measured_run import read_measured
 from tests.support.plans import plan
@@ -120,6 +121,13 @@ def _check_older_runs(run: Path) -> None:
     text = run_arguments(["plan", str(run)])
     assert text.status == 2
     assert "so it has measured nothing" in text.err
+
+
+def test_metrics_of_another_run_are_not_read_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text('{"step": 1, "step_seconds": 9.0}\n')
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is a link to .*elsewhere"):
+        read_measured(tmp_path)
 
 
 def test_peaks_of_gpus_are_compared_as_they_are(tmp_path: Path) -> None:

@@ -67,6 +67,12 @@ def test_a_log_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         MetricsLog(tmp_path / "metrics.jsonl", 1)
 
 
+def test_a_row_has_the_number_of_a_step(tmp_path: Path) -> None:
+    steps = ("1", "true", "-1", str(1 << 53), "2.0", "null", "2")
+    (tmp_path / "log").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    assert read_rows(tmp_path / "log") == [{"step": 1}, {"step": 2}]
+
+
 def test_no_log_has_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "none") == []
 

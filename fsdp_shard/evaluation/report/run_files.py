@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_line
 from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
 from fsdp_shard.evaluation.report.stored_steps import ReportedStep, read_steps
-from fsdp_shard.training import EVALUATIONS, LOCK, MAX_LINE, METRICS, SAMPLES, holder, of_last_held_out
+from fsdp_shard.training import EVALUATIONS, LOCK, METRICS, SAMPLES, holder, of_last_held_out, read_lines
 from fsdp_shard.utils import ERROR, RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
 
 COMPLETED, RUNNING, FAILED, STOPPED = "completed", "running", "failed", "stopped"
@@ -376,35 +375,18 @@ def _flatten(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tup
 
 
 def _lines(file: Path, is_locked: bool, problems: list[str]) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines; others are counted. The last line of a run under way may be unfinished."""
-    if not os.path.lexists(file):
-        return []
-    if file.is_symlink():
-        problems.append(f"{file} is a link, which is not followed.")
-        return []
+    """The rows of a file; damaged lines are counted. The last line of a run under way may be unfinished."""
     try:
-        content = read_bounded(file, "metadata_bytes")
+        lines = read_lines(file)
     except CheckpointError as error:
         problems.append(str(error))
         return []
-    lines = content.splitlines()
-    if is_locked and lines and not content.endswith(b"\n"):
+    if is_locked and lines[-1:] == [None]:
         lines.pop()
-    rows = [row for row in map(_parse_line, lines) if row is not None]
+    rows = [row for row in lines if row is not None]
     if num_damaged := len(lines) - len(rows):
         problems.append(f"{file}: {format_count(num_damaged, 'damaged line')} left out of {len(lines):,}.")
     return rows
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    if len(line) > MAX_LINE:
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_row = isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 53
-    return row if is_row else None
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str]) -> list[Row]:

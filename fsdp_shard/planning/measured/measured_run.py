@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, OPTIMIZER, Store, member, parse_shard_name, read_manifest
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.planning.unplanned import unplanned_settings
-from fsdp_shard.training import METRICS
+from fsdp_shard.training import METRICS, read_rows
 from fsdp_shard.utils import RESULT, in_yaml, read_bounded, read_json, run_limited
 
 _LENGTH_BYTES = 8  # of the header of a safetensors file
@@ -66,7 +65,7 @@ def read_measured(path: Path) -> MeasuredRun:
         CheckpointError: One of its files is damaged.
     """
     result = _read_result(path)
-    rows = _read_rows(path / METRICS)
+    rows = read_rows(path / METRICS)
     if not result and not rows:
         raise ConfigError(f"{path} has no {RESULT} and no {METRICS}, so it has measured nothing; give another run.")
     loaded = result.get("load")
@@ -92,18 +91,6 @@ def _read_result(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise CheckpointError(f"{path / RESULT} is no map of figures; give another run.")
     return result
-
-
-def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; damaged lines, as a killed run leaves at the end, are left out."""
-    rows = []
-    for line in read_bounded(file, "metadata_bytes").splitlines() if file.is_file() else ():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        rows += [row] if isinstance(row, dict) else []
-    return rows
 
 
 def _is_number(value: Any) -> bool:

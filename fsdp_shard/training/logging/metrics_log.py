@@ -13,7 +13,8 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import read_bounded, write_atomically
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"  # in a run directory
-MAX_LINE = 1 << 20  # bytes; a row has some hundred
+_MAX_LINE = 1 << 20  # bytes; a row has some hundred
+_MAX_STEP = 1 << 53  # all below are floats, too
 
 
 class MetricsLog:
@@ -55,6 +56,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a log, without lines that are incomplete or damaged; an empty list if there is no file.
 
     Raises:
+        CheckpointError: See `read_lines`.
+    """
+    return [row for row in read_lines(path) if row is not None]
+
+
+def read_lines(path: Path) -> list[dict[str, Any] | None]:
+    """Read the row in each line of a log, None of one that is incomplete or damaged; an empty list if there is no file.
+
+    Raises:
         CheckpointError: It is a link, no regular file, or too large.
     """
     if not os.path.lexists(path):
@@ -63,8 +73,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raise CheckpointError(
             f"{path} is a link to {os.readlink(path)}; it is not followed. Copy the file in its place."
         )
-    lines = read_bounded(path, "metadata_bytes").splitlines()
-    return [row for line in lines if len(line) <= MAX_LINE and (row := _parse(line)) is not None]
+    return [_parse(line) for line in read_bounded(path, "metadata_bytes").splitlines()]
 
 
 def of_last_held_out(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -81,7 +90,8 @@ def of_last_held_out(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = json.loads(line) if len(line) <= _MAX_LINE else None
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < _MAX_STEP
+    return row if is_row else None
