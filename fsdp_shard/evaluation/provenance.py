@@ -26,7 +26,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
 
 
-def versions() -> dict[str, str]:
+def versions_of_figures() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute the figures."""
     # The metadata of torch's wheels on PyPI lacks the build, such as +cu130; fsdp-shard need not be installed.
     imported = {"python": platform.python_version(), "fsdp-shard": __version__, "torch": str(torch.__version__)}
@@ -55,7 +55,7 @@ def provenance(
     return found | {
         "tokenizer": {"digest": tokenizer_digest(tokenizer)},
         "settings": {"task": settings.task, **settled, **batch_size, "dispatch": dispatch},
-        "versions": versions(),
+        "versions": versions_of_figures(),
     }
 
 

@@ -5,6 +5,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,12 +89,10 @@ def _mean(name: str, values: Sequence[float]) -> Metric:
     return Metric(name, np.array(values, np.float64), np.ones(len(values)))
 
 
-def _exact_matches(answers: Sequence[str], references: Sequence[str]) -> _Scored:
-    return [_mean(EXACT_MATCH, [exact_match(*pair) for pair in zip(answers, references, strict=True)])], []
-
-
-def _word_f1s(answers: Sequence[str], references: Sequence[str]) -> _Scored:
-    return [_mean(F1, [word_f1(*pair) for pair in zip(answers, references, strict=True)])], []
+def _mean_of_pairs(
+    name: str, score: Callable[[str, str], float], answers: Sequence[str], references: Sequence[str]
+) -> _Scored:
+    return [_mean(name, [score(*pair) for pair in zip(answers, references, strict=True)])], []
 
 
 def _rouge(answers: Sequence[str], references: Sequence[str]) -> _Scored:
@@ -127,8 +126,8 @@ def _word_error_rate(answers: Sequence[str], references: Sequence[str]) -> _Scor
 
 
 _SCORERS: Mapping[str, Callable[[Sequence[str], Sequence[str]], _Scored]] = {
-    EXACT_MATCH: _exact_matches,
-    F1: _word_f1s,
+    EXACT_MATCH: partial(_mean_of_pairs, EXACT_MATCH, exact_match),
+    F1: partial(_mean_of_pairs, F1, word_f1),
     ROUGE: _rouge,
     WER: _word_error_rate,
 }

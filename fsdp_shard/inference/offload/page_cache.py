@@ -35,7 +35,7 @@ class FilePages:
 
     @property
     def num_bytes(self) -> int:
-        """Their number."""
+        """How many bytes they are."""
         return self.stop - self.start
 
     def parts(self) -> "list[FilePages]":
