@@ -241,10 +241,10 @@ class Store:
         return found
 
 
-def steps_to_delete(steps: Sequence[int], keep_last: int, keep_every: int | None, pinned: Set[int | None]) -> list[int]:
-    """Those of `steps`, ascending, that retention deletes; `pinned` ones are always kept."""
+def steps_to_delete(steps: Sequence[int], keep_last: int, keep_every: int | None, always: Set[int | None]) -> list[int]:
+    """Those of `steps`, ascending, that retention deletes; the steps in `always` are kept."""
     milestones = {step for step in steps if keep_every is not None and step % keep_every == 0}
-    kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, *pinned}
+    kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, *always}
     return [step for step in steps if step not in kept]
 
 

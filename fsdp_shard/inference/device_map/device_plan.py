@@ -88,7 +88,7 @@ class TiedBlocks:
         return max(block.num_bytes for block in self.blocks)
 
     @property
-    def is_pinned(self) -> bool:
+    def needs_main(self) -> bool:
         """Whether they cannot be streamed: parameters that no layer owns are needed throughout a pass."""
         return any(block.direct for block in self.blocks)
 

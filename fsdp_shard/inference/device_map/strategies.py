@@ -50,7 +50,7 @@ def plan_device_map(
     elif device_map == "cpu":
         plan = checked_plan(groups, dict.fromkeys(groups, "cpu"), "cpu", ordered, prefetch)
     elif device_map == "disk":
-        devices = {group: main if group.is_pinned else "disk" for group in groups}
+        devices = {group: main if group.needs_main else "disk" for group in groups}
         plan = checked_plan(groups, devices, main, ordered, prefetch)
     else:
         plan = _fill(groups, ordered, main, prefetch, device_map)
@@ -72,7 +72,7 @@ def _by_name(
         if others:
             conflict = ", ".join(f"{fqn}: {device_name(device)}" for fqn, device in named.items())
             raise PlanError(f"device_map divides blocks that share tied parameters ({conflict}); give them one device.")
-        devices[group] = main if group.is_pinned and is_streamed(device, main) else device
+        devices[group] = main if group.needs_main and is_streamed(device, main) else device
     return checked_plan(groups, devices, main, budgets, prefetch)
 
 
@@ -127,7 +127,7 @@ def _fill(
         gpus = _even(groups, gpus, main)
     if devices := _assign(groups, budgets if main == "cpu" else gpus, 0, main):
         return checked_plan(groups, devices, main, budgets, 0, is_given=False)
-    sizes = sorted({group.largest_bytes for group in groups if not group.is_pinned})
+    sizes = sorted({group.largest_bytes for group in groups if not group.needs_main})
     for ahead in range(prefetch, -1, -1):
         for block_bytes in sizes:
             if ahead and 2 * (1 + ahead) * block_bytes > budgets.get(main, 0):
@@ -150,8 +150,8 @@ def _assign(
         return None
     # Until a group is found to compute elsewhere, its KV cache is on the main device.
     free[main] -= num_buffers * block_bytes + sum(group.cache_bytes for group in groups)
-    # Inputs are where pinned blocks are, and nothing moves them.
-    forced = [group for group in groups if group.is_pinned or (num_buffers and group.largest_bytes > block_bytes)]
+    # Inputs are where blocks are that need the main device, and nothing moves them.
+    forced = [group for group in groups if group.needs_main or (num_buffers and group.largest_bytes > block_bytes)]
     free[main] -= sum(group.num_bytes for group in forced)
     if free[main] < 0:
         return None
@@ -204,10 +204,10 @@ def _smallest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def _too_small(groups: Sequence[TiedBlocks], budgets: Mapping[Device, int], main: Device) -> str:
-    pinned = sum(group.num_bytes for group in groups if group.is_pinned)
-    largest = max((group for group in groups if not group.is_pinned), key=lambda group: group.largest_bytes)
+    staying = sum(group.num_bytes for group in groups if group.needs_main)
+    largest = max((group for group in groups if not group.needs_main), key=lambda group: group.largest_bytes)
     cache = sum(group.cache_bytes for group in groups)
-    need, budget = pinned + largest.largest_bytes + cache, budgets.get(main, 0)
+    need, budget = staying + largest.largest_bytes + cache, budgets.get(main, 0)
     for_cache = f", {format_size(cache)} of it for the KV cache" if cache else ""
     block = max(largest.blocks, key=lambda block: block.num_bytes)
     return (
