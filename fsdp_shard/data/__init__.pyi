@@ -23,6 +23,7 @@ from .kinds.kind import (
     LABELED as LABELED,
     PAIRS as PAIRS,
     ROWS as ROWS,
+    Question as Question,
 )
 from .labeled_texts import LabeledTexts as LabeledTexts, open_labeled_texts as open_labeled_texts
 from .pipeline import (

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_shard.data import QuestionRow, check_task, read_questions
+from fsdp_shard.data import Question, QuestionRow, check_task, read_questions
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, LossError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
@@ -54,14 +54,14 @@ class GeneratedAnswers:
     context: DistributedContext | None
 
     @property
-    def _asked(self) -> list[QuestionRow]:
-        return [row for row in self.rows if row.question is not None]
+    def _asked(self) -> list[tuple[QuestionRow, Question]]:
+        return [(row, row.question) for row in self.rows if row.question is not None]
 
     def describe(self) -> str:
         """How many prompts there are, which rows are left out, and the metrics."""
         scoring, asked = self.settings.scoring, self._asked
         missing = f" ({' and '.join(scoring.missing)} need the extra `eval`)" if scoring.missing else ""
-        lengths = [len(row.question.ids) for row in asked if row.question is not None]
+        lengths = [len(question.ids) for _, question in asked]
         prompts = f"{format_count(len(asked), 'prompt')} of up to {format_count(max(lengths), 'token')}"
         left_out = [(row.where, row.left_out) for row in self.rows if row.left_out]
         return "\n".join(
@@ -89,7 +89,7 @@ class GeneratedAnswers:
         if ranks.is_main:
             remove_earlier(self.run_dir)
         scoring, asked = self.settings.scoring, self._asked
-        longest = max(len(row.question.ids) for row in asked if row.question is not None)
+        longest = max(len(question.ids) for _, question in asked)
         budget = KVCacheBudget(min(self.settings.batch_size, len(asked)), longest + scoring.max_new_tokens)
         model, start = load(self.settings.source, budget), time.perf_counter()
         completions = self._answer(model)
@@ -97,7 +97,7 @@ class GeneratedAnswers:
         if not ranks.is_main:
             return Figures("", {})
         seconds = time.perf_counter() - start
-        references = [row.question.reference for row in asked if row.question is not None]
+        references = [question.reference for _, question in asked]
         answers = [one.completion for one in completions]
         metrics, notes = score_answers(scoring.chosen, answers, references)
         num_at_limit = sum(one.num_new_tokens == scoring.max_new_tokens for one in completions)
@@ -111,8 +111,8 @@ class GeneratedAnswers:
     def _answer(self, model: PreTrainedModel) -> list[Completion]:
         """Return the answers in order, on rank 0; none on others. They end with the first one that is not finite."""
         scoring, asked = self.settings.scoring, self._asked
-        prompts = [Prompt(row.question.prompt, row.where) for row in asked if row.question is not None]
-        encoded = [row.question.ids for row in asked if row.question is not None]
+        prompts = [Prompt(question.prompt, row.where) for row, question in asked]
+        encoded = [question.ids for _, question in asked]
         # With the log probabilities: tokens alone do not show that logits are NaN.
         settings = GenerationSettings(
             max_new_tokens=scoring.max_new_tokens, batch_size=self.settings.batch_size, output_scores=True
@@ -127,7 +127,7 @@ class GeneratedAnswers:
         return found
 
     def _check_finite(self, completions: Sequence[Completion]) -> None:
-        wheres = [row.where for row, one in zip(self._asked, completions, strict=False) if _is_damaged(one)]
+        wheres = [row.where for (row, _), one in zip(self._asked, completions, strict=False) if _is_damaged(one)]
         if wheres:
             raise LossError(
                 f"The logits of the answer to {wheres[0]} are not finite: weights or activations are not finite. "
@@ -179,9 +179,8 @@ class GeneratedAnswers:
             "num_resamples": scoring.num_resamples,
         }
         digest = xxhash.xxh3_128()
-        for row in self._asked:
-            if row.question is not None:
-                digest.update(json.dumps([row.question.ids, row.question.reference]).encode())
+        for _, question in self._asked:
+            digest.update(json.dumps([question.ids, question.reference]).encode())
         found = provenance(settings, self.tokenizer, settled)
         return found | {"data": data_row(settings, digest.hexdigest()), "seed": self.seed}
 
