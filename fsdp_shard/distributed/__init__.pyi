@@ -23,7 +23,6 @@ from .launcher import (
 from .local_shard import (
     LocalShard as LocalShard,
     is_first_copy as is_first_copy,
-    row_major_range as row_major_range,
     shard_of as shard_of,
 )
 from .process_group import (

@@ -53,12 +53,6 @@ class LocalShard:
         self.data.copy_(whole.reshape(-1)[self.start : self.start + len(self.data)])
 
 
-def row_major_range(shape: Sequence[int], rows: range) -> tuple[int, int]:
-    """Return (start, length), in elements, of `rows` of a row-major tensor of `shape`."""
-    row = math.prod(shape[1:])
-    return rows.start * row, len(rows) * row
-
-
 def shard_of(
     tensor: torch.Tensor, *, writes: bool, box: Callable[[Shape, Any, Any], tuple[Shape, Shape]] | None = None
 ) -> LocalShard:
@@ -81,7 +75,7 @@ def shard_of(
     with torch.no_grad():  # a tenth of the time
         data = tensor.to_local().detach().view(-1)
     if tuple(local[1:]) == shape[1:]:
-        start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0])) if shape else (0, 1)
+        start = offset[0] * math.prod(shape[1:]) if shape else 0
         return LocalShard(tensor, data, start, shape, writes)
     start = sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(offset)) if data.numel() else 0
     return LocalShard(tensor, data, start, shape, writes, box=(tuple(offset), tuple(local)))
