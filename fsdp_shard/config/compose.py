@@ -40,7 +40,7 @@ from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.run_to_plan import register_run, split_run
 from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import check, set_environment, shipped, write_atomically
+from fsdp_shard.utils import check, has_content, set_environment, shipped, write_atomically
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -331,7 +331,7 @@ def write_config(config: RunConfig) -> None:
     file, content = Path(config.run_dir) / CONFIG_FILE, config.to_yaml().encode()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if not (file.is_file() and file.stat().st_size == len(content) and file.read_bytes() == content):
+        if not has_content(file, content):
             write_atomically(file, content)
     except OSError as error:
         raise not_writable(config.run_dir, error) from error

@@ -4,6 +4,7 @@ from .atomic_write import (
     atomic_directory as atomic_directory,
     check_writable as check_writable,
     fsync_path as fsync_path,
+    has_content as has_content,
     hold_lock as hold_lock,
     is_abandoned as is_abandoned,
     name_in_errors as name_in_errors,

@@ -42,6 +42,11 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
         fsync_path(path.parent)
 
 
+def has_content(file: Path, content: bytes) -> bool:
+    """Whether there is a file with this content."""
+    return file.is_file() and file.stat().st_size == len(content) and file.read_bytes() == content
+
+
 def nearest_existing(path: Path) -> Path:
     """Return `path`, or the nearest directory above it that exists, which is on the same file system."""
     path = path.absolute()

@@ -14,7 +14,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint.io import atomicity, fault_point, has_file, member
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError, os_error_text
-from fsdp_shard.utils import fsync_path, read_bounded, write_atomically
+from fsdp_shard.utils import fsync_path, has_content, read_bounded, write_atomically
 
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
@@ -156,7 +156,7 @@ class Store:
     def set_config(self, content: bytes) -> None:
         """Write config.yaml of the run directory, unless it has this content."""
         file = self.root.parent / CONFIG_FILE
-        if not (file.is_file() and file.stat().st_size == len(content) and file.read_bytes() == content):
+        if not has_content(file, content):
             self._write(file, content)
 
     def set_best(self, step: int) -> None:
