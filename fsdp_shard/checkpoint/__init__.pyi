@@ -141,5 +141,6 @@ from .steps.step_store import (
     Store as Store,
     has_optimizer as has_optimizer,
     parse_step as parse_step,
+    recorded_command as recorded_command,
 )
 from .tensor_entry import Span as Span

@@ -3,23 +3,10 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import CONFIG_FILE, CONFIG_START
+from fsdp_shard.checkpoint import CONFIG_START
 from fsdp_shard.utils import redact, redact_setting
-
-
-def is_of_run(directory: Path) -> bool:
-    """Whether a directory has the config.yaml of a run."""
-    file = directory / CONFIG_FILE
-    try:
-        if not file.is_file():
-            return False
-        with file.open("rb") as stream:
-            return stream.read(len(CONFIG_START)) == CONFIG_START.encode()
-    except OSError:
-        return False
 
 
 def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: str) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from fsdp_shard import checkpoint
 from fsdp_shard.config.command_configs import RunConfig
-from fsdp_shard.config.config_yaml import is_of_run
 from fsdp_shard.errors import ConfigError
 
 
@@ -23,6 +22,6 @@ def _around(run_dir: Path, *, is_default: bool) -> Iterator[str]:
         is_own = directory == run_dir
         if checkpoint.is_checkpoint(directory, sealed=is_default or is_own):
             yield f"the checkpoint {directory}"
-        is_run = is_of_run(directory) or checkpoint.Store(directory / checkpoint.CHECKPOINTS).latest() is not None
+        is_run = checkpoint.recorded_command(directory) or checkpoint.Store(directory / checkpoint.CHECKPOINTS).steps()
         if is_run and not is_own:
             yield f"the directory of another run, {directory}"

@@ -37,6 +37,19 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def recorded_command(run_dir: Path) -> list[str]:
+    """The command in the first line of config.yaml of a run directory, in words; none if there is no such file."""
+    file = run_dir / CONFIG_FILE
+    try:
+        if not file.is_file():
+            return []
+        with file.open("rb") as stream:
+            first = stream.readline(500).decode("utf-8", "replace")
+    except OSError:
+        return []
+    return first.removeprefix(CONFIG_START).split() if first.startswith(CONFIG_START) else []
+
+
 class Store:
     """The checkpoints of one run, in `root` (RUN_DIR/checkpoints)."""
 

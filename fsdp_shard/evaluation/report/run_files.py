@@ -14,12 +14,12 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from fsdp_shard.checkpoint import (
     CHECKPOINTS,
     CONFIG_FILE,
-    CONFIG_START,
     RUN_CONFIG,
     TRAINER,
     has_file,
     member,
     parse_step,
+    recorded_command,
 )
 from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_line
 from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
@@ -282,15 +282,7 @@ def loss_before(run: Run) -> float | None:
 
 def _command_of(path: Path) -> str:
     """The command in the first line of a config.yaml of ours; empty if there is none."""
-    file = path / CONFIG_FILE
-    try:
-        if not file.is_file():
-            return ""
-        with file.open("rb") as stream:
-            first = stream.readline(500).decode("utf-8", "replace")
-    except OSError:
-        return ""
-    words = first.removeprefix(CONFIG_START).split() if first.startswith(CONFIG_START) else []
+    words = recorded_command(path)
     # A user's recipe is `run FILE.py`; what it leaves shows what it does.
     is_own = words[:1] == ["run"]
     return ("finetune" if (path / METRICS).is_file() else "run") if is_own else words[0] if words else ""
