@@ -17,7 +17,7 @@ import xxhash
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.checkpoint.model_files import CLASSIFIER_ENTRIES, CONFIG
 from fsdp_shard.errors import CheckpointError, InputError
-from fsdp_shard.utils import read_json
+from fsdp_shard.utils import json_digest, read_json
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
@@ -134,7 +134,7 @@ def vocabulary(directory: Path) -> str | None:
         tokens = {**tokens, **{added["content"]: added["id"] for added in values.get("added_tokens") or ()}}
     except (CheckpointError, KeyError, TypeError, ValueError):  # those who load it say what is wrong
         return None
-    return xxhash.xxh3_128_hexdigest(json.dumps(tokens, sort_keys=True).encode())
+    return json_digest(tokens)
 
 
 def config_changes(recorded: BaseModel, directory: Path) -> list[str]:

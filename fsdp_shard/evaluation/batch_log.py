@@ -14,12 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
 
-import xxhash
-
 from fsdp_shard.distributed import Stopped
 from fsdp_shard.errors import ConfigError, Interrupted
 from fsdp_shard.inference import BATCH_MAJOR, SCHEDULES
-from fsdp_shard.utils import name_in_errors, try_lock
+from fsdp_shard.utils import json_digest, name_in_errors, try_lock
 
 _LONGEST_LINE = 64 << 20  # bytes
 
@@ -72,8 +70,7 @@ class BatchLog:
             self._file.close()
             raise ConfigError(f"{path} is being written by another evaluation; wait for it, or give another run_dir.")
         plain = json.loads(json.dumps(inputs))
-        digest = xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
-        self._begin({"fingerprint": digest, "inputs": plain}, batches)
+        self._begin({"fingerprint": json_digest(plain), "inputs": plain}, batches)
 
     def append(self, batch: BatchValues) -> None:
         """Add a batch, and wait until it is on the disk."""

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
@@ -25,7 +24,7 @@ from fsdp_shard.evaluation.harness_model import wrap_for_harness
 from fsdp_shard.evaluation.model_digests import digests
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.utils import format_count, nearest, only_errors_of, shipped
+from fsdp_shard.utils import format_count, json_digest, nearest, only_errors_of, shipped
 
 TaskManager = Any  # the harness's, which may not be installed
 
@@ -115,7 +114,7 @@ class LmEval:
         """The beginning of the names of the files with answers of these weights, computed in this way."""
         settings = {"dispatch": known["settings"]["dispatch"], "lm_eval": importlib.metadata.version("lm_eval")}
         parts = [digests(known["weights"]), known["generation_config"], known["tokenizer"], settings, known["versions"]]
-        digest = xxhash.xxh3_128_hexdigest(json.dumps([*parts, self.settings.batch_size], sort_keys=True).encode())
+        digest = json_digest([*parts, self.settings.batch_size])
         return str(self.run_dir / "lm_eval_cache" / digest)
 
 

@@ -1,14 +1,12 @@
 """What the figures of an evaluation were computed from, for result.json: weights, tokenizer, settings and versions."""
 
 import importlib.metadata
-import json
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
-import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard import __version__
@@ -16,14 +14,14 @@ from fsdp_shard.checkpoint import Location, config_digest, has_file
 from fsdp_shard.data import tokenizer_state
 from fsdp_shard.evaluation.config import GENERATION, LM_EVAL, SPEED, EvaluateSettings
 from fsdp_shard.evaluation.model_digests import describe_model
+from fsdp_shard.utils import json_digest
 
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the xxh3_128 of all that decides about the tokens of a text or a conversation."""
-    state = [tokenizer_state(tokenizer), tokenizer.chat_template]
-    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
+    return json_digest([tokenizer_state(tokenizer), tokenizer.chat_template])
 
 
 def versions_of_figures() -> dict[str, str]:

@@ -79,6 +79,7 @@ from .text import (
     format_number as format_number,
     format_size as format_size,
     format_table as format_table,
+    json_digest as json_digest,
     matches_any as matches_any,
     nearest as nearest,
     num_common as num_common,

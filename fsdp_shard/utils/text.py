@@ -1,11 +1,13 @@
-"""Formatting of text: sizes in bytes, counts, the first line of an error, the closest known name."""
+"""Text of values: sizes in bytes, counts, the first line of an error, the closest known name, a digest."""
 
 import difflib
 import fnmatch
+import json
 import operator
 import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from typing import Any
 
 from fsdp_shard.errors import ConfigError, one_line
 
@@ -89,6 +91,13 @@ def first_line(error: BaseException) -> str:
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     line = f"{first.rstrip()} {others[0].strip()}" if first.rstrip().endswith(":") and others else first
     return line if len(line) <= _LINE else f"{line[:_LINE]}..."
+
+
+def json_digest(value: Any) -> str:
+    """Return the xxh3_128 of a value as JSON, whatever the order in its maps. Files record it, so it must stay."""
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:

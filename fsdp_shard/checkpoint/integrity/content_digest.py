@@ -1,6 +1,5 @@
 """Which weights lie at a path, by a digest of their content that does not depend on the layout. Imports no torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from fsdp_shard.checkpoint.digests import read_chunks
 from fsdp_shard.checkpoint.formats.peft import read_adapter_config
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.location import Location
-from fsdp_shard.utils import parse_json, read_bounded, report_progress
+from fsdp_shard.utils import json_digest, parse_json, read_bounded, report_progress
 
 # Of adapter_config.json: where the base is, and who wrote it for what.
 _NOT_OF_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
@@ -49,7 +48,7 @@ def _adapter_digest(source: Location) -> str:
     """The xxh3_128 of what adapter_config.json says of how the adapter is applied, such as its scale."""
     settings = read_adapter_config(source.weights)
     kept = {name: value for name, value in settings.items() if name not in _NOT_OF_ADAPTER}
-    return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
+    return json_digest(kept)
 
 
 def config_digest(directory: Path, name: str = "config.json") -> str:
@@ -57,7 +56,7 @@ def config_digest(directory: Path, name: str = "config.json") -> str:
     file = directory / name
     found = parse_json(read_bounded(file, "config_bytes"), str(file))
     kept = {key: value for key, value in found.items() if key not in _OF_WRITERS} if isinstance(found, dict) else found
-    return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
+    return json_digest(kept)
 
 
 def model_digests(source: Location) -> list[str]:

@@ -17,8 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from fsdp_shard.data.kinds.kind import Kind, Tokenizer
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.sources.row import Header, Row
@@ -26,7 +24,7 @@ from fsdp_shard.data.sources.source import Source
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_file import TokenFile, summarize
 from fsdp_shard.errors import DataError, one_line
-from fsdp_shard.utils import atomic_directory, set_environment
+from fsdp_shard.utils import atomic_directory, json_digest, set_environment
 
 if TYPE_CHECKING:
     import pyarrow
@@ -72,7 +70,7 @@ def tokenize(source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, 
 
 def cache_key(parts: Sequence[Any]) -> str:
     """Return the name of the directory for what `parts`, as JSON, identify."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+    return json_digest(parts)
 
 
 def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) -> list[Path]:
