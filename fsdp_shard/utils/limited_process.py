@@ -7,7 +7,6 @@ import gc
 import os
 import resource
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -196,8 +195,6 @@ def _memory_bytes(pid: int, field: str = "RssAnon") -> int:
 
 def _limit_memory(most_bytes: int, unlimited: tuple[int, int]) -> None:
     """Limit the private memory of this process to so much more than it has now."""
-    if not sys.platform.startswith("linux"):
-        return
     soft, hard = unlimited
     used = _memory_bytes(os.getpid(), "VmData")
     known = [limit for limit in (used + most_bytes, soft, hard) if limit != resource.RLIM_INFINITY]

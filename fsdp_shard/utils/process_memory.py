@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import resource
-import sys
 import warnings
 import weakref
 from contextlib import suppress
@@ -26,7 +25,7 @@ def peak_resident_bytes() -> int:
     """
     if (kibibytes := _proc_field("status", "VmHWM")) is not None:
         return kibibytes * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def reset_peak_resident_bytes() -> bool:

@@ -7,7 +7,6 @@ import glob
 import os
 import re
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,14 +23,14 @@ _LOCK = ".lock"
 def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
     """Ask the kernel to start writing a range to the disk, without waiting, so that the final fsync has little to do.
 
-    Only a hint (sync_file_range, Linux): it does nothing on other systems and never fails.
+    Only a hint (sync_file_range): it never fails.
     """
     if (function := _libc_function("sync_file_range")) is not None:
         function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
 
 
 def allocate(descriptor: int, num_bytes: int) -> None:
-    """Set the size of a new file and reserve its blocks, if the file system can (fallocate, Linux).
+    """Set the size of a new file and reserve its blocks, if the file system can (fallocate).
 
     A full disk then raises OSError now and not halfway through, and writing takes a quarter less time
     (docs/benchmarks.md#behind-the-decisions).
@@ -48,7 +47,7 @@ def allocate(descriptor: int, num_bytes: int) -> None:
 
 @functools.cache
 def _libc_function(name: str) -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
 def require_space(directory: Path, num_bytes: int, what: str, advice: str) -> None:
@@ -117,7 +116,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step (renameat2, Linux); False if that is not possible."""
+    """Swap two names in one step (renameat2); False if that is not possible."""
     function, names = _libc_function("renameat2"), [os.fsencode(path) for path in (one, other)]
     return function is not None and function(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 

@@ -1,15 +1,14 @@
 """Tensors as views of a checkpoint's own files, through `mmap`, without a copy.
 
-This works for a tensor that is one contiguous range of one file, in the wanted dtype and aligned to its elements. On
-Linux, it also works for one whose rows are spread over the files of ranks, if its parts begin and end at page
-boundaries: they are mapped to contiguous memory. Views may be written to: the changes are private to this process.
+This works for a tensor that is one contiguous range of one file, in the wanted dtype and aligned to its elements. It
+also works for one whose rows are spread over the files of ranks, if its parts begin and end at page boundaries: they
+are mapped to contiguous memory. Views may be written to: the changes are private to this process.
 """
 
 import ctypes
 import mmap
 import os
 import resource
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -153,10 +152,8 @@ def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _MappedSpans |
     """Map `spans`, which meet at pages, of the files open as `descriptors`.
 
     Returns:
-        The memory, or None: outside Linux, or if the process is at its limit of mappings or private memory.
+        The memory, or None if the process is at its limit of mappings or private memory.
     """
-    if sys.platform != "linux":
-        return None
     lows = [span.start // mmap.PAGESIZE * mmap.PAGESIZE for span in spans]
     sizes = [-(-(span.stop - low) // mmap.PAGESIZE) * mmap.PAGESIZE for span, low in zip(spans, lows, strict=True)]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE

@@ -56,8 +56,7 @@ class FilePages:
 
     def advise_huge(self) -> None:
         """Ask for huge pages where these are mapped: their page tables are quick to make and to look up."""
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE, _down(self.start), _up(self.stop))
+        self._advise(mmap.MADV_HUGEPAGE, _down(self.start), _up(self.stop))
 
     def populate(self) -> None:
         """Read a part into the page cache and map it; raises OSError if its file cannot be read."""
@@ -75,7 +74,7 @@ class FilePages:
         low, high = _up(self.start), _down(self.stop)
         if low < high:
             self._advise(mmap.MADV_DONTNEED, low, high)
-            if from_cache and hasattr(os, "posix_fadvise"):
+            if from_cache:
                 os.posix_fadvise(self.descriptor, low, high - low, os.POSIX_FADV_DONTNEED)
 
     def _advise(self, advice: int, low: int, high: int) -> bool:
