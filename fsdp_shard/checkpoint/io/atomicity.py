@@ -33,7 +33,7 @@ def allocate(descriptor: int, num_bytes: int) -> None:
     """Set the size of a new file and reserve its blocks, if the file system can (fallocate).
 
     A full disk then raises OSError now and not halfway through, and writing takes a quarter less time
-    (docs/benchmarks.md#behind-the-decisions).
+    (docs/benchmarks.md#behind-the-decisions). Where a file system cannot, `os.posix_fallocate` would write zeros.
     """
     os.truncate(descriptor, num_bytes)
     if num_bytes and (function := _libc_function("fallocate")) is not None:

@@ -19,15 +19,11 @@ from typing import Any
 import torch
 
 from fsdp_shard.checkpoint import Span, TensorIndex, to_torch
+from fsdp_shard.inference.offload.libc import libc
 from fsdp_shard.inference.offload.page_cache import FilePages
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # on every Linux except alpha, mips and parisc
 _FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 _OTHER_FILES = 64  # that a process has open in addition to those that are mapped
 
@@ -157,19 +153,19 @@ def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _MappedSpans |
     lows = [span.start // mmap.PAGESIZE * mmap.PAGESIZE for span in spans]
     sizes = [-(-(span.stop - low) // mmap.PAGESIZE) * mmap.PAGESIZE for span, low in zip(spans, lows, strict=True)]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    base = _libc.mmap(None, sum(sizes), 0, flags, -1, 0)  # reserves a free range of addresses
+    base = libc.mmap(None, sum(sizes), 0, flags, -1, 0)  # reserves a free range of addresses
     if base == _FAILED:
         return None
     at, addresses = base, []
     for span, low, size, descriptor in zip(spans, lows, sizes, descriptors, strict=True):
         if not _map_at(at, size, descriptor, low):
-            _libc.munmap(base, sum(sizes))
+            libc.munmap(base, sum(sizes))
             return None
         addresses.append(at + span.start - low)
         at += size
     memory = (ctypes.c_ubyte * sum(span.num_bytes for span in spans)).from_address(addresses[0])
     # Not at the end of the process: others may still use the memory then.
-    weakref.finalize(memory, _libc.munmap, base, sum(sizes)).atexit = False
+    weakref.finalize(memory, libc.munmap, base, sum(sizes)).atexit = False
     return _MappedSpans(memory, spans, addresses)
 
 
@@ -187,4 +183,4 @@ def _mapping_modes() -> list[tuple[int, int]]:
 
 def _map_at(at: int, size: int, descriptor: int, low: int) -> bool:
     modes = _mapping_modes()
-    return any(_libc.mmap(at, size, prot, flags | _MAP_FIXED, descriptor, low) == at for prot, flags in modes)
+    return any(libc.mmap(at, size, prot, flags | _MAP_FIXED, descriptor, low) == at for prot, flags in modes)

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from fsdp_shard.checkpoint import pread_into
+from fsdp_shard.inference.offload.libc import libc
 
 PART_BYTES = 4 << 20
 _NUM_THREADS = 2
 _POPULATE_READ = 22
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _local = threading.local()
 
 
@@ -50,7 +50,7 @@ class FilePages:
         """
         middle = _down((self.start + self.stop) // 2)
         found = ctypes.c_ubyte()
-        if _libc.mincore(ctypes.c_void_p(self.address + middle), ctypes.c_size_t(1), ctypes.byref(found)) != 0:
+        if libc.mincore(self.address + middle, 1, ctypes.byref(found)) != 0:
             return True  # unknown: a page fault reads it if not
         return bool(found.value & 1)
 
@@ -78,8 +78,7 @@ class FilePages:
                 os.posix_fadvise(self.descriptor, low, high - low, os.POSIX_FADV_DONTNEED)
 
     def _advise(self, advice: int, low: int, high: int) -> bool:
-        address, size = ctypes.c_void_p(self.address + low), ctypes.c_size_t(high - low)
-        return bool(_libc.madvise(address, size, ctypes.c_int(advice)) == 0)
+        return bool(libc.madvise(self.address + low, high - low, advice) == 0)
 
 
 class PageReader:
