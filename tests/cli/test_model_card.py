@@ -9,6 +9,15 @@ from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from fsdp_shard.checkpoint import HubTarget, locate
 from fsdp_shard.cli.push_command import default_settings
@@ -78,6 +87,33 @@ def _card_of(source: str, adapter_base: str | None = None) -> str:
 
 def _section(card: str, title: str) -> str:
     return card.partition(f"## {title}")[2].partition("## ")[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "loader", "tag"),
+    [
+        (GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), "AutoModelForCausalLM", "text-generation"),
+        (
+            T5ForConditionalGeneration(T5Config(num_layers=1, d_model=8, d_kv=4, d_ff=8, num_heads=2)),
+            "AutoModelForSeq2SeqLM",
+            "text2text-generation",
+        ),
+        (BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)), "BertModel", None),
+    ],
+    ids=["gpt2", "t5", "bert"],
+)
+def test_the_card_loads_a_model_with_its_head(
+    made: PreTrainedModel, loader: str, tag: str | None, tmp_path: Path
+) -> None:
+    made.save_pretrained(tmp_path / "model")
+    card = _card_of(str(tmp_path / "model"))
+    assert ModelCard(card).data.pipeline_tag == tag
+    code = _section(card, "How to load it").partition("```python")[2].partition("```")[0]
+    assert f"{loader}.from_pretrained(" in code
+    found: dict[str, Any] = {}
+    exec(code.replace("org/name", str(tmp_path / "model")), found)
+    assert type(found["model"]) is type(made)
+    assert ("fsdp-shard generate checkpoint=org/name" in card) == (tag == "text-generation")
 
 
 def test_skipped_steps_are_told_and_their_held_out_losses_stay(trained: Path, tmp_path: Path) -> None:
@@ -284,6 +320,9 @@ def test_figures_of_the_harness(trained: Path, tmp_path: Path) -> None:
         ("adapter.path", "/home/me/a1/checkpoints/step-00000002", "a1/checkpoints/step-00000002"),
         ("model.path", "a1/checkpoints/step-00000002/ema/", "a1/checkpoints/step-00000002/ema"),
         ("data.path", "s3://bucket/data/x.jsonl", "s3://bucket/data/x.jsonl"),
+        ("data.path", "https://host/a/x.jsonl?X-Amz-Signature=ab&sv=1", "https://host/a/x.jsonl"),
+        ("objective.teacher", "s3://bucket/run?access=ab", "s3://bucket/run"),
+        ("some.setting", str([{"path": "zip://a::gs://b/c?x=y"}]), "[{'path': 'c'}]"),
         ("some.setting", "['/home/private/x', <hidden>]", "['x', <hidden>]"),
     ],
 )

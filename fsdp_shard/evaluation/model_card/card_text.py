@@ -19,7 +19,7 @@ from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Cell, Table, num
 from fsdp_shard.evaluation.report.run_files import Row, Run, as_number, last_of, values_of
 from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
-from fsdp_shard.models import SEQ2SEQ
+from fsdp_shard.models import CAUSAL, MASKED_LM, SEQ2SEQ, SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import format_number, redact, redact_setting
 
 _MAX_ROWS = 12  # of the curve
@@ -31,16 +31,16 @@ _ELSEWHERE = (
     "data.path",
     "model.revision",
 )  # settings that the card has in other places, or not
-_CLASSES = {  # by the end of an architecture's name
-    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
-    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
-    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+_TASKS = {  # by model.task: the class of transformers that loads it, and the hub's name of what it does
+    CAUSAL: ("AutoModelForCausalLM", "text-generation"),
+    SEQ2SEQ: ("AutoModelForSeq2SeqLM", "text2text-generation"),
+    MASKED_LM: ("AutoModelForMaskedLM", "fill-mask"),
+    SEQUENCE_CLASSIFICATION: ("AutoModelForSequenceClassification", "text-classification"),
 }
-
 _ADAPTER_TASKS = {  # by peft's name of a task, each with an AutoPeftModel class
-    "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
-    "SEQ_2_SEQ_LM": ("AutoModelForSeq2SeqLM", "text2text-generation"),
-    "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
+    "CAUSAL_LM": CAUSAL,
+    "SEQ_2_SEQ_LM": SEQ2SEQ,
+    "SEQ_CLS": SEQUENCE_CLASSIFICATION,
 }
 
 _EVALUATION_NOTE = f"Losses in {LOSS_UNIT}. Compare figures of the same data and settings only."
@@ -226,19 +226,34 @@ def _value(value: str) -> Cell:
 
 
 def _class(subject: CardSubject) -> tuple[str, str | None]:
-    """The class of transformers that loads the model, and the hub's name of what it does."""
+    """The class of transformers that loads the model with its head, and the hub's name of what it does."""
+    import transformers
+
     name = subject.architectures[0] if subject.architectures else ""
     settings = subject.run.settings if subject.run else {}
-    if settings.get("model.task") == SEQ2SEQ:
-        return "AutoModelForSeq2SeqLM", "text2text-generation"
-    of_task = _ADAPTER_TASKS.get(subject.adapter_task or "", ("AutoModel", None))
-    return next((found for end, found in _CLASSES.items() if name.endswith(end)), of_task)
+    task = settings.get("model.task") or _task_of(name) or _ADAPTER_TASKS.get(subject.adapter_task or "")
+    is_model = hasattr(getattr(transformers, name, None), "from_pretrained")
+    return _TASKS.get(task or "", (name if is_model else "AutoModel", None))
+
+
+def _task_of(architecture: str) -> str | None:
+    """The `model.task` of a class, by the end of its name, or as transformers lists it; None if it has no such head."""
+    from transformers.models.auto import modeling_auto
+
+    listed = {
+        CAUSAL: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        SEQ2SEQ: modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        MASKED_LM: modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    by_end = (task for task, (loader, _) in _TASKS.items() if architecture.endswith(loader.removeprefix("AutoModel")))
+    return next(by_end, None) or next((task for task, names in listed.items() if architecture in names.values()), None)
 
 
 def _loading(subject: CardSubject) -> str:
     base, loader, where = subject.adapter_base, _class(subject)[0], _where(subject.target)
     imports, made = [f"from transformers import {loader}"], [f"model = {loader}.from_pretrained({where})"]
-    if base and _ADAPTER_TASKS.get(subject.adapter_task or "", ("", ""))[0] == loader:
+    of_adapter = _ADAPTER_TASKS.get(subject.adapter_task or "")
+    if base and of_adapter is not None and _TASKS[of_adapter][0] == loader:
         peft_loader = loader.replace("AutoModel", "AutoPeftModel")
         imports, made = [f"from peft import {peft_loader}"], [f"model = {peft_loader}.from_pretrained({where})"]
     elif base:
