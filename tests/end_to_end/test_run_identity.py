@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -257,6 +262,41 @@ def test_a_resume_says_what_changed(settings: list[str], run_dir: Path) -> None:
     )  # fmt: skip
     assert all(change in _resumed(ended) for change in changes), _resumed(ended)
     assert "shard.reshard_after_forward" not in _resumed(ended), "DDP has no such setting"
+
+
+class _Signed(SimpleHTTPRequestHandler):
+    """A web server that sends files to who signs with one of two signatures."""
+
+    def send_head(self) -> Any:
+        if self.path.partition("?")[2] not in ("part=1&sig=first-secret", "part=1&sig=second-secret"):
+            return self.send_error(403)
+        return super().send_head()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def signed(texts: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Signed, directory=texts))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/train.txt?part=1&sig="
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_what_signs_the_address_of_the_data_is_not_recorded(settings: list[str], signed: str, tmp_path: Path) -> None:
+    first = run_recipe("finetune", tmp_path / "run", *settings, f"data.path={signed}first-secret")
+    assert first.status == 0, first.err
+    again = run_recipe("finetune", tmp_path / "run", *settings, f"data.path={signed}second-secret", "train.steps=3")
+    assert again.status == 0, again.err
+    assert _resumed(again).endswith("changed: train.steps 2 -> 3"), "with another signature it is the same data"
+    assert f"path: {signed}***\n" in (tmp_path / "run" / "config.yaml").read_text()
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert not [file for file in files if b"-secret" in file.read_bytes()]
+    assert "-secret" not in first.out + first.err + again.out + again.err
 
 
 @pytest.mark.long

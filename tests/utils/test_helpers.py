@@ -111,6 +111,28 @@ def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact_setting("data.tokenizer", "https://me:word@host") == "https://***@host"
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "s3://u:p@h/x?X-Amz-Credential=a/b%2F&X-Amz-Expires=5&X-Amz-Signature=9a",
+            "s3://***@h/x?X-Amz-Credential=***&X-Amz-Expires=5&X-Amz-Signature=***",
+        ),
+        ("az://c/x.jsonl?sv=1&sig=ab%2Bc==", "az://c/x.jsonl?sv=1&sig=***"),
+        ("(gs://b/x?access_token=ya29.a-b). Give", "(gs://b/x?access_token=***). Give"),
+        (
+            "['zip://a::https://x/y?v=3&api_key=ab', 's3://b?v=2']",
+            "['zip://a::https://x/y?v=3&api_key=***', 's3://b?v=2']",
+        ),
+        (r"{\"at\": \"http://x?key=ab\"}", r"{\"at\": \"http://x?key=***\"}"),
+        ("http://x?page=2&part=1#sign is?token=1", "http://x?page=2&part=1#sign is?token=1"),
+    ],
+)
+def test_what_signs_a_request_is_redacted(text: str, shown: str) -> None:
+    assert redact(text) == shown
+    assert redact(shown) == shown
+
+
 def test_names_from_files_neither_move_the_cursor_nor_fill_the_screen() -> None:
     assert one_line("a\x1b[2Jb\nc\rd\u202ee\x9bf\ud800") == r"a\x1b[2Jb\nc\rd\u202ee\x9bf\ud800"
     for text in ("layers.0.weight", "модель/权重 名", "שלום עולם", "می‌خواهم", "👩‍💻", "a\u00a0b\u3000c"):

@@ -1,6 +1,7 @@
 """Paths in a model card: without their directories, which say how a machine is set up and are nobody else's business.
 
-Addresses (s3://bucket/data, hf://datasets/org/name) are shown as they are; only `file:` is a path.
+Addresses (s3://bucket/data, hf://datasets/org/name) are shown without their query, which may sign a request; only
+`file:` is a path.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def shown_setting(name: str, value: str) -> str:
 
 
 def last_part(path: str) -> str:
-    """The last part of a path, of a step of a run from the run's name on; an address as it is."""
+    """The last part of a path, of a step of a run from the run's name on; an address without its query."""
     bare = path.strip().strip("'\"")
+    bare = bare.partition("?")[0] if "://" in bare else bare
     if _ADDRESS.match(bare) and "::" not in bare:
         return bare
     bare = bare.rstrip("/")
@@ -62,4 +64,4 @@ def _shown(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     is_path = _NAMES.fullmatch(name) is not None or _BEGINS_AS_PATH.match(value) is not None
-    return last_part(value) if is_path else without_directories(value)
+    return last_part(value) if is_path or _ADDRESS.match(value) else without_directories(value)

@@ -25,7 +25,7 @@ from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_l
 from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
 from fsdp_shard.evaluation.report.stored_steps import ReportedStep, read_steps
 from fsdp_shard.training import EVALUATIONS, LOCK, METRICS, SAMPLES, holder, of_last_held_out, read_lines
-from fsdp_shard.utils import ERROR, RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
+from fsdp_shard.utils import ERROR, RESULT, format_count, in_yaml, limits, read_bounded, read_json, redact, run_limited
 
 COMPLETED, RUNNING, FAILED, STOPPED = "completed", "running", "failed", "stopped"
 _MAX_DEPTH = 4  # directories below one that is no run, such as outputs/finetune/DATE
@@ -354,7 +354,7 @@ def _parse_settings(content: bytes) -> dict[str, str]:
     groups = [one for one in chosen if isinstance(one, dict)] if isinstance(chosen, list) else []
     flat = {str(group): in_yaml(option) for one in groups for group, option in one.items()}
     for name, value in _flatten(document, "", limits().nesting):
-        flat[name] = value
+        flat[name] = redact(value)  # runs of older versions recorded what signs an address
     return flat
 
 
