@@ -111,7 +111,10 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
         refuse_unquoted_list(arguments, quoted)
     if is_sweep and not composed:
         raise ConfigError("Hydra's launcher or sweeper ran no job; leave hydra/launcher and hydra/sweeper unchanged.")
-    jobs = [_job(config, number, overrides, schema) for config, number, overrides in composed]
+    try:
+        jobs = [_job(config, number, overrides, schema) for config, number, overrides in composed]
+    except OmegaConfBaseException as error:
+        raise composition_error(error, schema, quoted, preset_file) from error
     for job in jobs:
         check(job.config)
     return jobs
@@ -247,10 +250,7 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
     _fill_alternatives(composed)
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ConfigError(_missing(missing, schema))
-    try:
-        config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
-    except OmegaConfBaseException as error:
-        raise composition_error(error, schema, overrides) from error
+    config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     if config.run_dir in ("", "null"):
         raise ConfigError(f"run_dir is {config.run_dir or 'empty'}; give a directory, or leave it out for one by date.")
     run_dir = os.path.expanduser(config.run_dir)  # a shell does not expand the ~ in name=~/directory

@@ -8,11 +8,18 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+    ValidationError,
+)
 
 from fsdp_shard.config.command_configs import command_of
 from fsdp_shard.config.names_elsewhere import known_elsewhere
-from fsdp_shard.config.preset_file import CONFIG_NAME
+from fsdp_shard.config.preset_file import CONFIG_NAME, unresolved
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import REQUIRED, nearest
@@ -29,6 +36,9 @@ def composition_error(
         arguments: Overrides and flags.
         preset_file: The user's file of settings.
     """
+    if isinstance(error, InterpolationResolutionError | UnsupportedInterpolationType):
+        is_in_file = preset_file is not None and not any(one.startswith(f"{error.full_key}=") for one in arguments)
+        return ConfigError(f"{preset_file}: {unresolved(error)}" if is_in_file else unresolved(error))
     if said := _wrong_override(error, schema, arguments) or _wrong_value(error, schema):
         return ConfigError(said.replace(f"{CONFIG_NAME}.yaml", preset_file or ""))
     name = _not_found(error)
@@ -42,6 +52,8 @@ def composition_error(
         return ConfigError(f"{preset_file}: {_no_such_config(name, schema)}")
     said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
     said = " ".join(said.split()).replace(f"{Path.cwd()}/", "")
+    if preset_file is not None and said.startswith("Error resolving interpolation"):  # of an option in its defaults
+        said = f"{preset_file}: {said}"
     return ConfigError(said.replace(f"In '{CONFIG_NAME}'", preset_file or ""))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fsdp_shard.checkpoint import CONFIG_START
@@ -35,9 +36,18 @@ def _change_text(config: Any, change: Callable[[str, str], str], prefix: str = "
         name, value = prefix + field.name, getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             changed[field.name] = _change_text(value, change, f"{name}.")
-        elif isinstance(value, str):
-            changed[field.name] = change(name, value)
+        elif isinstance(value, str | list | dict):
+            changed[field.name] = _change_texts(value, partial(change, name))
     return dataclasses.replace(config, **changed)
+
+
+def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A text, or the texts in a list or a map, as `change` makes them; all else as it is."""
+    if isinstance(value, list):
+        return [_change_texts(one, change) for one in value]
+    if isinstance(value, dict):
+        return {key: _change_texts(one, change) for key, one in value.items()}
+    return change(value) if isinstance(value, str) else value
 
 
 def escape(text: str) -> str:

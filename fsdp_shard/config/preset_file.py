@@ -1,21 +1,26 @@
 """A YAML file of the user's, given as the first argument: settings as in a preset, or the whole config of a run."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from fsdp_shard.config.command_configs import COMMANDS, command_of
+from fsdp_shard.config.config_yaml import escape
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.yaml_values import load_yaml
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import in_yaml
 
 CONFIG_NAME = "own_file"  # of the file in Hydra's ConfigStore
+# Settings that are no names or paths but text, in which `${...}` is nothing else.
+_FREE_TEXTS = ("prompt", "system", "data.prompt", "data.prompt_no_input", "data.source_format", "train.sample_prompts")
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # `\${`, as config.yaml has it, is none
 
 
 def split_preset_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -37,7 +42,8 @@ def register_preset_file(file: str, schema: type) -> None:
     Raises:
         ConfigError: The file cannot be read, is not a mapping in YAML, or is the config of another command.
     """
-    content, command = read_settings(file), command_of(schema)
+    content, command = _as_text(read_settings(file)), command_of(schema)
+    _refuse_twice(file, content)
     defaults = content.pop("defaults", [])
     if not isinstance(defaults, list):
         raise ConfigError(f"{file}: defaults is not a list of configs, such as `- override /adapter: lora`.")
@@ -45,7 +51,8 @@ def register_preset_file(file: str, schema: type) -> None:
     if schemas and f"{command}_schema" not in schemas:
         raise ConfigError(f"{file} is a config of {schemas[0].removesuffix('_schema')}, not of {command}.")
     groups = groups_of(schema)
-    chosen = {key: content.pop(key) for key in list(content) if key in groups and isinstance(content[key], str)}
+    options = [key for key, value in content.items() if key in groups and isinstance(value, str) and "${" not in value]
+    chosen = {key: content.pop(key) for key in options}
     sections = {setting.name.partition(".")[0] for setting in settings_of(schema) if "." in setting.name}
     for name in sections & content.keys():
         if not isinstance(content[name], dict):
@@ -61,6 +68,35 @@ def register_preset_file(file: str, schema: type) -> None:
     ConfigStore.instance().store(name=CONFIG_NAME, node=node)
 
 
+def _as_text(value: Any, name: str = "") -> Any:
+    r"""Settings whose free texts have `\${` for each `${`, so that OmegaConf takes them as they are."""
+    if isinstance(value, dict):
+        return {key: _as_text(one, f"{name}.{key}" if name else str(key)) for key, one in value.items()}
+    if name not in _FREE_TEXTS:
+        return value
+    if isinstance(value, list):
+        return [_as_text(one, name) for one in value]
+    return _INTERPOLATION.sub(lambda found: escape(found[0]), value) if isinstance(value, str) else value
+
+
+def _refuse_twice(file: str, content: dict[str, Any]) -> None:
+    """Raise ConfigError for a setting that is given twice, as `model.path` and in `model`."""
+    places: dict[str, str] = {}
+    for key, value in content.items():
+        for name in _names(value, key):
+            if name in places:
+                raise ConfigError(f"{file}: {name} is given twice, in {places[name]} and in {key}; give it once.")
+        places |= dict.fromkeys(_names(value, key), key)
+
+
+def _names(value: Any, name: str) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield name
+        return
+    for key, one in value.items():
+        yield from _names(one, f"{name}.{key}")
+
+
 def check_whole_config(file: Path, schema: type) -> None:
     """Raise ConfigError if a file for --config-name is not the whole config of a command, or is that of another."""
     if not file.is_file():
@@ -74,6 +110,15 @@ def check_whole_config(file: Path, schema: type) -> None:
     named = [entry.removesuffix("_schema") for entry in defaults if isinstance(entry, str)]
     if other := next((name for name in named if name in COMMANDS and name != command), None):
         raise ConfigError(f"{file} is a config of {other}, not of {command}.")
+
+
+def unresolved(error: OmegaConfBaseException) -> str:
+    """What is to be said of a `${...}` that OmegaConf cannot replace, with the name of its setting."""
+    reason = str(error).partition("\n")[0].rstrip(".").rpartition("while resolving interpolation: ")[2]
+    return (
+        f"{error.full_key or 'a setting'} has ${{...}}, which would be replaced by another setting or a variable, and "
+        f"cannot be: {reason}. Name one that there is, as in ${{seed}} or ${{oc.env:HOME}}, or write \\${{ for text."
+    )
 
 
 def check_values(file: Path) -> None:
@@ -106,9 +151,11 @@ def read_settings(file: str) -> dict[str, Any]:
     try:
         content = load_yaml(Path(file).expanduser().read_text(encoding="utf-8"))
         if isinstance(content, dict):
-            OmegaConf.create(content)  # refuses what no setting can be
+            OmegaConf.create(_as_text(content))  # refuses what no setting can be
     except FileNotFoundError:
         raise ConfigError(f"{file}: there is no such file of settings.") from None
+    except GrammarParseError as error:
+        raise ConfigError(f"{file}: {unresolved(error)}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict | None):

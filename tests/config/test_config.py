@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import traceback
 from dataclasses import dataclass, field
@@ -413,6 +414,23 @@ def test_values_in_a_file_of_ones_own_are_those_of_the_command_line(tmp_path: Pa
         ("adapter: lorra", "FILE: adapter=lorra: there is no such option; adapter has none, lora (did you mean lora?)"),
         ("defaults: [override /shrd: a]", "FILE: Could not override 'shrd'."),
         ("defaults: [nothing]", "FILE: there is no config nothing"),
+        ("model: {dtype: a}\nmodel.dtype: b", "FILE: model.dtype is given twice, in model and in model.dtype; give it"),
+        (
+            "run_dir: a/${HOME}",
+            "FILE: run_dir has ${...}, which would be replaced by another setting or a variable, and",
+        ),
+        (
+            "run_dir: a/${HOME",
+            "FILE: run_dir has ${...}, which would be replaced by another setting or a variable, and",
+        ),
+        (
+            "data: {split: '${oc.env:NO_SUCH}'}",
+            "FILE: data.split has ${...}, which would be replaced by another setting",
+        ),
+        ("data.split: '${no.such:1}'", "FILE: data.split has ${...}, which would be replaced by another setting"),
+        ("seed: ${run_dir}", "FILE: seed has ${...}, which would be replaced by another setting or a variable, and"),
+        ("adapter: ${run_dir}", "FILE: adapter is ${run_dir}, and must have an option or settings"),
+        ("defaults: ['${run_dir}']", "FILE: Error resolving interpolation '${run_dir}'"),
         ("defaults: 3", "FILE: defaults is not a list"),
         ("defaults: [convert_schema]", "FILE is a config of convert, not of finetune."),
         ("[a]", "FILE must have settings"),
@@ -427,6 +445,28 @@ def test_what_is_wrong_in_a_file_of_ones_own_is_named(text: str | None, said: st
     with pytest.raises(ConfigError) as raised:
         compose_jobs(FinetuneConfig, [str(file), *_GIVEN["finetune"]], "finetune")
     assert str(raised.value).startswith(said.replace("FILE", str(file)))
+
+
+@pytest.mark.parametrize(
+    "text", ["Price ${seed} of it", "${", "${ x", "${oc.env:HOME}", "a\\\\${x} and ${y}", "$x {y}"]
+)
+def test_free_text_in_a_file_of_ones_own_is_taken_as_it_is(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps({"checkpoint": "a", "prompt": text, "system": text, "chat": True}))
+    config = compose_jobs(GenerateConfig, [str(file)], "generate")[0].config
+    assert (config.prompt, config.system) == (text, text)
+    file.write_text(json.dumps({"train": {"sample_prompts": ["a", text]}, "data.source_format": f"{text} {{source}}"}))
+    found: Any = compose_jobs(FinetuneConfig, [str(file), *_GIVEN["finetune"], "data.kind=pairs"], "finetune")[0].config
+    assert (found.train.sample_prompts, found.data.source_format) == (["a", text], f"{text} {{source}}")
+    file.write_text(found.to_yaml())
+    assert compose_jobs(FinetuneConfig, [str(file)], "finetune")[0].config == found
+
+
+def test_other_settings_in_a_file_of_ones_own_may_name_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHO", "me")
+    (tmp_path / "mine.yaml").write_text("run_dir: runs/${oc.env:WHO}-${seed}\n")
+    (job,) = compose_jobs(FinetuneConfig, [str(tmp_path / "mine.yaml"), *_GIVEN["finetune"]], "finetune")
+    assert job.config.run_dir == "runs/me-0"
 
 
 def test_one_file_of_ones_own_comes_first() -> None:
