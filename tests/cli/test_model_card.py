@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,12 @@ def test_held_out_metrics_of_preferences(trained: Path, tmp_path: Path) -> None:
         row |= {"loss": 0.5, "perplexity": None}
         row["metrics"] = {"rewards/margins": row["step"] / 8, "rewards/accuracies": 0.75, "lengths/chosen": 9.5}
     (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recorded = run / "checkpoints" / "step-00000002" / "run_config.yaml"
+    recorded.write_text(recorded.read_text().replace("- objective: sft\n", "- objective: dpo\n"))
     subject, problems = read_subject(HubTarget("org/name"), locate(f"{run}@step-2"), None, default_settings, [])
     assert problems == []
     section = make_card(subject).partition("## Evaluation")[2].partition("## ")[0]
-    assert "Losses in nats per token; of preferences, per sample." in section
+    assert "Losses in units of the objective per sample." in section
     found = {row.split(" | ")[1]: row.split(" | ")[2] for row in section.splitlines() if row.startswith("| held-out")}
     assert found == {"loss": "0.5000", "rewards/margins": "0.2500", "rewards/accuracies": "0.7500"}
 
@@ -140,6 +143,24 @@ def test_the_curve_has_no_evaluations_of_other_held_out_data(trained: Path, tmp_
         lines = [line.split(" | ") for line in _section(_card_of(f"{run}@{step}"), "Loss").splitlines()]
         found = [cells[0].removeprefix("| ") for cells in lines if len(cells) == 3 and not cells[2].startswith("-")]
         assert found == ["step", *expected], "those that have a held-out loss"
+
+
+@pytest.mark.parametrize(
+    ("setting", "unit"),
+    [
+        ("task: sequence_classification", "nats per text"),
+        ("loss: mine.py:f", "the unit of a loss of one's own"),
+        ("task: causal_lm", "nats per token"),
+    ],
+)
+def test_losses_have_the_unit_of_what_was_trained(trained: Path, tmp_path: Path, setting: str, unit: str) -> None:
+    run = Path(shutil.copytree(trained / "run", tmp_path / "run"))
+    recorded = run / "checkpoints" / "step-00000002" / "run_config.yaml"
+    name = setting.partition(":")[0]
+    recorded.write_text(re.sub(rf"^( *){name}: .*", rf"\1{setting}", recorded.read_text(), flags=re.MULTILINE))
+    card = _card_of(f"{run}@step-2")
+    assert f"Losses in {unit}." in _section(card, "Evaluation")
+    assert _section(card, "Loss").replace("\\", "").strip().startswith(f"In {unit}.")
 
 
 def _keep_rows(file: Path, first: int) -> None:

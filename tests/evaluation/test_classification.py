@@ -131,8 +131,14 @@ def test_figures_are_those_of_a_plain_loop(way: str, classifier: Path, rows: Pat
 
 def test_of_a_run_that_trained_it(classifier: Path, rows: Path, tmp_path: Path) -> None:
     settings = [f"model.path={classifier}", f"data.path={rows}", "model.task=sequence_classification", "train.steps=2"]
-    trained = run_recipe("finetune", tmp_path / "run", *settings, "train.global_batch_size=4", "optim.lr=0.01")
+    settings += ["train.global_batch_size=4", "optim.lr=0.01", f"data.eval_path={rows}", "train.eval_every=2"]
+    trained = run_recipe("finetune", tmp_path / "run", *settings)
     assert trained.status == 0, trained.err
+    evaluations = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["perplexity"] for row in evaluations] == [None, None], "the loss is that of classes, not of tokens"
+    assert trained.result["perplexity"] is None
+    assert "held out after step 2: loss " in trained.err
+    assert "perplexity" not in trained.out + trained.err
     given = [f"checkpoint={tmp_path / 'run'}", "task=classification", f"data.path={rows}"]
     ended = run_recipe("evaluate", tmp_path / "evaluated", *given)
     assert ended.status == 0, ended.err

@@ -80,6 +80,26 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
         )
 
 
+def test_losses_have_the_unit_of_what_is_trained(tmp_path: Path) -> None:
+    added = {
+        "nats per token": "",
+        "nats per text": "model: {task: sequence_classification}\n",
+        "the unit of a loss of one's own": "loss: mine:f\n",
+        "units of the objective per sample": "",
+    }
+    runs = []
+    for number, (unit, more) in enumerate(added.items()):
+        runs.append(_run(tmp_path / str(number)))
+        config = (runs[-1] / "config.yaml").read_text() + more
+        if unit.endswith("sample"):
+            config = config.replace("- adapter: none\n", "- adapter: none\n- objective: dpo\n")
+        (runs[-1] / "config.yaml").write_text(config)
+        report = _report(runs[-1])
+        assert f"Losses in {unit}: of the last step" in _table(report, "runs").note
+        assert [chart.y_label for chart in report.charts if chart.key in ("loss", "held-out")] == [unit, unit]
+    assert f"Losses in {' or '.join(added)}: " in _table(_report(*runs), "runs").note
+
+
 def test_held_out_sets_and_the_memory_of_ranks(tmp_path: Path) -> None:
     path = _run(tmp_path / "a")
     sets = [{"code": {"loss": 3.0, "perplexity": 20.1, "num_tokens": 5}, "a/b": {"loss": 1.5}}, {"code": 7, "c": None}]

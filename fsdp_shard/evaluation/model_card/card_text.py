@@ -15,7 +15,7 @@ from fsdp_shard.errors import one_line
 from fsdp_shard.evaluation.model_card.card_figures import Figure, eval_results, figures_of, figures_table
 from fsdp_shard.evaluation.model_card.card_subject import CardSubject, is_on_hub
 from fsdp_shard.evaluation.model_card.shown_paths import last_part, shown_setting, without_directories
-from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Cell, Table, number, text
+from fsdp_shard.evaluation.report.report_data import Cell, Table, loss_unit, number, text
 from fsdp_shard.evaluation.report.run_files import Row, Run, as_number, last_of, values_of
 from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
@@ -43,7 +43,6 @@ _ADAPTER_TASKS = {  # by peft's name of a task, each with an AutoPeftModel class
     "SEQ_CLS": SEQUENCE_CLASSIFICATION,
 }
 
-_EVALUATION_NOTE = f"Losses in {LOSS_UNIT}. Compare figures of the same data and settings only."
 _LICENSE = (
     "None is given here. What may be done with this model depends on the licenses of its base model and data: add "
     "`license:` to the metadata at the top."
@@ -59,7 +58,7 @@ def make_card(subject: CardSubject) -> str:
     curve = _curve(subject, run) if run else None
     of_weights = " Of the weights themselves, not of their average." if subject.is_average else ""
     parts += _section("Loss", [_safe(curve.note + of_weights), _table(curve)] if curve else [])
-    parts += _section("Evaluation", [_EVALUATION_NOTE, _table(figures_table(figures))] if figures else [])
+    parts += _section("Evaluation", [_evaluation_note(subject), _table(figures_table(figures))] if figures else [])
     settings = _settings_table(subject, run) if run else None
     parts += _section("Settings", [_safe(settings.note), _table(settings)] if settings else [])
     parts += _section("Weights", [_table(_weights_table(subject))])
@@ -163,6 +162,12 @@ def _facts(facts: dict[str, str | None]) -> Table:
     return Table("facts", "", ("what", "value"), rows)
 
 
+def _evaluation_note(subject: CardSubject) -> str:
+    evaluated = [run.settings for run in subject.evaluations if "loss" in run.result]
+    unit = loss_unit([*([subject.run.settings] if subject.run else []), *evaluated])
+    return f"Losses in {unit}. Compare figures of the same data and settings only."
+
+
 def _up_to(subject: CardSubject, rows: Sequence[Row]) -> list[Row]:
     """The rows of the step and of those before it."""
     return [row for row in rows if (row["step"] or 0) <= (subject.num_steps or 0)]
@@ -185,7 +190,7 @@ def _curve(subject: CardSubject, run: Run) -> Table | None:
         inside = [value for at, value in held_out if before < at <= step]
         rows.append([number(int(step)), number(loss), number(inside[-1] if inside else None)])
         before = step
-    note = f"In {LOSS_UNIT}. The training loss is the mean of the steps since the row before."
+    note = f"In {loss_unit([run.settings])}. The training loss is the mean of the steps since the row before."
     if len(values_of(steps, "loss")) < len(steps):
         note += " Steps whose loss was not finite are left out of it."
     if missing := _missing(steps):

@@ -10,12 +10,12 @@ from typing import Any
 
 from fsdp_shard.evaluation.report.evaluation_table import evaluation_tables
 from fsdp_shard.evaluation.report.report_data import (
-    LOSS_UNIT,
     Cell,
     PromptSamples,
     Report,
     Table,
     digest,
+    loss_unit,
     number,
     size,
     text,
@@ -136,8 +136,8 @@ def _runs_table(runs: Sequence[Run]) -> Table:
         rest = [number(at), number(last_of(run.held_out, "perplexity")), number(tokens)]
         rows.append([text(run.name), text(run.status), step, *map(number, losses), *rest])
     note = (
-        f"Losses in {LOSS_UNIT}: of the last step, and of held-out evaluations: the last, that before training and the "
-        "best after a step, which may be higher. The perplexity is that of the last."
+        f"Losses in {loss_unit(run.settings for run in runs)}: of the last step, and of held-out evaluations: the "
+        "last, that before training and the best after a step, which may be higher. The perplexity is that of the last."
     )
     if any(skipped):
         rows = [[*row, number(count)] for row, count in zip(rows, skipped, strict=True)]

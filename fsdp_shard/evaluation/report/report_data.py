@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -11,8 +11,20 @@ import xxhash
 from fsdp_shard.errors import one_line
 from fsdp_shard.utils import format_count, format_size
 
-LOSS_UNIT = "nats per token; of preferences, per sample"
 _HEX = re.compile("[0-9a-f]*")
+
+
+def loss_unit(runs: Iterable[Mapping[str, str]]) -> str:
+    """The unit of the losses of runs, or their units; `runs` are the settings of each by dotted name."""
+    return " or ".join(dict.fromkeys(map(_unit, runs))) or "nats per token"
+
+
+def _unit(settings: Mapping[str, str]) -> str:
+    if settings.get("loss", "null") != "null":
+        return "the unit of a loss of one's own"
+    if settings.get("objective", "sft") not in ("sft", "distill"):
+        return "units of the objective per sample"  # of preferences, most of them nats
+    return "nats per text" if settings.get("model.task") == "sequence_classification" else "nats per token"
 
 
 @dataclass(frozen=True)

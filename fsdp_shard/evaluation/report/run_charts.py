@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Chart, Curve, Table, number, text
+from fsdp_shard.evaluation.report.report_data import Chart, Curve, Table, loss_unit, number, text
 from fsdp_shard.evaluation.report.run_files import METRIC, Row, Run
 
 _MAX_POINTS, _FEWEST_POINTS, _ALL_POINTS = 400, 50, 4800  # of a curve, and of all of a chart; more are averaged
@@ -15,8 +15,9 @@ _MAX_METRICS = 24  # charts
 
 def run_charts(runs: Sequence[Run]) -> list[Chart]:
     """Curves of the figures and metrics of each step and evaluation; those without a value have no curves."""
+    unit = loss_unit(run.settings for run in runs)
     per_step = [
-        ("loss", "Training loss", LOSS_UNIT, "loss"),
+        ("loss", "Training loss", unit, "loss"),
         ("rate", "Throughput", "tokens per second", "tokens_per_second"),
         ("memory", "Peak memory of a rank", "MiB", "memory_bytes"),
         ("norm", "Gradient norm", "before clipping", "grad_norm"),
@@ -26,7 +27,7 @@ def run_charts(runs: Sequence[Run]) -> list[Chart]:
     held_out = [Curve(at, _points(run.held_out, "loss"), is_dotted=True) for at, run in enumerate(runs) if run.held_out]
     return [
         loss,
-        Chart("held-out", "Held-out loss", "step", LOSS_UNIT, held_out),
+        Chart("held-out", "Held-out loss", "step", unit, held_out),
         *others,
         *_metric_charts(runs),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_shard.errors import one_line
-from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Chart, Curve, Table, number, size, text
+from fsdp_shard.evaluation.report.report_data import Chart, Curve, Table, loss_unit, number, size, text
 from fsdp_shard.evaluation.report.run_files import Run, best_held_out, last_of, peak_memory, tokens_per_second
 from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.utils import format_count
@@ -57,7 +57,7 @@ def sweep_charts(name: str, runs: Sequence[Run]) -> list[Chart]:
         note += f" {format_count(len(runs) - len(found), 'run')} without a loss left out."
     if len(varied) > _MAX_PICTURES:
         note += f" {len(varied) - _MAX_PICTURES} more settings were varied, which the table has."
-    charts = []
+    charts, unit = [], loss_unit(run.settings for run in runs)
     for setting in varied[:_MAX_PICTURES] if len(found) > 1 else []:
         values = sorted({_settings(run)[setting] for run, _ in found}, key=_order)
         series = _series(found, setting, [other for other in varied if other != setting], values)
@@ -65,7 +65,7 @@ def sweep_charts(name: str, runs: Sequence[Run]) -> list[Chart]:
         title, key = f"{label.capitalize()} by {setting}", f"sweep-{name}-{setting}"
         shown = [one_line(value) for value in values]
         names = [one_line(alike) for alike in series]
-        charts.append(Chart(key, title, setting, LOSS_UNIT, curves, note, shown, names))
+        charts.append(Chart(key, title, setting, unit, curves, note, shown, names))
     return charts
 
 

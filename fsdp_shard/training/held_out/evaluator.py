@@ -26,8 +26,8 @@ class EvalReport:
     """The held-out loss.
 
     Attributes:
-        loss: Over all predictions, in nats per token; of an objective of pairs, over all pairs.
-        perplexity: Its exponential; a loss that is not the cross-entropy has none.
+        loss: Over all predictions, in nats per token; of an objective of pairs, over all pairs; of classes, per text.
+        perplexity: Its exponential; a loss that is not the cross-entropy of tokens has none.
         num_tokens: Number of predictions.
         seconds: Duration.
         metrics: The means of the metrics of the objective, by name.
@@ -167,8 +167,9 @@ def evaluate_loss(
     parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}
     with evaluating(model):
         sums = {name: evaluation.run(part) for name, part in parts.items()}
-    reports = {name: evaluation.report(each, name) for name, each in sums.items()}
-    whole = evaluation.report(_added(list(sums.values())))
+    is_of_tokens = dataset.sample(0).labels.ndim > 0  # not one label of the whole text
+    reports = {name: evaluation.report(each, is_of_tokens, name) for name, each in sums.items()}
+    whole = evaluation.report(_added(list(sums.values())), is_of_tokens)
     return replace(whole, sets=reports if isinstance(dataset, Concatenation) else {})
 
 
@@ -243,7 +244,7 @@ class _Evaluation:
         ):
             yield own_part(dataset.batch(indices), divided, keeps_whole=self.objective.compares_whole_sequences)
 
-    def report(self, sums: _HeldOutSum, name: str = "") -> EvalReport:
+    def report(self, sums: _HeldOutSum, is_of_tokens: bool, name: str = "") -> EvalReport:
         """Return the means; raise LossError if the loss is not finite."""
         pairs = list(zip(sums.terms, sums.counts, strict=True))
         of_set = f" of {name}" if name else ""
@@ -258,7 +259,7 @@ class _Evaluation:
                 f"The held-out loss{of_set} is {loss} over {int(sums.num_tokens)} tokens: the weights are not usable."
             )
         perplexity = None
-        if self.objective.is_cross_entropy and self.functions.loss is None:
+        if is_of_tokens and self.objective.is_cross_entropy and self.functions.loss is None:
             perplexity = math.exp(loss) if loss < 700 else math.inf
         metrics = metric_means(self.functions.names or [], sums.metrics)
         return EvalReport(loss, perplexity, int(sums.num_tokens), sums.seconds, metrics)

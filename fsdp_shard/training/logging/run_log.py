@@ -212,7 +212,7 @@ class RunLog:
         if held_out:
             if held_out[0]["step"] == 0:
                 figures["perplexity_before"] = held_out[0]["perplexity"]
-            figures["perplexity"] = held_out[-1]["perplexity"]  # null: of a loss that is not the cross-entropy
+            figures["perplexity"] = held_out[-1]["perplexity"]  # null: of a loss that is no cross-entropy of tokens
             if "metrics" in held_out[-1]:
                 figures["metrics_before"] = held_out[0].get("metrics") if held_out[0]["step"] == 0 else None
                 figures["metrics"] = held_out[-1]["metrics"]
