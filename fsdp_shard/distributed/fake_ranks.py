@@ -23,6 +23,9 @@ class FakeContext(SendsNothing, DistributedContext):
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
         return values
 
+    def _new_mesh(self, shape: dict[str, int]) -> DeviceMesh:
+        return _mesh(shape, self.rank)
+
 
 @contextmanager
 def as_fake_rank(

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -185,6 +185,7 @@ class DistributedContext(Communicator):
             last dimension has size 1.
         num_context_ranks: Number of adjacent ranks that divide each sequence, and so see the same samples.
         context_group: With more than one of them, the process group of those around this rank.
+        timeout_seconds: Timeout for collectives, of meshes that are made later.
     """
 
     local_rank: int
@@ -193,6 +194,8 @@ class DistributedContext(Communicator):
     expert_mesh: DeviceMesh | None = None
     num_context_ranks: int = 1
     context_group: Any = None
+    timeout_seconds: float = 1800.0
+    _neighbor_meshes: dict[int, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -228,6 +231,16 @@ class DistributedContext(Communicator):
     def num_data_ranks(self) -> int:
         """Number of parts that a batch is divided into."""
         return self.world_size // (self.num_tensor_ranks * self.num_context_ranks)
+
+    def neighbor_mesh(self, size: int) -> DeviceMesh:
+        """All ranks as [replicate, shard] with `size` neighbors in `shard`; the first call is a collective."""
+        if size not in self._neighbor_meshes:
+            shape = {"replicate": self.world_size // size, "shard": size}
+            self._neighbor_meshes[size] = self._new_mesh(shape)
+        return self._neighbor_meshes[size]
+
+    def _new_mesh(self, shape: dict[str, int]) -> DeviceMesh:
+        return _make_mesh(self.device.type, shape, timedelta(seconds=self.timeout_seconds))
 
     def undivided(self) -> Self:
         """Return the same ranks for a model that each of them has as a whole."""
@@ -302,7 +315,7 @@ def init_distributed(
 def _groups(
     world_size: int, replicas: int, parallel: tuple[int, int, int], device_type: str, timeout: timedelta
 ) -> dict[str, Any]:
-    """The meshes and groups of a context; `parallel` are its numbers of tensor, expert and context ranks."""
+    """Meshes, groups and timeout of a context; `parallel` are its numbers of tensor, expert and context ranks."""
     tensor, expert, context = parallel
     shape, expert_shape = mesh_shapes(world_size, replicas, tensor, expert)
     return {
@@ -310,6 +323,7 @@ def _groups(
         "expert_mesh": None if expert_shape is None else _make_mesh(device_type, expert_shape, timeout),
         "num_context_ranks": context,
         "context_group": _neighbors(context, world_size, timeout) if context > 1 else None,
+        "timeout_seconds": timeout.total_seconds(),
     }
 
 

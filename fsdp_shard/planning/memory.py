@@ -208,4 +208,5 @@ def _overhead(part: RankPart, run: PlannedRun, per_rank: Sequence[RankMemory]) -
     divided = (shard.replicas, shard.tensor_parallel, shard.expert_parallel, shard.context_parallel, run.num_shards)
     num_params = sum(1 for _ in part.model.parameters())
     num_groups = 1 + sum(ranks > 1 for ranks in divided) if run.num_ranks > 1 else 0
+    num_groups += 2 if type(shard.reshard_after_forward) is int else 0  # the dimensions of one more mesh
     return device_overhead(max(peak for peak in peaks if peak is not None), 4 * num_params, num_groups)

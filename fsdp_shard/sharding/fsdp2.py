@@ -23,7 +23,7 @@ from fsdp_shard.sharding.gradients import clip_grads
 from fsdp_shard.sharding.module_shards import shards_of
 from fsdp_shard.sharding.prepare_model import prepare_model
 from fsdp_shard.sharding.routed_lists import alternatives, complete_gradients, is_within
-from fsdp_shard.utils import replace_tensors
+from fsdp_shard.utils import replace_tensors, reshard_over
 
 _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # from torch 2.13 on
 
@@ -143,7 +143,7 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
     pin_memory = context.device.type == "cuda"
     options: dict[str, Any] = {
         "mesh": _mesh(settings, context.mesh),
-        "reshard_after_forward": settings.reshard_after_forward,
+        "reshard_after_forward": bool(settings.reshard_after_forward),
         "offload_policy": CPUOffloadPolicy(pin_memory) if settings.cpu_offload else OffloadPolicy(),
         "ignored_params": {param for param in model.parameters() if not param.ndim},
     }
@@ -158,6 +158,8 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
         # Quantized weights have units of their own until torch 2.13 (`Fsdp2Config.quantized_dtype`): nothing is cast.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False) if unit.is_bytes else _precision(unit.dtype, settings)
         fully_shard(module, mp_policy=policy, **(kept if module is head else options))
+        if type(every := settings.reshard_after_forward) is int and module is not head:
+            reshard_over(module, context.neighbor_mesh(every))  # one mesh for all units
     fully_shard(model, mp_policy=_precision(root.dtype, settings), **kept)
     for fqn in run_in_part:
         model.get_submodule(fqn).set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]  # added by fully_shard

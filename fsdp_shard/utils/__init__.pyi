@@ -108,6 +108,7 @@ from .torch_private import (
     persistent_buffers as persistent_buffers,
     pin_flat_parameters as pin_flat_parameters,
     record_memory_history as record_memory_history,
+    reshard_over as reshard_over,
     restore_frozen_parameters as restore_frozen_parameters,
     storage_key as storage_key,
     tree_leaves as tree_leaves,

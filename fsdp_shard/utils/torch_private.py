@@ -234,6 +234,32 @@ def initialize_fsdp2(module: nn.Module) -> None:
     state._lazy_init()
 
 
+def reshard_over(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let a module that `fully_shard` has just wrapped divide its parameters over `mesh` after the forward pass.
+
+    Asked for a number of ranks, `fully_shard` makes a mesh of its own for each module: two process groups, which take
+    memory of the GPU and have torch's own timeout.
+
+    Args:
+        module: Wrapped with `reshard_after_forward=True`.
+        mesh: All ranks of its mesh, as [replicate, shard] with neighbors in the second dimension.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]  # torch sets it on the function
+        if (group := state._fsdp_param_group) is None:  # all of its parameters are ignored
+            return
+        info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        for param in group.fsdp_params:
+            assert param.post_forward_mesh_info is group.post_forward_mesh_info is group.mesh_info
+            param.post_forward_mesh_info = info
+            param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))
+        group.post_forward_mesh_info = info
+    except (ImportError, AttributeError) as error:
+        raise AssertionError(f"torch {torch.__version__} has not what shard.reshard_after_forward=N needs") from error
+
+
 def without_fakes() -> AbstractContextManager[object]:
     """Within the block no mode of fake tensors is active. Without it, meshes would not know which rank is where."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

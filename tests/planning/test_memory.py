@@ -253,6 +253,9 @@ def test_what_is_whole_for_a_while() -> None:
     assert gathered(Fsdp2Config(prefetch_forward=3), "forward") > gathered(base, "forward")
     kept = [gathered(Fsdp2Config(reshard_after_forward=every), "loss") for every in (True, 2, False)]
     assert kept == sorted(set(kept))
+    resharded = [Fsdp2Config(reshard_after_forward=every) for every in (True, 2)]
+    buffers = [plan(config, num_ranks=4, on_gpu=True, shard=each).overhead["NCCL buffers"] for each in resharded]
+    assert buffers[1] == 2 * buffers[0], "two more groups, one in each dimension of a mesh"
     whole = plan(config, num_ranks=4, shard=DdpConfig()).per_rank
     assert {rank.parameters_bytes for rank in whole} == {plan(config).bytes_by_dtype["float32"]}
     assert whole[0].unsharded_bytes == whole[0].gradients_bytes, "of earlier micro-batches, beside the buckets"

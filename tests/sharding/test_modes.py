@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -95,10 +96,30 @@ def compare(cases: list[tuple[ShardConfig, bool]]) -> None:
         assert all((result["graphs"] > 0) == bool(config.compile) for result in results), config
 
 
+def resharded(context: DistributedContext, settings: list[bool | int]) -> list[dict[str, Any]]:
+    """What training gives with each of `reshard_after_forward`, and size and timeout of the groups that it has made."""
+    results = []
+    for every in settings:
+        before = set(dist.distributed_c10d._world.pg_names)
+        found = train_sharded(
+            context, Fsdp2Config(param_dtype="float32", reshard_after_forward=every), True, False, STEPS
+        )
+        groups = [group for group in dist.distributed_c10d._world.pg_names if group not in before]
+        timeouts = [group._get_backend(context.device).options._timeout.total_seconds() for group in groups]
+        results.append(
+            found | {"groups": [(group.size(), seconds) for group, seconds in zip(groups, timeouts, strict=True)]}
+        )
+    return results
+
+
 def test_resharding_to_some_of_the_ranks() -> None:
-    config = Fsdp2Config(param_dtype="float32", reshard_after_forward=2)
-    (result, *_) = on_ranks(4, train_sharded, config, True, False, STEPS)
-    assert result["losses"] == pytest.approx(train_plain(True, steps=STEPS)[0], rel=1e-6)
+    """All units share one mesh, whose two groups have the timeout of the run; a second model has the same mesh."""
+    for result in on_ranks(4, resharded, [True, False, 2, 2]):
+        every, kept, some, again = result
+        assert [each["groups"] for each in result] == [[], [], [(2, 60.0), (2, 60.0)], []]
+        assert every["losses"] == pytest.approx(train_plain(True, steps=STEPS)[0], rel=1e-6)
+        for other in (kept, some, again):
+            assert (other["losses"], other["norms"]) == (every["losses"], every["norms"])
     for every in (3, 4):
         with pytest.raises(ConfigError, match=f"reshard_after_forward={every} must divide the 4 ranks that a replica"):
             check_ranks(Fsdp2Config(reshard_after_forward=every), 4, on_gpu=False)
