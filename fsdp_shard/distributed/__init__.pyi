@@ -25,6 +25,7 @@ from .local_shard import (
     is_first_copy as is_first_copy,
     shard_of as shard_of,
 )
+from .numa_binding import describe_unbound as describe_unbound
 from .process_group import (
     LONG_WAIT_SECONDS as LONG_WAIT_SECONDS,
     Communicator as Communicator,

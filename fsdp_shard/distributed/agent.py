@@ -76,6 +76,7 @@ class Agent(OverridableAgent):
         self._first_death: tuple[int, int] | None = None
         self._death_seen: float | None = None
         self._frozen: set[int] = set()
+        self._said: dict[int, str] = {}  # by ranks that raised an error before they began their work
         self._pids: dict[int, int] = {}
         self._started, self._waited_for = time.monotonic(), list[int]()
 
@@ -96,14 +97,15 @@ class Agent(OverridableAgent):
         if status < 0:
             hint = "; the machine may have run out of memory" if -status == signal.SIGKILL else ""
             return rank, f"was killed by {signal.Signals(-status).name}{hint}"
-        return rank, f"ended with exit status {status}"
+        said = f", before its work began: {self._said[rank]}" if rank in self._said else ""
+        return rank, f"ended with exit status {status}{said}"
 
     @property
     def _silent_seconds(self) -> float:
         return _SILENT_PART * self._settings.timeout_seconds
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        self._first_death, self._frozen, self._death_seen = None, set(), None
+        self._first_death, self._frozen, self._death_seen, self._said = None, set(), None, {}
         self._started, self._waited_for = time.monotonic(), []
         group: Any = worker_group  # torch's annotations know only what its fields are before the machines have met
         attempt = bytes(group.store.get(ATTEMPT_KEY)).decode()
@@ -132,6 +134,8 @@ class Agent(OverridableAgent):
                 return RunResult(state=WorkerState.HEALTHY)
             _send(signal.SIGKILL, running)
         result = super().monitor_workers(worker_group)
+        for rank, failure in result.failures.items():
+            self._note_message(rank, failure.message)
         if self._death_seen is None and result.failures:  # a rank has died since we looked
             self._note_first_death({rank: failure.exitcode for rank, failure in result.failures.items()}, pids)
         return result
@@ -148,6 +152,12 @@ class Agent(OverridableAgent):
         status = self._first_death[1]
         if status == InputError.exit_status or (status > 128 and not self._settings.is_elastic):
             self.forbid_restarts()
+
+    def _note_message(self, rank: int, message: Any) -> None:
+        """Record an error that torch has written down: of its own code around our work, whose errors are reported."""
+        if isinstance(message, dict):  # else torch knows of none
+            self._said[rank] = str(message["message"]).rstrip(".")
+            self._first_death = rank, 1
 
     def end_ranks(self, number: signal.Signals, timeout_seconds: int) -> None:
         # A rank whose work is done waits for this launcher to read what it returned, which it does no more. The first

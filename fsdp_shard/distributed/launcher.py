@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus, num_cores
+from fsdp_shard.distributed.numa_binding import can_bind
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.utils import first_line, format_count, refuse_changed, set_environment
 
@@ -332,13 +333,18 @@ def check_machine(settings: LaunchConfig) -> None:
 
     Raises:
         ConfigError: If there are fewer GPUs than ranks, or none at all, or a setting has no effect: one for GPUs only,
-            or for ranks that are started here.
+            or for ranks that are started here; or if a program is missing that one needs.
     """
     if settings.numa_binding == "node" and not uses_gpus(settings):
         raise ConfigError(
             "launch.numa_binding=node has no effect without GPUs, to which processors are near; leave it out."
         )
     _refuse_settings_of_others(settings)
+    if settings.numa_binding == "node" and not can_bind():
+        raise ConfigError(
+            "launch.numa_binding=node needs the program numactl, which is not in a directory of PATH; install it "
+            "(apt-get install numactl), or set launch.numa_binding=none."
+        )
     needs_none = settings.device == "cpu" or (settings.device == "auto" and settings.ranks == 1)
     if needs_none or joins(settings, os.environ):
         return

@@ -19,7 +19,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from fsdp_shard.distributed.agent import Agent
 from fsdp_shard.distributed.config import LaunchConfig
-from fsdp_shard.distributed.hardware import count_gpus
+from fsdp_shard.distributed.numa_binding import can_bind, wants_binding
 from fsdp_shard.distributed.process_group import attempt
 from fsdp_shard.distributed.rank_reports import (
     AttemptDirectory,
@@ -36,7 +36,7 @@ from fsdp_shard.utils import make_output_printable, set_environment
 C = TypeVar("C")
 Agree = Callable[[str, str], str]
 
-_TORCH_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+_TORCH_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing", "torch.numa")
 
 
 def run_ranks(
@@ -114,10 +114,10 @@ def _keep_handlers(cleanup: ExitStack) -> None:
 
 def numa_options(settings: LaunchConfig) -> NumaOptions | None:
     """Where torch binds ranks to processors; `auto` goes on without where a machine does not say which are near."""
-    binding, num_gpus = settings.numa_binding, 0 if settings.device == "cpu" else count_gpus()
-    if binding == "none" or num_gpus < (1 if binding == "node" else 2):
+    is_auto = settings.numa_binding == "auto"
+    if not wants_binding(settings) or (is_auto and not can_bind()):
         return None
-    return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=binding == "auto")
+    return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=is_auto)
 
 
 def _run_agent(agent: Agent, rendezvous: Rendezvous, settings: LaunchConfig, reports: Path) -> FsdpShardError | None:

@@ -13,7 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard.checkpoint import BASE_MODEL, RUN_CONFIG, Location
 from fsdp_shard.data import Dataset, Samples, prepare_on_ranks
-from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, init_distributed, is_restarted, run_on_main
+from fsdp_shard.distributed import (
+    LONG_WAIT_SECONDS,
+    DistributedContext,
+    describe_unbound,
+    init_distributed,
+    is_restarted,
+    run_on_main,
+)
 from fsdp_shard.models import load_context, load_tokenizer
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.recorded_settings import changed_values
@@ -275,7 +282,7 @@ def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> lis
             f"of one rank, not whole sequences; they must be sums over tokens"
         )
     context = load_context(start.source.directory, config.model.trust_remote_code)
-    lines += describe_lengths(config.data, context)
+    lines += [*describe_lengths(config.data, context), *describe_unbound(config.launch)]
     if (epochs := run.config.epochs) is not None:
         steps = format_count(run.config.num_steps, "step")
         lines.append(f"train.epochs={epochs:g} of {run.state.samples_per_epoch:,} samples: {steps}")

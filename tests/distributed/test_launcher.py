@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,16 @@ import torch
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.distributed import LaunchConfig, init_distributed, launch, launcher, num_cores
+from fsdp_shard.distributed import (
+    LaunchConfig,
+    describe_unbound,
+    init_distributed,
+    launch,
+    launcher,
+    local_workers,
+    num_cores,
+    numa_binding,
+)
 from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
 from fsdp_shard.distributed.local_workers import numa_options
 from fsdp_shard.distributed.rank_reports import RankFailure, first_cause, reports_directory
@@ -220,7 +230,15 @@ def test_settings_for_started_ranks_with_one_in_this_process() -> None:
     check_machine(LaunchConfig(grace_seconds=1, ranks=2, device="cpu"))
 
 
-def test_ranks_are_bound_to_the_processors_near_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _install_numactl(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs be found in `directory` only, where numactl is."""
+    program = directory / "numactl"
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", str(directory))
+
+
+def test_ranks_are_bound_to_the_processors_near_their_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install_numactl(tmp_path, monkeypatch)
     assert numa_options(LaunchConfig()) is None, "no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -229,6 +247,45 @@ def test_ranks_are_bound_to_the_processors_near_their_gpu(monkeypatch: pytest.Mo
     assert node == NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=False)
     for unbound in (LaunchConfig(numa_binding="none"), LaunchConfig(device="cpu")):
         assert numa_options(unbound) is None
+
+
+def test_without_numactl_ranks_are_not_bound_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch prints two tracebacks for each rank; with one NUMA node there is nothing to say."""
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(numa_binding, "_NODES", tmp_path)
+    monkeypatch.setenv("FSDP_SHARD_ATTEMPT", "1")
+    auto, node = LaunchConfig(ranks=2), LaunchConfig(ranks=2, numa_binding="node")
+    check_machine(auto)
+    assert numa_options(auto) is None
+    with pytest.raises(ConfigError, match=r"launch\.numa_binding=node needs the program numactl, which is not in"):
+        check_machine(node)
+    (tmp_path / "node0").mkdir()
+    assert describe_unbound(auto) == []
+    (tmp_path / "node1").mkdir()
+    (line,) = describe_unbound(auto)
+    assert line.startswith("launch.numa_binding=auto binds no rank to the processors near its GPU: the program numactl")
+    assert describe_unbound(LaunchConfig(ranks=2, device="cpu")) == []
+    _install_numactl(tmp_path, monkeypatch)
+    assert describe_unbound(auto) == []
+    check_machine(node)
+    monkeypatch.delenv("FSDP_SHARD_ATTEMPT")
+    monkeypatch.setenv("PATH", "")
+    assert describe_unbound(auto) == [], "started by others"
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="asks torch about a GPU, which one without CUDA refuses")
+def test_what_binding_raises_before_a_rank_works_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=False)
+    monkeypatch.setattr(local_workers, "numa_options", lambda settings: options)
+    run = SimpleNamespace(run_dir=str(tmp_path), launch=LaunchConfig(ranks=2, device="cpu"), debug=False)
+    with pytest.raises(RankError) as raised:
+        launch(lambda config: None, run)
+    said = (
+        r"Rank \d ended with exit status 1, before its work began: AssertionError: Torch not compiled with CUDA enabled"
+    )
+    assert re.match(rf"{said}\. The other", str(raised.value)), raised.value
 
 
 # What is heard of ranks that failed
