@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fsdp_shard.checkpoint import (
     optimizer_shards,
     verify,
 )
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding import (
@@ -226,6 +227,36 @@ def test_planned_as_it_is_sharded() -> None:
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     planned = Fsdp2Config().local_shapes(shapes, plan_units(model, Fsdp2Config()), 2)
     assert [{name: prod(shape) for name, shape in local.items()} for local in planned] == on_ranks(2, local_sizes)
+
+
+@dataclass(frozen=True)
+class ScalarsOnGpu:
+    """A model under FSDP2 with CPU offload: its scalars are on another device, for which meta stands in."""
+
+    inner: ShardedModel
+    shard_mesh_dim = "shard"
+
+    def local_shards(self) -> dict[str, LocalShard]:
+        on_gpu = nn.Parameter(torch.empty((), device="meta"))
+        moved = {"tensor": on_gpu, "data": on_gpu.detach().view(-1)}
+        shards = self.inner.local_shards().items()
+        return {name: shard if shard.shape else replace(shard, **moved) for name, shard in shards}
+
+
+def build_offloaded(context: DistributedContext, name: str) -> str:
+    model: Any = ScalarsOnGpu(sharded_model(context))
+    try:
+        build_optimizer(optim_of(name), model, context)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_offloaded_with_an_optimizer_that_needs_full_parameters_they_are_refused() -> None:
+    for said in on_ranks(2, build_offloaded, "adafactor"):
+        assert "the scalar parameter logit_scale stays on the GPU; use optim=adamw or optim=sgd, or shard.cpu" in said
+    assert on_ranks(2, build_offloaded, "sgd") == ["", ""]
+    assert on_ranks(1, build_offloaded, "adafactor") == [""]
 
 
 def test_fsdp1_refuses_them() -> None:

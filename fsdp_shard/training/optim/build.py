@@ -5,7 +5,7 @@ from typing import Protocol, cast
 
 from torch import nn, optim
 
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import ShardedModel, split_groups_by_mesh
 from fsdp_shard.training.optim.config import OptimConfig
@@ -38,7 +38,8 @@ def build_optimizer(
         lengths: Numbers of elements of each parameter on each of the ranks, by FQN; None asks them.
 
     Raises:
-        ConfigError: The optimizer needs full parameters, but layers or experts are divided over ranks.
+        ConfigError: The optimizer needs full parameters, but layers or experts are divided over ranks, or parameters
+            are on several devices.
 
     Example:
         >>> optimizer = fs.build_optimizer(config.optim, loaded.model, start.context, loaded.adapter)  # doctest: +SKIP
@@ -56,11 +57,23 @@ def build_optimizer(
         )
     if config.needs_full_params:
         group = context.mesh[model.shard_mesh_dim].get_group()
+        _refuse_several_devices({name: shards[name] for name in trained}, group.size())
         return FullParamOptimizer(shards, group, lambda params: config.build(params, shapes, rates), lengths)
     params = {name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}
     optimizer = config.build(params, shapes, rates)
     split_groups_by_mesh(optimizer)
     return optimizer
+
+
+def _refuse_several_devices(trained: Mapping[str, LocalShard], num_ranks: int) -> None:
+    """Raise ConfigError for scalars on the GPU beside parameters in CPU memory, which a round of updates would join."""
+    scalars = [name for name, shard in trained.items() if not shard.shape]
+    if scalars and num_ranks > 1 and len({shard.data.device for shard in trained.values()}) > 1:
+        raise ConfigError(
+            f"This optimizer needs full parameters for an update, which it cannot gather with shard.cpu_offload=true "
+            f"under shard=fsdp2: the scalar parameter {scalars[0]} stays on the GPU; use optim=adamw or optim=sgd, or "
+            f"shard.cpu_offload=false."
+        )
 
 
 def check_rates(optimizer: optim.Optimizer, *, has_rates: bool) -> None:
