@@ -1,11 +1,12 @@
 """Runs each check in a process of its own, within its seconds, and ends in a table of figures.
 
 Checks are functions with the mark `check(seconds=...)` that take a `bench`. Where there is no GPU, they are skipped;
-GPU_REHEARSAL=1 runs them on the CPU, on tiny shapes and without limits. GPU_SECONDS (560) bounds all of them together.
+GPU_REHEARSAL=1 runs them on the CPU, on tiny shapes and without limits. GPU_SECONDS (560) bounds all of them together;
+those that need several GPUs come first where there are as many, and their seconds are added to it.
 The table is printed, and written as gpu.md and gpu.json into $OUT, or build/gpu.
 
 The mark says what may run beside a check, as a process takes 15 seconds until it has used a GPU:
-- `concurrent="all"`: it measures no time. All of these run first, at once.
+- `concurrent="all"`: it measures no time. All of these run at once, before the others.
 - `concurrent="next"`, the default: the process of the next check starts and loads its libraries, and waits.
 - `concurrent="none"`: nothing, since it reads the memory of the whole GPU or needs all GPUs.
 """
@@ -28,7 +29,7 @@ from tests.gpu.child import Bench, Child, find_gpus
 from tests.gpu.device import IS_REHEARSAL, OUT, open_device
 from tests.gpu.table import Row, Table
 
-_DEADLINE = time.monotonic() + float(os.environ.get("GPU_SECONDS", "560"))
+_BEGAN, _SECONDS = time.monotonic(), float(os.environ.get("GPU_SECONDS", "560"))
 _LEAST_SECONDS = 5.0
 _PATIENCE = 8  # of a rehearsal, which may share two cores with other tests
 # What matters most comes first, as the time may not suffice for all.
@@ -37,6 +38,7 @@ _ORDER = (
 )  # fmt: skip
 _CONCURRENT = {"all": None, "next": 1, "none": 0}  # how many of the checks that follow may start beside one
 _TABLE = pytest.StashKey[Table]()
+_DEADLINE = pytest.StashKey[float]()
 _METHOD = pytest.StashKey[str]()
 _CHILDREN = pytest.StashKey[dict[str, Child]]()
 
@@ -53,14 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = [number for number, item in enumerate(items) if item.get_closest_marker("check")]
     checks = sorted(
         (items[number] for number in places),
-        key=lambda item: (list(_CONCURRENT).index(_concurrent(item)), _ORDER.index(item.path.stem)),
+        key=lambda item: (_gpus(item) == 1, list(_CONCURRENT).index(_concurrent(item)), _ORDER.index(item.path.stem)),
     )
     for number, item in zip(places, checks, strict=True):
         items[number] = item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Count the GPUs, in another process: one that has used a GPU cannot fork others that do."""
+    """Count the GPUs, in another process: one that has used a GPU cannot fork others that do. Then the time counts."""
     checks = [item for item in session.items if item.get_closest_marker("check")]
     if not checks:
         return
@@ -71,12 +73,26 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         found = find_gpus()
     session.config.stash[_METHOD], names = found
     session.config.stash[_TABLE].machine["GPUs"] = ", ".join(names)
-    count = len(names)
+    count, added = len(names), 0.0
     for item in checks:
-        needed = int(item.get_closest_marker("check").kwargs.get("gpus", 1))  # type: ignore[union-attr]
+        needed = _gpus(item)
+        added += _seconds(item) if 1 < needed <= count else 0.0
         if count < needed:
             reason = f"needs {needed} GPU(s), and torch finds {count}; `make gpu` runs it where there are"
             item.add_marker(pytest.mark.skip(reason=reason))
+    session.config.stash[_DEADLINE] = _BEGAN + _SECONDS + added
+
+
+def _gpus(item: pytest.Item) -> int:
+    """How many GPUs a check needs."""
+    mark = item.get_closest_marker("check")
+    return int(mark.kwargs.get("gpus", 1)) if mark else 1
+
+
+def _seconds(item: pytest.Item) -> float:
+    """How long a check may run."""
+    mark = item.get_closest_marker("check")
+    return float(mark.kwargs["seconds"]) * (_PATIENCE if IS_REHEARSAL else 1) if mark else 0.0
 
 
 def _concurrent(item: pytest.Item) -> str:
@@ -101,11 +117,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if mark is None:
         return None
     table = pyfuncitem.config.stash[_TABLE]
-    left = _DEADLINE - time.monotonic()
+    left = pyfuncitem.config.stash[_DEADLINE] - time.monotonic()
     if left < _LEAST_SECONDS:
         _note(table, pyfuncitem.name, "no time left", 0.0)
         pytest.fail("No time was left for it: GPU_SECONDS are over.", pytrace=False)
-    seconds = min(float(mark.kwargs["seconds"]) * (_PATIENCE if IS_REHEARSAL else 1), left)
+    seconds = min(_seconds(pyfuncitem), left)
     ended = _start(pyfuncitem, pyfuncitem.funcargs["bench"]).finish(seconds)
     table.rows += ended.rows
     beyond = [row for row in ended.rows if row.counts and row.is_within is False]

@@ -21,9 +21,9 @@ from tests.gpu.trace import summarize
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def _rehearse(out: Path, *arguments: str) -> dict[str, list[str]]:
+def _rehearse(out: Path, *arguments: str, seconds: int = 1200) -> dict[str, list[str]]:
     """Run checks on the CPU as `make gpu` runs them; the outcome and the seconds of each."""
-    variables = {"GPU_REHEARSAL": "1", "GPU_SECONDS": "1200", "OUT": str(out), "PYTHON": sys.executable}
+    variables = {"GPU_REHEARSAL": "1", "GPU_SECONDS": str(seconds), "OUT": str(out), "PYTHON": sys.executable}
     command = [str(_ROOT / "scripts" / "gpu"), *arguments]
     # Not those of this run of pytest.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -45,6 +45,18 @@ def test_some_checks_are_rehearsed(tmp_path: Path) -> None:
         "test_tokens_of_streamed_weights_are_right",
     ]
     assert {outcome for outcome, _ in outcomes.values()} == {"passed"}
+
+
+@pytest.mark.long
+def test_checks_of_two_gpus_come_first_with_seconds_of_their_own(tmp_path: Path) -> None:
+    """GPU_SECONDS are over at once: what needs one GPU would have no time left."""
+    assert _rehearse(tmp_path, "-k", "killed_rank", seconds=0)["test_a_killed_rank_is_named"][0] == "passed"
+    variables = dict(os.environ) | {"GPU_REHEARSAL": "1", "PYTHON": sys.executable}
+    command = [str(_ROOT / "scripts" / "gpu"), "--collect-only"]
+    listed = subprocess.run(command, cwd=_ROOT, env=variables, capture_output=True, text=True, check=True).stdout
+    checks = [line.partition("::")[0] for line in listed.splitlines() if "::" in line]
+    assert checks.count("test_ranks.py") > 2
+    assert set(checks[: checks.count("test_ranks.py")]) == {"test_ranks.py"}
 
 
 @pytest.mark.slow
