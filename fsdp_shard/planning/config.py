@@ -151,7 +151,13 @@ class PlanSettings:
         return locate_adapters(self.adapter_paths)
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a range of ranks that nothing would search, or a search without a limit."""
+        """Raise ConfigError for a range of ranks that nothing would search, a search without limit, or two devices."""
+        ranks_are, kind = {"cpu": "cpu", "cuda": "gpu"}.get(self.launch.device), self.device.kind
+        if self.run is None and ranks_are is not None and kind is not None and ranks_are != kind:
+            raise ConfigError(
+                f"{prefix}launch.device={self.launch.device} contradicts {prefix}device.kind={kind}, which a preset "
+                f"sets too; leave {prefix}launch.device out, or choose a device whose kind is {ranks_are}."
+            )
         if self.search and self.trace:
             raise ConfigError(
                 f"{prefix}trace=true is for one plan, and {prefix}search=true makes many; leave one of them out."

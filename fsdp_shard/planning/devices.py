@@ -35,6 +35,9 @@ def _size_or_none(size: str | None, name: str) -> int | None:
 class DeviceConfig:
     """The devices that the run would have, with the figures of a preset or of the user."""
 
+    kind: str | None = setting(
+        None, "What the devices are. Default: gpu, if any figure but device.host_memory is set.", choices=("gpu", "cpu")
+    )
     memory: str | None = setting(None, "Memory of each device, such as 80GiB, to check whether the run fits.")
     bf16_flops: float | None = setting(
         None, "Dense bfloat16 operations per second of a device, such as 989.4e12.", above=0.0
@@ -73,11 +76,11 @@ class DeviceConfig:
     disk_read_bytes_per_second = Parsed("disk_read_bandwidth", _size_or_none)
 
     @property
-    def is_gpu(self) -> bool:
-        """Whether figures are given, and not those of a CPU, whose memory is host memory."""
-        names = {item.name for item in fields(self)} - {"host_memory"}
+    def planned_kind(self) -> str | None:
+        """`kind`, or `gpu` where it is open and figures are given; None where nothing says what the devices are."""
+        names = {item.name for item in fields(self)} - {"kind", "host_memory"}
         is_given = any(getattr(self, name) is not None for name in names)
-        return is_given and (self.host_bandwidth is None or self.host_bandwidth != self.memory_bandwidth)
+        return self.kind or ("gpu" if is_given else None)
 
 
 @dataclass
@@ -163,7 +166,7 @@ def check_device(config: DeviceConfig, hardware: Hardware, missing: list[str]) -
         hardware: What they come to.
         missing: The settings without which there is no time.
     """
-    alone = ("memory", "host_memory")
+    alone = ("kind", "memory", "host_memory")
     given = [item.name for item in fields(config) if item.name not in alone and getattr(config, item.name) is not None]
     if given and missing and not hardware.name:
         value = getattr(config, given[0])

@@ -43,6 +43,7 @@ from fsdp_shard.planning.step.snapshot import (
     highest,
 )
 from fsdp_shard.planning.step.step_snapshots import SimulatedStep, plan_step
+from fsdp_shard.training import check_adapter_mesh
 
 if TYPE_CHECKING:
     from fsdp_shard.planning.step.teacher_pass import PlannedTeacher
@@ -64,6 +65,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, cache: PlanCache | No
         ModelError: No blocks are found in the model.
     """
     sharding.check_mesh(run.shard, run.num_ranks)
+    check_adapter_mesh(run.adapter, run.shard)
     cache = PlanCache() if cache is None else cache
     model, blocks, units = built_model(config, run, cache)
     of_model = (with_any_loss(run.model), run.adapter)

@@ -100,7 +100,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         assert found.memory is not None, "a search of a run is refused"
         rows = compare_with_run(found.memory, measured)
         # A bound on the time of other devices says nothing of this run's.
-        is_of_others = config.device.is_gpu and not on_gpu
+        is_of_others = config.device.planned_kind == "gpu" and not on_gpu
         known = {name: value for name, value in figures.items() if name != "step" or not is_of_others}
         text += f"\n\n{comparison_text(rows, found.memory, measured, known)}"
         figures["measured"] = comparison_figures(rows, measured)
@@ -111,7 +111,8 @@ def _plans_gpus(config: PlannedSettings) -> bool:
     """Whether the planned ranks have GPUs: those of this machine, or those that `device` names."""
     from fsdp_shard.distributed import uses_gpus
 
-    return uses_gpus(config.launch) or (config.launch.device == "auto" and config.device.is_gpu)
+    kind = config.device.planned_kind if config.launch.device == "auto" else None
+    return uses_gpus(config.launch) if kind is None else kind == "gpu"
 
 
 def _quantization_line(model: PlannedModel) -> str:

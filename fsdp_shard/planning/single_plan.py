@@ -37,6 +37,7 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
         lines.append(_teacher_line(run.objective))
     try:
         planner.check(run)
+        planner.check_model(run)
     except InputError as error:
         lines.append(f"finetune would refuse these settings: {error}")
     if memory_bytes is not None and plan.peak_bytes is None:

@@ -23,6 +23,7 @@ from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_l
 from .load_model import (
     LoadedModel as LoadedModel,
     LoadFigures as LoadFigures,
+    check_adapter_mesh as check_adapter_mesh,
     load_sharded as load_sharded,
 )
 from .logging.metrics_log import (

@@ -68,6 +68,7 @@ def check_finetune(config: FinetuneSettings) -> None:
     check_objective(*sections, is_packed=packing, is_streamed=streaming)
     check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
     config.optim.check_installed()
+    config.optim.check_divided(config.shard.tensor_parallel, config.shard.expert_parallel)
     find_loss(config.loss)
     data.check_task(config.model.task, config.data, config.objective.samples)
     data.check_data(config.data, config.model.task)

@@ -23,9 +23,10 @@ PRESETS = ("h100", "h200", "b200", "a100", "l40s", "rtx4090", "cpu")
 def test_presets_are_complete_and_say_where_each_figure_is_from(name: str) -> None:
     lines = (shipped("conf") / "device" / f"{name}.yaml").read_text().splitlines()
     figures = dict(found.groups() for line in lines if (found := re.fullmatch(r"(\w+): [^#]+  # (.{8,})", line)))
-    assert list(figures) == [item.name for item in fields(DeviceConfig)]
-    assert lines[:4] == [lines[0], "defaults:", "  - custom", "  - _self_"]
-    assert len(lines) == 4 + len(figures)
+    assert ["kind", *figures] == [item.name for item in fields(DeviceConfig)]
+    kind = "kind: cpu" if name == "cpu" else "kind: gpu"
+    assert lines[:5] == [lines[0], "defaults:", "  - custom", "  - _self_", kind]
+    assert len(lines) == 5 + len(figures)
     hardware = preset(name)
     assert None not in vars(hardware).values()
     assert hardware.flops["bf16"] >= hardware.flops["tf32"] >= hardware.flops["fp32"] > 1e12
@@ -53,6 +54,18 @@ def test_a_preset_can_be_changed_and_memory_needs_none() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             device(*overrides)
+
+
+def test_a_preset_says_whether_it_is_a_gpu_whatever_its_figures() -> None:
+    for figure in ("memory_bandwidth=400GB", "host_bandwidth=400GB", "memory=6GB"):
+        assert device("device=cpu", f"device.{figure}").planned_kind == "cpu"
+    assert device("device=h100", "device.host_bandwidth=3.35TB").planned_kind == "gpu"
+    assert (device("device.memory=8GB").planned_kind, device("device.host_memory=8GB").planned_kind) == ("gpu", None)
+    device("device=cpu", "launch.device=cpu")
+    device("device.memory=8GB", "launch.device=cpu")
+    for ranks, preset_of, kind in (("cpu", "h100", "gpu"), ("cuda", "cpu", "cpu")):
+        with pytest.raises(ConfigError, match=rf"launch\.device={ranks} contradicts device\.kind={kind}"):
+            device(f"device={preset_of}", f"launch.device={ranks}")
 
 
 def test_of_this_machine_only_a_gpu_with_a_preset_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from fsdp_shard.planning import (
 )
 from fsdp_shard.planning.search.candidate_changes import memory_savers
 from fsdp_shard.planning.search.pareto_front import search_front
+from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import OBJECTIVES, AdamWConfig, TrainConfig
 from fsdp_shard.utils import parse_size
@@ -424,6 +426,8 @@ def test_host_memory_that_is_short_is_no_advice() -> None:
         (["objective=simpo", "data.packing=true", "launch.ranks=2", "shard.context_parallel=2"], "packed pairs"),
         (["objective=dpo", "data.streaming=true", "objective.reference=precomputed"], "needs all samples before"),
         (["data.packing=true", "model.attention=flash_attention_2", "train.micro_batch_size=2"], "boundaries of doc"),
+        (["optim=muon", "launch.ranks=2", "shard.tensor_parallel=2"], r"cannot gather with shard\.tensor_parallel=2"),
+        (["adapter=lora", "launch.ranks=2", "shard.tensor_parallel=2"], "adapter=lora does not go together with"),
     ],
 )  # fmt: skip
 def test_what_finetune_would_refuse_is_not_advised(typed: list[str], says: str) -> None:
@@ -431,6 +435,17 @@ def test_what_finetune_would_refuse_is_not_advised(typed: list[str], says: str) 
     run = replace(run_of(config), is_packed=config.data.packing, is_streamed=config.data.streaming)
     with pytest.raises(InputError, match=says):
         Planner(llama_config()).check(run)
+
+
+@pytest.mark.parametrize("offloads", ["shard.cpu_offload=true", "shard.activation_offload=true"])
+def test_nothing_is_offloaded_from_a_cpu(offloads: str) -> None:
+    typed = ["data.sequence_length=64", offloads]
+    for of_device, is_refused in (("device=cpu", True), ("device=h100", False), ("device.memory=8GB", False)):
+        config = composed([*typed, of_device])
+        run = run_of(config)
+        planner = planner_for(config, llama_config(), run, planned_hardware(config, 1))
+        with pytest.raises(InputError, match="needs a GPU to offload from") if is_refused else nullcontext():
+            planner.check(run)
 
 
 def test_a_model_that_no_number_of_ranks_can_hold_costs_no_search() -> None:

@@ -23,11 +23,12 @@ from fsdp_shard.checkpoint import (
     optimizer_shards,
     save_step,
 )
-from fsdp_shard.config import OPTIONS
+from fsdp_shard.config import OPTIONS, FinetuneConfig, compose_jobs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding import DdpConfig, ShardConfig, ShardedModel
+from fsdp_shard.training.finetune_checks import check_finetune
 from fsdp_shard.training.optim.adamw8bit import AdamW8bitConfig
 from fsdp_shard.training.optim.build import build_optimizer
 from fsdp_shard.training.optim.config import OptimConfig
@@ -254,6 +255,14 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_matrices_that_muon_updates(name: str, hidden: bool) -> None:
     assert MuonConfig()._is_hidden(name, (4, 4)) is hidden
+
+
+@pytest.mark.parametrize("divided", ["tensor_parallel", "expert_parallel"])
+def test_whole_parameters_are_refused_before_anything_is_read(divided: str, tmp_path: Path) -> None:
+    typed = [f"model.path={tmp_path}", f"data.path={tmp_path}", f"run_dir={tmp_path / 'run'}", "launch.ranks=2"]
+    (job,) = compose_jobs(FinetuneConfig, [*typed, "optim=adafactor", f"shard.{divided}=2"], "finetune")
+    with pytest.raises(ConfigError, match=rf"cannot gather with shard\.{divided}=2; use optim=adamw"):
+        check_finetune(job.config)
 
 
 def test_what_muon_leaves_out_is_there_unless_it_is_so_by_default() -> None:

@@ -1,5 +1,6 @@
 """What the cost of a step depends on other than the settings: measured once for a model, then used for many plans."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.step.optimizer import optimizer_bytes
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN
 from fsdp_shard.training import AdapterConfig, OptimConfig, use_loss_head
-from fsdp_shard.utils import FakeTensorMode, first_line
+from fsdp_shard.utils import FakeTensorMode, first_line, only_errors_of
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def measured_amounts(
     return amounts, problem
 
 
+@only_errors_of("torch", logging.CRITICAL)  # which logs the traceback of a pass that cannot run on fake tensors
 def _measured(model: PreTrainedModel, names: Sequence[str], device: str) -> tuple[ModelAmounts | None, str | None]:
     blocks = [block.fqn for block in models.no_split_blocks(model, names) if block.repeated]
     try:

@@ -14,7 +14,7 @@ from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.plan_cache import PlanCache, of_parameters, with_any_loss
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.training import check_batch, check_inputs, check_objective, check_trained
+from fsdp_shard.training import check_adapter_mesh, check_batch, check_inputs, check_objective, check_trained
 from fsdp_shard.utils import check
 
 
@@ -88,10 +88,13 @@ class Planner:
         check_inputs(run.model, run.shard, run.train, is_packed=run.is_packed)
         if run.model.chunked_loss is True and run.shard.tensor_parallel > 1:
             raise ConfigError("model.chunked_loss=true does not go together with shard.tensor_parallel.")
+        run.optim.check_divided(run.shard.tensor_parallel, run.shard.expert_parallel)
+        check_adapter_mesh(run.adapter, run.shard)
         run.optim.check_installed()
         run.adapter.check_installed()
 
     def check_model(self, run: PlannedRun) -> None:
         """Raise an InputError if `finetune` would refuse the model with these settings, after `plan` has not."""
         model, _, _ = built_model(self.config, run, self.cache)
+        run.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
         check_trained(model, run.shard, run.adapter)

@@ -48,13 +48,7 @@ def build_optimizer(
     shapes = {name: shard.shape for name, shard in shards.items()}
     trained = {name: shape for name, shape in shapes.items() if shards[name].tensor.requires_grad}
     rates = {} if adapter is None else adapter.learning_rates(config.lr, trained)
-    if config.needs_full_params and context.divides_modules:
-        ranks = max(context.num_tensor_ranks, context.num_expert_ranks)
-        divided = "tensor_parallel" if context.num_tensor_ranks > 1 else "expert_parallel"
-        raise ConfigError(
-            f"This optimizer needs full parameters for an update, which it cannot gather with shard.{divided}={ranks}; "
-            f"use optim=adamw or optim=sgd."
-        )
+    config.check_divided(context.num_tensor_ranks, context.num_expert_ranks)
     if config.needs_full_params:
         group = context.mesh[model.shard_mesh_dim].get_group()
         _refuse_several_devices({name: shards[name] for name in trained}, group.size())

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
@@ -35,6 +36,16 @@ class OptimConfig:
 
     def check_installed(self) -> None:
         """Raise ConfigError if a package of this optimizer is not installed."""
+
+    def check_divided(self, tensor_parallel: int, expert_parallel: int) -> None:
+        """Raise ConfigError if it needs full parameters, and so many ranks divide layers or experts."""
+        if not self.needs_full_params or tensor_parallel == expert_parallel == 1:
+            return
+        name = "tensor_parallel" if tensor_parallel > 1 else "expert_parallel"
+        raise ConfigError(
+            f"This optimizer needs full parameters for an update, which it cannot gather with "
+            f"shard.{name}={max(tensor_parallel, expert_parallel)}; use optim=adamw or optim=sgd."
+        )
 
     def check_parameters(self, names: Iterable[str]) -> None:
         """Raise ConfigError if the settings name what none of the model's parameters, whose FQNs these are, is in."""

@@ -5,6 +5,7 @@ shape and no memory. So what autograd saves, what recomputation makes again and 
 moment is what the real run has. Of blocks that are alike only some are run (`repeated_blocks`).
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from fsdp_shard.planning.step.recording.repeated_blocks import (
     with_repeats,
 )
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
-from fsdp_shard.utils import FakeTensorMode, first_line, replace_tensors
+from fsdp_shard.utils import FakeTensorMode, first_line, only_errors_of, replace_tensors
 
 # What models raise that cannot run without values: they take no text, or their control flow depends on values.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError)
@@ -65,6 +66,7 @@ class MicroBatch(Protocol):
         """Run the forward pass and return the loss; `shared` is what `prepare` returned."""
 
 
+@only_errors_of("torch", logging.CRITICAL)  # which logs the traceback of a pass that cannot run on fake tensors
 def record_passes(
     model: PreTrainedModel,
     settings: ShardConfig,
@@ -153,6 +155,7 @@ def _run_extra(
     return {"extra": found, "uncounted": uncounted}
 
 
+@only_errors_of("torch", logging.CRITICAL)
 def record_forward(
     model: PreTrainedModel, run: Callable[[Recorder], None], *, has_mask: bool
 ) -> tuple[list[Event], Mapping[str, str]]:
