@@ -156,6 +156,9 @@ _SETTINGS = {
     "fsdp1, accumulation, reduced once": Setting(
         2, "fsdp1", {"sync_every_micro_batch": False, "param_dtype": "float32"}, micro_batches=3
     ),
+    "fsdp1, accumulation, reduced once, bfloat16": Setting(
+        2, "fsdp1", {"sync_every_micro_batch": False}, micro_batches=4
+    ),
     "LoRA": Setting(adapter=_LORA),
     "fsdp1, LoRA": Setting(2, "fsdp1", adapter=_LORA),
     "nf4": Setting(adapter=LoraConfig(rank=8, quantize="nf4")),

@@ -47,10 +47,12 @@ class Fsdp1Simulator(FsdpSimulator):
                 self.add(UNREDUCED, -unit.gradients)
             self.has_sharded.add(unit.fqn)
             return
-        if not self.rules.sync_every_micro_batch and unit.fqn in self.has_sharded:
-            self.add(UNREDUCED, -unit.gradients)
+        has_two = not self.rules.sync_every_micro_batch and unit.fqn in self.has_sharded
+        if has_two:
             self.has_sharded.discard(unit.fqn)
         self._reduce(unit)
+        if has_two:  # autograd holds this micro-batch's flat gradient until the reduction of the sum has begun
+            self.add(UNREDUCED, -unit.gradients)
 
     def _reduce(self, unit: UnitBytes) -> None:
         rules = self.rules
