@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from copy import deepcopy
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -23,15 +25,16 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    PreTrainedModel,
     T5Config,
     ViTConfig,
 )
 
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.data import MASKED
-from fsdp_shard.models import ModelConfig
+from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning.costs.block_flops import Amount, Attention
-from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
+from fsdp_shard.planning.costs.model_facts import ModelFacts, measured_amounts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.costs.step_report import step_figures, step_report
 from fsdp_shard.planning.costs.step_time import missing_figures, step_time
@@ -240,6 +243,19 @@ def test_flops_follow_the_batch_and_the_ranks() -> None:
     assert (divided.flops, divided.tokens) == (one // 2, LENGTH)
 
 
+def test_of_packed_documents_the_least_is_counted() -> None:
+    """Their lengths are not known: documents of one token attend to least."""
+    config = llama_config()
+    facts = measured(config)
+    packed, whole = cost_of(config, facts, is_packed=True), cost_of(config, facts)
+    tokens = TrainConfig(global_batch_size=LENGTH, micro_batch_size=LENGTH)
+    apart = cost_of(config, facts, train=tokens, sequence_length=1)
+    assert (packed.flops, packed.model_flops) == (apart.flops, apart.model_flops)
+    assert (packed.flops or 0) < (whole.flops or 0)
+    texts = [step_report(cost, preset("h100")) for cost in (packed, whole)]
+    assert ["FLOPs on each rank, as the documents" in text for text in texts] == [True, False]
+
+
 def test_a_checkpoint_and_what_moves() -> None:
     config, facts = llama_config(tied=False), measured(llama_config(tied=False))
     numbers = sum(param.numel() for param in facts.model.parameters())
@@ -265,6 +281,25 @@ def test_a_checkpoint_and_what_moves() -> None:
     whole = cost_of(config, facts, shard=kept)
     inputs = cost_of(config, facts, shard=replace(kept, activation_checkpointing=True))
     assert whole.to_host_bytes == whole.to_device_bytes > inputs.to_host_bytes >= 2 * LENGTH * 36 * 4
+
+
+def test_torch_logs_no_traceback_of_a_model_that_cannot_run() -> None:
+    """What is wrong is in the plan."""
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+
+    def build() -> PreTrainedModel:
+        model = build_on_meta(llama_config(), "float32")
+        model.get_submodule("model.layers.0.mlp.down_proj").weight = nn.Parameter(torch.empty(3, 3, device="meta"))
+        return model
+
+    logging.getLogger("torch").addHandler(handler)
+    try:
+        amounts, problem = measured_amounts(build)
+    finally:
+        logging.getLogger("torch").removeHandler(handler)
+    assert (amounts, problem is None, said) == (None, False, [])
 
 
 def test_what_cannot_run_on_text_has_no_flops() -> None:

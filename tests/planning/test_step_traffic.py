@@ -24,12 +24,14 @@ from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.sharding import ContextRanks, DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, attending, chosen_method
 from fsdp_shard.training import (
     OBJECTIVES,
+    OPTIMIZERS,
     AdamWConfig,
     AdapterConfig,
     LoraConfig,
     ObjectiveConfig,
     TrainConfig,
     inject_lora,
+    quantize_base,
     train,
 )
 from fsdp_shard.utils import TorchDispatchMode
@@ -91,6 +93,8 @@ CASES: list[Case] = [
     ("fsdp2", 2, {"reshard_after_forward": False}, "four layers", 1, _LAST_LAYER),
     ("fsdp2", 2, {}, "four layers", 1, _EMBEDDING_TOO),
     ("fsdp1", 2, {}, "four layers", 1, _LAST_LAYER),
+    ("fsdp1", 2, {}, "four heads", 1, LoraConfig(rank=2, quantize="nf4")),
+    ("fsdp1", 2, {"prefetch_backward": 0}, "four heads", 2, LoraConfig(rank=2, quantize="nf4")),
     ("fsdp1", 2, {}, "llama", 2, None),
     ("fsdp1", 4, {"replicas": 2}, "llama", 2, None),
     ("fsdp1", 2, {"min_params": 9000}, "llama", 1, _LORA),
@@ -156,6 +160,7 @@ def given(context: DistributedContext, case: Case) -> dict[str, int]:
     model = build_on_meta(config, "float32").train()
     if adapter is not None:
         inject_lora(model, adapter, "x", {})
+        quantize_base(model, adapter.quantize, shard, {})
     rebuild_buffers(model, "cpu")
     sharded = shard.shard(model, context)
     with torch.no_grad():
@@ -259,6 +264,39 @@ def test_values_of_answers_are_gathered(method: str) -> None:
     run = replace(run, objective=ObjectiveConfig())
     plain = step_traffic(facts, run, unit_shares(facts, run))
     assert [each.over for each in plain if each.collective == "all-gather"] == ["shard"]
+
+
+def _given_to_updates(context: DistributedContext, config: PretrainedConfig, run: PlannedRun) -> int:
+    """What a rank gives to the all-to-alls of two steps, unless that is to itself only, as under DDP."""
+    model, _ = build_sharded(config, run, context)
+    training = training_run(config, run, model, context)
+    with Given() as found:
+        for _ in train(training):
+            pass
+    return found.num_bytes["all-to-all"] if context.mesh[model.shard_mesh_dim].size() > 1 else 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optim", ["muon", "adafactor"])
+@pytest.mark.parametrize(
+    ("wrapper", "num_ranks", "settings"),
+    [("fsdp2", 2, {}), ("fsdp2", 4, {"replicas": 2}), ("fsdp1", 2, {}), ("ddp", 2, {})],
+)
+def test_parameters_go_to_the_ranks_that_update_them_and_come_back(
+    wrapper: str, num_ranks: int, settings: dict[str, Any], optim: str
+) -> None:
+    """Ranks own parameters of other sizes, so that some give a little more; the plan has the mean."""
+    shard, model, config = WRAPPERS[wrapper](**settings), ModelConfig(path="x"), model_config("llama")
+    train_config = TrainConfig(global_batch_size=2 * num_ranks, micro_batch_size=2)
+    run = PlannedRun(model, shard, train_config, OPTIMIZERS[optim](), 30, num_ranks)
+    facts = model_facts(
+        config, build_planned(config, model, run.adapter, model.dtype, shard), model, run.adapter, shard
+    )
+    found = {each.collective: each for each in step_traffic(facts, run, unit_shares(facts, run))}
+    planned_bytes = found["all-to-all"].payload_bytes if "all-to-all" in found else 0
+    given_bytes = on_ranks(num_ranks, _given_to_updates, config, run, replicas=shard.replicas)
+    assert sum(given_bytes) == 2 * num_ranks * planned_bytes
+    assert (planned_bytes > 0) == (wrapper != "ddp")
 
 
 def test_a_ring_sends_the_share_of_all_but_one() -> None:

@@ -76,12 +76,16 @@ class Amount:
     terms: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
     attention: tuple[Attention, ...] = ()
 
-    def at(self, length: int, decoder_length: int | None = None) -> int:
-        """The number for one sequence of `length` tokens; of an encoder-decoder the decoder's may have others."""
+    def at(self, length: int, decoder_length: int | None = None, *, is_packed: bool = False) -> int:
+        """The number for one sequence of `length` tokens; of an encoder-decoder the decoder's may have others.
+
+        Packed, it is the least: how many documents a sequence has is not known, so each token attends to itself only.
+        """
         decoder_length = decoder_length or length
         terms = (term * length**one * decoder_length**other for (one, other), term in self.terms.items())
         return round(sum(terms, Fraction(0))) + sum(
-            attention.flops(length, decoder_length) for attention in self.attention
+            attention.flops_per_pair * length if is_packed else attention.flops(length, decoder_length)
+            for attention in self.attention
         )
 
 

@@ -51,7 +51,8 @@ class StepCost:
         tokens: Tokens of a step, over all ranks: of a seq2seq model those of targets, of a masked one those that are
             predicted.
         flops: FLOPs that a rank must compute, recomputation included; None where they cannot be measured. Attention
-            counts the pairs that its mask allows. Elementwise work and the optimizer's do not count.
+            counts the pairs that its mask allows, and of packed documents the fewest. Elementwise work and the
+            optimizer's do not count.
         model_flops: Those of them that are trained on: without recomputation, a reference, a teacher, or answers that
             are only compared.
         precision: What is multiplied: `bf16`, `tf32` or `fp32`.
@@ -63,6 +64,7 @@ class StepCost:
         to_device_bytes: Bytes that offload copies back, and a teacher's weights that are not on the device.
         checkpoint: A saved step.
         problem: Why FLOPs cannot be measured, if so.
+        is_packed: Whether rows hold documents, or pairs, of unknown lengths.
     """
 
     num_ranks: int
@@ -77,6 +79,7 @@ class StepCost:
     to_device_bytes: int
     checkpoint: CheckpointCost
     problem: str | None = None
+    is_packed: bool = False
 
     @property
     def sent_bytes(self) -> int:
@@ -117,6 +120,7 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
         to_device_bytes=to_device,
         checkpoint=_checkpoint_cost(facts, run),
         problem=facts.problem,
+        is_packed=run.is_packed,
     )
 
 
@@ -131,15 +135,15 @@ def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int
         counted += [block.forward, block.backward]
         if fqn in recomputed:
             counted.append(block.recomputed_selectively if kind == "selective" else block.recomputed)
-    flops = run.num_rows * _sum_at(counted, run.sequence_length, run.target_length)
+    lengths = run.sequence_length, run.target_length
+    flops = run.num_rows * _sum_at(counted, *lengths, is_packed=run.is_packed)
     if run.mask_fraction is not None and run.shard.tensor_parallel == 1:  # else the head is divided
         flops -= (run.num_rows * run.sequence_length - _labels_of_rows(run)) * facts.unmasked_flops
     if not of_model:  # what is compared without gradients
         num_rows = run.num_read_rows - run.num_rows
         num_rows += run.num_read_rows if run.reference_kind in ("sharded", "adapter") else 0
-        flops += num_rows * _sum_at(
-            [block.forward for block in blocks.values()], run.sequence_length, run.target_length
-        )
+        forward = [block.forward for block in blocks.values()]
+        flops += num_rows * _sum_at(forward, *lengths, is_packed=run.is_packed)
     return run.num_micro_batches * flops // (run.shard.tensor_parallel * run.shard.context_parallel)
 
 
@@ -148,12 +152,12 @@ def _labels_of_rows(run: PlannedRun) -> int:
     return round(run.num_rows * (run.target_length or run.sequence_length) * (run.mask_fraction or 1))
 
 
-def _sum_at(amounts: Sequence[Amount], length: int, decoder_length: int | None) -> int:
+def _sum_at(amounts: Sequence[Amount], length: int, decoder_length: int | None, *, is_packed: bool = False) -> int:
     """The sum of `amounts`, of which many are the same."""
     known: dict[int, int] = {}
     for amount in amounts:
         if id(amount) not in known:
-            known[id(amount)] = amount.at(length, decoder_length)
+            known[id(amount)] = amount.at(length, decoder_length, is_packed=is_packed)
     return sum(known[id(amount)] for amount in amounts)
 
 

@@ -8,6 +8,7 @@ losses. Experts are taken to get as many tokens each.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import prod
 
 from fsdp_shard import sharding
 from fsdp_shard.errors import ConfigError
@@ -34,7 +35,8 @@ class Traffic:
         num_ranks: Number of ranks that take part.
         stride: Distance between neighbors among them.
         payload_bytes: Bytes of the whole tensor that is gathered or reduced; of all that one rank gives to an
-            all-to-all, its own part included; or of what is sent to a neighbor.
+            all-to-all, its own part included, and on average where ranks give different amounts; or of what is sent
+            to a neighbor.
     """
 
     collective: str
@@ -71,6 +73,7 @@ def step_traffic(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]
         *_of_layers(facts, run),
         *_of_experts(facts, run),
         *_of_parts(facts, run),
+        *_of_optimizer(facts, run),
     ):
         if traffic.num_ranks > 1 and traffic.payload_bytes:
             key = traffic.collective, traffic.over
@@ -192,6 +195,17 @@ def _of_parts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
                 width = tokens * layer.heads[1] * sum(layer.widths)
                 sent = (num - 1) * width * (num_passes * itemsize + _FLOAT32_BYTES)
                 yield Traffic("send", "context", num, 1, sent)
+
+
+def _of_optimizer(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
+    """Of parameters that are updated whole: values and gradients go to the rank that owns one, and values come back."""
+    if not run.optim.needs_full_params:
+        return
+    trained = [param for param in facts.params.values() if param.is_trained]
+    sent = sum(3 * prod(param.shape) * param.itemsize for param in trained)
+    if run.shard.wrapper == "fsdp2":  # scalars are whole on every rank, and come back to each
+        sent += sum((run.num_shards - 1) * param.itemsize for param in trained if not param.shape)
+    yield Traffic("all-to-all", "shard", run.num_shards, 1, sent // run.num_shards)
 
 
 def _exchanged_width(layer: Attention, num_ranks: int) -> int:

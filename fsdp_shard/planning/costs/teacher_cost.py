@@ -37,7 +37,7 @@ def with_teacher(cost: StepCost, run: PlannedRun, cache: PlanCache) -> StepCost:
     flops = None
     if amounts is not None and cost.flops is not None:
         passes = (amounts.outside, *amounts.blocks.values())
-        of_row = sum(each.forward.at(run.sequence_length) for each in passes)
+        of_row = sum(each.forward.at(run.sequence_length, is_packed=run.is_packed) for each in passes)
         flops = cost.flops + num_passes * run.num_read_rows * of_row
     return replace(
         cost,

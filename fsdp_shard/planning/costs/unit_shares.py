@@ -55,10 +55,13 @@ def unit_shares(facts: ModelFacts, run: PlannedRun) -> Iterator[UnitShare]:
 def _have_backward(facts: ModelFacts, run: PlannedRun, units: Sequence[sharding.Unit]) -> list[bool]:
     """Whether each unit is gathered for the backward pass: what nothing trained runs before has none.
 
-    FSDP2 gathers the units before, too, that it prefetches for a backward pass.
+    FSDP2 gathers the units before, too, that it prefetches for a backward pass, and FSDP1 the quantized weights of the
+    first trained layer, which are units before its own.
     """
     *inner, root = units
     first = next((number for number, unit in enumerate(inner) if unit.num_trained), len(inner))
+    while 0 < first < len(inner) and inner[first - 1].is_bytes:
+        first -= 1
     embedding = {id(param) for param in facts.model.get_input_embeddings().parameters() if param.requires_grad}
     if any(id(facts.model.get_parameter(name)) in embedding for name in root.parameters):
         first = 0
