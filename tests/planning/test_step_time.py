@@ -52,7 +52,7 @@ from fsdp_shard.training import (
     inject_lora,
     use_loss_head,
 )
-from fsdp_shard.utils import replace_tensors
+from fsdp_shard.utils import FakeTensorMode, replace_tensors
 from tests.planning.device_presets import preset
 from tests.support.mixtures import config as mixture_config
 from tests.support.tiny import llama_config
@@ -294,11 +294,12 @@ def test_torch_logs_no_traceback_of_a_model_that_cannot_run() -> None:
         model.get_submodule("model.layers.0.mlp.down_proj").weight = nn.Parameter(torch.empty(3, 3, device="meta"))
         return model
 
-    logging.getLogger("torch").addHandler(handler)
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger.addHandler(handler)
     try:
         amounts, problem = measured_amounts(build)
     finally:
-        logging.getLogger("torch").removeHandler(handler)
+        logger.removeHandler(handler)
     assert (amounts, problem is None, said) == (None, False, [])
 
 
