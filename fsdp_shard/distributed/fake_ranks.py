@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_shard.distributed.process_group import DistributedContext, SendsNothing, mesh_shapes
-from fsdp_shard.utils import fake_store
+from fsdp_shard.utils import fake_store, without_fakes
 
 
 class FakeContext(SendsNothing, DistributedContext):
@@ -24,7 +24,8 @@ class FakeContext(SendsNothing, DistributedContext):
         return values
 
     def _new_mesh(self, shape: dict[str, int]) -> DeviceMesh:
-        return _mesh(shape, self.rank)
+        with without_fakes():  # a model may be sharded where tensors have no values
+            return _mesh(shape, self.rank)
 
 
 @contextmanager
