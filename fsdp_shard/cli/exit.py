@@ -1,5 +1,6 @@
 """How a command ends: its exit status, and the one paragraph on standard error that says why."""
 
+import errno
 import gc
 import os
 import resource
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeGuard
 
 from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
-from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, one_line
+from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, RunError, one_line
 from fsdp_shard.utils import make_output_printable, printable, redact
 
 _MANY_FILES = 65_536
@@ -29,6 +30,7 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     """
     gc.disable()
     _allow_many_files()
+    _open_closed_outputs()
     make_output_printable()
     interrupt_on_signals(ctrl_c=False)
     status = _outcome(body, debug)
@@ -51,6 +53,14 @@ def _allow_many_files() -> None:
     wanted = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _open_closed_outputs() -> None:
+    """Send what is printed to a closed output (`>&-`) nowhere: Python has None for it, and its number is free."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", closefd=False))
 
 
 def start_garbage_collection() -> None:
@@ -79,10 +89,23 @@ def _outcome(body: Callable[[], None], debug: bool) -> int:
         return 128 + signal.SIGINT
     except BaseException as raised:  # torch has errors that are no Exception
         error = raised.as_error() if isinstance(raised, Stopped) else raised
+        if _has_no_room_to_print(error):
+            error = RunError(f"Standard output cannot be written: {error.strerror}. Make room, or send it elsewhere.")
         if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of several stopped ranks, one says so
             print_error(error, debug)
         return error.exit_status if isinstance(error, FsdpShardError) else 1
     return 0
+
+
+def _has_no_room_to_print(error: BaseException) -> TypeGuard[OSError]:
+    """Whether standard output is full: errors of files have their names, and a line break cannot be printed either."""
+    if not isinstance(error, OSError) or error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return False
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def wants_debug(arguments: Sequence[str]) -> bool:

@@ -1,11 +1,14 @@
-"""When the garbage collector runs in our programs: not while they import, as ever while they work, not as they end."""
+"""How programs start and end: the garbage collector, and outputs that are closed or full."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
-from tests.support.commands import fsdp_shard, run
+import pytest
+
+from tests.support.commands import FSDP_SHARD, fsdp_shard, run
 
 _PROGRAM = """
 import atexit, gc
@@ -94,3 +97,18 @@ start_garbage_collection()
 print(gc.isenabled(), gc.get_freeze_count() - before)
 """
     assert run([sys.executable, "-c", program], tmp_path).out == "True 0\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&-"])
+def test_a_closed_output_takes_what_is_printed(closed: str, tmp_path: Path) -> None:
+    command = shlex.join(FSDP_SHARD)
+    done = run(["sh", "-c", f"{command} ls {closed}"], tmp_path)
+    assert (done.status, done.out, done.err) == (0, "", "")
+    assert run(["sh", "-c", f"{command} inspect nothing {closed}"], tmp_path).status == 2
+
+
+def test_a_full_output_is_an_error_of_one_sentence(tmp_path: Path) -> None:
+    done = run(["sh", "-c", f"{shlex.join(FSDP_SHARD)} ls >/dev/full"], tmp_path)
+    assert done.status == 1
+    room = "Make room, or send it elsewhere."
+    assert done.error == f"error: Standard output cannot be written: No space left on device. {room}"

@@ -27,6 +27,7 @@ _ALLOWED = {
     ("utils.environment", "changes os.environ"): "the context manager that restores it",
     ("data.tokenized.token_cache", "assigns os.environ"): "`datasets` puts a copy in its place; it is restored",
     ("cli.exit", "tunes gc"): "the command line's own start and end",
+    ("cli.exit", "assigns an attribute of sys"): "outputs that the command line's own process was started without",
     ("utils.limited_process", "tunes gc"): "in the process that it forked, which ends there",
     ("config.compose", "assigns sys.argv"): "hydra.main reads it; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.deterministic"): "a documented setting; it is restored",
