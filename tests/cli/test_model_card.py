@@ -163,6 +163,20 @@ def test_losses_have_the_unit_of_what_was_trained(trained: Path, tmp_path: Path,
     assert _section(card, "Loss").replace("\\", "").strip().startswith(f"In {unit}.")
 
 
+def test_how_machines_are_set_up_is_not_in_the_card(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained / "run", tmp_path / "run"))
+    step = run / "checkpoints" / "step-00000002"
+    recorded = (step / "run_config.yaml").read_text()
+    recorded = recorded.replace("  rendezvous: null\n", "  rendezvous: node7.corp:29400\n")
+    (step / "run_config.yaml").write_text(recorded.replace("  cache_dir: null\n", "  cache_dir: /scratch/mine\n"))
+    trainer = json.loads((step / "trainer.json").read_text())
+    trainer["changed_settings"] = [[1, "launch.rendezvous", "node6.corp:1", "node7.corp:29400"]]
+    (step / "trainer.json").write_text(json.dumps(trainer))
+    settings = _section(_card_of(f"{run}@step-2"), "Settings")
+    assert "| optim.lr | 0.0123 |" in settings
+    assert not [name for name in ("rendezvous", "cache", "corp", "mine") if name in settings]
+
+
 def _keep_rows(file: Path, first: int) -> None:
     rows = file.read_text().splitlines(keepends=True)
     file.write_text("".join(row for row in rows if json.loads(row)["step"] >= first))

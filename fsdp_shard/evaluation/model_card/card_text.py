@@ -25,12 +25,8 @@ from fsdp_shard.utils import format_number, redact, redact_setting
 _MAX_ROWS = 12  # of the curve
 _MAX_VALUE = 200  # characters of a setting
 _PACKAGES = ("fsdp-shard", "torch", "transformers", "safetensors", "peft")
-_ELSEWHERE = (
-    "run_dir",
-    "model.path",
-    "data.path",
-    "model.revision",
-)  # settings that the card has in other places, or not
+_PRIVATE = frozenset({"launch.rendezvous", "data.cache_dir"})  # settings that say how machines are set up
+_ELSEWHERE = _PRIVATE | {"run_dir", "model.path", "data.path", "model.revision"}  # that are in other places, or not
 _TASKS = {  # by model.task: the class of transformers that loads it, and the hub's name of what it does
     CAUSAL: ("AutoModelForCausalLM", "text-generation"),
     SEQ2SEQ: ("AutoModelForSeq2SeqLM", "text2text-generation"),
@@ -211,8 +207,8 @@ def _means(steps: Sequence[Row]) -> list[tuple[float, float | None]]:
 
 def _settings_table(subject: CardSubject, run: Run) -> Table | None:
     shown = courses(run.settings, run.changes, _without_secrets)
-    changed = {change.name for change in run.changes or ()}
-    differing = {name for name, value in run.settings.items() if value != subject.defaults.get(name)} - {*_ELSEWHERE}
+    changed = {change.name for change in run.changes or ()} - _PRIVATE
+    differing = {name for name, value in run.settings.items() if value != subject.defaults.get(name)} - _ELSEWHERE
     rows = [[text(name), _value(value)] for name, value in shown.items() if name in differing | changed]
     note = f"Those that are not the defaults of fsdp-shard{', or that have changed' if changed else ''}."
     if run.changes is None:
