@@ -370,7 +370,7 @@ def refuse_unused_base(base: str | None, *locations: Location | None) -> None:
     """Raise CheckpointError if `base` is given and none of the checkpoints that are compared is an adapter."""
     if base is not None and not any(location is not None and location.is_adapter for location in locations):
         raise CheckpointError(
-            f"base={base} is for an adapter, but neither of the two checkpoints is one; leave it out."
+            f"The base model {base} is for an adapter, but neither of the two checkpoints is one; leave it out."
         )
 
 

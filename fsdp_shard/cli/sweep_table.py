@@ -35,7 +35,7 @@ def refuse_other_sweep(jobs: Sequence[Job[Any]]) -> None:
     Args:
         jobs: The runs, before the first begins.
     """
-    for number, (job, settings) in enumerate(zip(jobs, changed_settings_of(jobs), strict=True), start=1):
+    for job, settings in zip(jobs, changed_settings_of(jobs), strict=True):
         config = job.config
         store = checkpoint.Store(Path(config.run_dir) / checkpoint.CHECKPOINTS)
         if not isinstance(config, configs.FinetuneConfig) or not config.writes or (step := store.latest()) is None:
@@ -45,8 +45,8 @@ def refuse_other_sweep(jobs: Sequence[Job[Any]]) -> None:
         other = [change for change in changes if change.split()[0] in settings.keys() - {"adapter.path"}]
         if other:
             raise ConfigError(
-                f"Run {number} of this sweep would continue the run in run_dir={config.run_dir}, whose settings were "
-                f"others ({', '.join(other)}), and the table would show figures of both as of one. Give the sweep "
+                f"Run {_number(job)} of this sweep would continue the run in run_dir={config.run_dir}, whose settings "
+                f"were others ({', '.join(other)}), and the table would show figures of both as of one. Give the sweep "
                 f"another run_dir."
             )
 
@@ -64,11 +64,16 @@ def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:
     figures = [name for name in jobs[0].config.headline if any(result.get(name) is not None for result in results)]
     changed = changed_settings_of(jobs)
     rows = [["run", *changed[0], *(name.removesuffix("_bytes") for name in figures), "status", "run_dir"]]
-    for number, (job, settings, result) in enumerate(zip(jobs, changed, results, strict=True), start=1):
+    for job, settings, result in zip(jobs, changed, results, strict=True):
         status = "failed" if job.config.run_dir in failed else "done"
         shown = [_format(name, result.get(name)) for name in figures]
-        rows.append([str(number), *settings.values(), *shown, status, job.config.run_dir])
+        rows.append([_number(job), *settings.values(), *shown, status, job.config.run_dir])
     return "\n".join(format_table(rows))
+
+
+def _number(job: Job[Any]) -> str:
+    """The number of a run, by which its directory is called."""
+    return Path(job.config.run_dir).name
 
 
 def _result(config: RunConfig) -> dict[str, Any]:

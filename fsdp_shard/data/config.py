@@ -270,8 +270,8 @@ def _check_streaming(config: DataConfig, prefix: str) -> None:
     if not config.streaming:
         if config.shuffle_buffer != default_of("shuffle_buffer"):
             raise ConfigError(
-                f"{prefix}shuffle_buffer={config.shuffle_buffer} is for {prefix}streaming=true: without it, all "
-                f"samples are shuffled; leave it out."
+                f"{prefix}shuffle_buffer={config.shuffle_buffer} is for training with {prefix}streaming=true, which "
+                f"shuffles a part of the data at a time; leave it out."
             )
         return
     refused = {

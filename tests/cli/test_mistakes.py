@@ -53,8 +53,8 @@ MISTAKES = [
     ("diff {m} {m} --logits", "expected one argument"),
     ("diff {m} {m} --logits a --config {m}", "both checkpoints have a config.json"),
     ("diff {m} {m} --tokenizer {m}", "needs --logits PROMPT"),
-    ("diff {m} {m} --base {m}", "is for an adapter, but neither"),
-    ("verify {m} --base {m}", "is for an adapter that is compared"),
+    ("diff {m} {m} --base {m}", "error: The base model "),
+    ("verify {m} --base {m}", "error: The base model "),
     # Settings of any command
     (f"{_TRAIN} train.stepz=3", "train.stepz is not a setting of finetune (did you mean train.steps?)"),
     (f"{_TRAIN} learning_rate=1e-4", "here it is optim.lr"),
@@ -156,6 +156,7 @@ MISTAKES = [
     (f"{_EVALUATE} data.path={{t}} task=perplexty", "perplexity"),
     (f"{_EVALUATE} data.path={{t}} data.kind=preference", "which only preference objectives of finetune do"),
     (f"{_EVALUATE} data.path={{t}} batch_size=0", "at least 1"),
+    (f"{_EVALUATE} data.path={{t}} data.shuffle_buffer=3", "is for training with data.streaming=true"),
     (f"{_EVALUATE} data.path={{t}} launch.device=cpu", "launch.device=cpu is for several ranks"),
     (f"{_GENERATE} prompt=x launch.device=cpu", "launch.device=cpu is for several ranks"),
     (f"{_EVALUATE} task=lm_eval", "lm_eval.tasks"),

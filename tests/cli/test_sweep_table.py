@@ -22,10 +22,10 @@ def test_a_row_has_what_differs_and_the_figures(tmp_path: Path) -> None:
     rows = [re.split(r" {2,}", line.strip()) for line in sweep_table(jobs, {f"{tmp_path}/3"}).splitlines()]
     assert rows == [
         ["run", "checkpoint", "dispatch.dtype", "perplexity", "seconds", "status", "run_dir"],
-        ["1", "a, b", "keep", "12.35", "3", "done", f"{tmp_path}/0"],
-        ["2", "a, b", "float32", "13.35", "3", "done", f"{tmp_path}/1"],
-        ["3", "c", "keep", "14.35", "3", "done", f"{tmp_path}/2"],
-        ["4", "c", "float32", "-", "-", "failed", f"{tmp_path}/3"],
+        ["0", "a, b", "keep", "12.35", "3", "done", f"{tmp_path}/0"],
+        ["1", "a, b", "float32", "13.35", "3", "done", f"{tmp_path}/1"],
+        ["2", "c", "keep", "14.35", "3", "done", f"{tmp_path}/2"],
+        ["3", "c", "float32", "-", "-", "failed", f"{tmp_path}/3"],
     ]
 
 
@@ -40,5 +40,5 @@ def test_a_run_of_another_sweep_is_not_continued(tmp_path: Path) -> None:
         (step / MANIFEST).touch()
         (step / RUN_CONFIG).write_text(job.config.to_yaml())
     refuse_other_sweep(first)  # goes on
-    with pytest.raises(ConfigError, match=r"^Run 2 .*/1, whose settings were others \(optim.lr 0.01 -> 1.0\)"):
+    with pytest.raises(ConfigError, match=r"^Run 1 .*/1, whose settings were others \(optim.lr 0.01 -> 1.0\)"):
         refuse_other_sweep(jobs("0.1,1", 4))

@@ -298,7 +298,8 @@ def test_settings_that_must_be_given_are_explained_by_the_first_sentence_of_thei
     with pytest.raises(ConfigError) as caught:
         compose_jobs(FinetuneConfig, ["model.path=m"], "fsdp-shard finetune")
     assert str(caught.value).endswith(
-        "data.path: Training data: a file, a directory, a pattern such as data/*.jsonl, or a dataset on the hub."
+        "data.path: The data to train on or evaluate: a file, a directory, a pattern such as data/*.jsonl, or a "
+        "dataset on the hub."
     )
 
 

@@ -109,6 +109,14 @@ def test_every_error_is_explained() -> None:
         assert status == expected, name
 
 
+def test_maps_on_command_lines_are_in_quotes() -> None:
+    """A shell divides `name={key: value}` at its blanks."""
+    pages = [ROOT / "README.md", *(page for page in DOCS.rglob("*.md") if page.name != "config.md")]
+    bare = re.compile(r"(?<!['\w.])[a-z][\w.]*=\{\w+: [^}]*\}")
+    found = {(page.name, one) for page in pages for one in bare.findall(page.read_text(encoding="utf-8"))}
+    assert found == set()
+
+
 @pytest.mark.long
 def test_the_reference_has_every_public_name(site: Path) -> None:
     ids = _Anchors(site / "reference" / "python" / "index.html").ids

@@ -72,7 +72,7 @@ def verify(path: str | Path, against: str | Path | None = None, *, base: str | N
     """
     if against is None and base is not None:
         raise CheckpointError(
-            f"base={base} is for an adapter that is compared with a model; give that, or leave it out."
+            f"The base model {base} is for an adapter that is compared with a model; give one, or leave it out."
         )
     return read_kept(lambda: _Pair(path, against, base), _verify)
 

@@ -159,9 +159,10 @@ class RowSettings(ABC):
 
     path: str = setting(
         REQUIRED,
-        "Training data: a file, a directory, a pattern such as data/*.jsonl, or a dataset on the hub. Files may be "
-        ".txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, each also .gz or .zst, .parquet or .arrow, and have any "
-        "address that fsspec opens (s3://, https://, ...); a directory may be one that save_to_disk wrote.",
+        "The data to train on or evaluate: a file, a directory, a pattern such as data/*.jsonl, or a dataset on "
+        "the hub. Files may be .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, each also .gz or .zst, .parquet or "
+        ".arrow, and have any address that fsspec opens (s3://, https://, ...); a directory may be one "
+        "that save_to_disk wrote.",
     )
     sequence_length: int | None = setting(
         None,
