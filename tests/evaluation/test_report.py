@@ -100,6 +100,15 @@ def test_losses_have_the_unit_of_what_is_trained(tmp_path: Path) -> None:
     assert f"Losses in {' or '.join(added)}: " in _table(_report(*runs), "runs").note
 
 
+def test_what_an_older_run_recorded_of_a_signature_is_not_shown(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        file = _run(tmp_path / name) / "config.yaml"
+        file.write_text(f"{file.read_text()}data: {{path: 'https://host/{name}?sig=secret'}}\n")
+    table = to_csv(_report(tmp_path / "a", tmp_path / "b"))
+    assert "https://host/a?sig=***" in table
+    assert "secret" not in table
+
+
 def test_held_out_sets_and_the_memory_of_ranks(tmp_path: Path) -> None:
     path = _run(tmp_path / "a")
     sets = [{"code": {"loss": 3.0, "perplexity": 20.1, "num_tokens": 5}, "a/b": {"loss": 1.5}}, {"code": 7, "c": None}]
