@@ -253,7 +253,7 @@ def test_of_packed_documents_the_least_is_counted() -> None:
     assert (packed.flops, packed.model_flops) == (apart.flops, apart.model_flops)
     assert (packed.flops or 0) < (whole.flops or 0)
     texts = [step_report(cost, preset("h100")) for cost in (packed, whole)]
-    assert ["FLOPs on each rank, as the documents" in text for text in texts] == [True, False]
+    assert ["FLOPs on each rank, as attention keeps" in text for text in texts] == [True, False]
 
 
 def test_a_checkpoint_and_what_moves() -> None:

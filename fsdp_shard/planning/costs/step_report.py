@@ -39,7 +39,7 @@ def step_report(cost: StepCost, hardware: Hardware) -> str:
     if cost.flops is not None:
         flops = f"{_with_prefix(cost.flops)}FLOPs on each rank"
         if cost.is_packed:
-            flops = f"at least {flops}, as the documents of a window, to which attention keeps, have unknown lengths"
+            flops = f"at least {flops}, as attention keeps to documents of unknown lengths"
     lines = [f"A step of {cost.tokens:,} tokens: {flops}.", ""]
     if cost.traffic:
         rows = [["collective", "over", "ranks", "sent by each rank"]]
