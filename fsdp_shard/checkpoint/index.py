@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.io import FileHeader, itemsize
 from fsdp_shard.checkpoint.piece_reader import PieceReader
+from fsdp_shard.checkpoint.piece_table import PieceTable
 from fsdp_shard.checkpoint.steps import Manifest, read_manifest
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, Span, TensorEntry
 from fsdp_shard.errors import CheckpointError
@@ -108,7 +109,7 @@ class TensorIndex:
 
     def files(self) -> list[Path]:
         """The files that hold the tensors, sorted."""
-        return sorted({self.root / piece.file for entry in self.tensors.values() for piece in entry.pieces})
+        return sorted(self.root / name for name in self._file_names())
 
     def entry(self, name: str) -> TensorEntry:
         """The entry of a tensor, or of the one it is tied to; raises CheckpointError if there is neither."""
@@ -179,6 +180,27 @@ class TensorIndex:
         for entry in self.tensors.values():
             for piece in entry.pieces:
                 self.reader.finish_checksum(piece)
+
+    def remember_files(self) -> None:
+        """Take the files for the ones to read: what replaces one later is refused, even if it was never opened.
+
+        Raises:
+            CheckpointError: One is missing, or is of another save than the index of its directory.
+        """
+        for name in self._file_names(decoded=not self.parts):
+            self.reader.files.remember(name)
+        for part in self.parts:
+            part.remember_files()
+
+    def _file_names(self, *, decoded: bool = True) -> set[str]:
+        """The files of all pieces, or of those without a codec: with `parts`, a codec may read files of these."""
+        found: set[str] = set()
+        for entry in self.tensors.values():
+            if isinstance(entry.pieces, PieceTable):
+                found |= entry.pieces.files
+            else:
+                found |= {piece.file for piece in entry.pieces if decoded or piece.codec is None}
+        return found
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""

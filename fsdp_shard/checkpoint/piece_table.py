@@ -119,6 +119,11 @@ class PieceTable(Sequence[Piece]):
         """Where the pieces begin in the tensor."""
         return self._division.order
 
+    @property
+    def files(self) -> set[str]:
+        """The names of the files that hold them."""
+        return {self._files.names[held.rank] for held in self._division.held}
+
     def __len__(self) -> int:
         return len(self._division.parts)
 

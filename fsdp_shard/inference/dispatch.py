@@ -29,7 +29,7 @@ from fsdp_shard.inference.named_adapters import adapters_bytes, add_adapters
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, keep_dtypes, load_config, no_split_blocks
-from fsdp_shard.utils import check, format_count, format_size
+from fsdp_shard.utils import check, format_count, format_size, nearest
 
 Log = Callable[[str], object]
 OnPlan = Callable[[DevicePlan], object]
@@ -90,6 +90,11 @@ def load_dispatched(
         >>> model = load_dispatched("outputs/run", max_memory={"cpu": "2GB"})
         >>> model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
     """
+    if unknown := [name for name in options if name not in DispatchOptions.__annotations__]:
+        known = list(DispatchOptions.__annotations__)
+        raise ConfigError(
+            f"load_dispatched has no option {unknown[0]}{nearest(unknown[0], known)}; give some of {', '.join(known)}."
+        )
     adapters = {name: locate(adapter) for name, adapter in parse_adapters(options.get("adapters")).items()}
     others: Any = {name: value for name, value in options.items() if name != "adapters"}
     settings = DispatchConfig(
@@ -188,7 +193,8 @@ def dispatch_model(
         pages = PageBudget("cpu" in (settings.budgets or {}), cache)
         quantizer = _quantizer(model, blocks, settings.quantize, plan.main, log)
         stream = dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
-        schedule.keep_stream(model, stream)
+        if stream.num_blocks:  # a model without can be copied and pickled
+            schedule.keep_stream(model, stream)
         device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)

@@ -47,14 +47,19 @@ def model_errors(problem: str, advice: str = "", others: tuple[type[Exception], 
         raise ModelError(f"{problem}: {kind}{first_line(error)}{advice and f' {advice}'}") from error
 
 
-def running(model: nn.Module) -> AbstractContextManager[None]:
+def running(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
     """Raise what a model raises as it runs as a ModelError, as a wrong value in its files may show only then.
 
     Errors of the machine stay what they are, and where there are several ranks, RuntimeErrors: another rank that is
     lost is one.
+
+    Args:
+        model: The model.
+        hint: What else may be wrong, and what to do then, in a sentence.
     """
     name = origin(getattr(getattr(model, "config", None), "name_or_path", "")) or type(model).__name__
     advice = "Its config.json or generation_config.json may be wrong; debug=true or --debug shows where it fails."
+    advice = f"{hint} {advice}" if hint else advice
     import torch
     import torch.distributed as dist
 

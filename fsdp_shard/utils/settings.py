@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any, Generic, Self, TypeVar, overload
 
 from fsdp_shard.errors import ConfigError
@@ -139,13 +140,15 @@ def check(config: Any) -> None:
 
 
 def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """Check the value of one setting; ConfigError if it is missing, out of range, not a known choice or not a bool."""
+    """Check the value of one setting; ConfigError if it is missing, out of range, no choice, no bool or no int."""
     if value == REQUIRED:
         raise ConfigError(f"{name} is not set: {field.metadata.get('help', 'it is required')} Add {name}=VALUE.")
     if value is None:
         return
     if field.type in (bool, "bool") and not isinstance(value, bool):  # from Python: any text would count as true
         raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected a bool: True or False.")
+    if field.type in (int, "int") and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected an int, such as 2.")
     rules = field.metadata
     choices = rules.get("choices")
     if choices is not None and value not in choices:

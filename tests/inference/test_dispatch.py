@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -196,6 +197,24 @@ def test_a_pass_in_inference_mode_does_not_bind_the_next(sources: dict[str, Path
     assert torch.equal(first, logits(model))
 
 
+@pytest.mark.parametrize("format", ["one file", "pieces", "2 ranks"])
+def test_two_saves_are_not_mixed(sources: dict[str, Path], tmp_path: Path, format: str) -> None:
+    """A file that is replaced after loading, and before a block in it is read, is refused."""
+    convert(sources["one file"], tmp_path / "one file")
+    convert(sources["one file"], tmp_path / "pieces", max_shard_size="60kB")
+    convert(sources["one file"], tmp_path / "2 ranks", format="sharded", ranks=2)
+    path = tmp_path / format
+    model = load_dispatched(path, {"": "cpu", "model.layers": "disk"}, dtype="bfloat16")
+    again = load_dispatched(path, {"": "cpu", "model.layers": "disk"}, dtype="bfloat16")
+    expected = logits(again)
+    for file in path.glob("*.safetensors"):
+        shutil.copy(file, tmp_path / "new")  # with a time of its own
+        os.replace(tmp_path / "new", file)
+    with pytest.raises(CheckpointError, match=r"safetensors was replaced or written to while the checkpoint was read"):
+        logits(model)
+    assert torch.equal(logits(again), expected)  # its files are open
+
+
 def test_the_generation_config_comes_along(tmp_path: Path) -> None:
     path = save_model(tmp_path / "model")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "pad_token_id": 9}))
@@ -260,6 +279,10 @@ def test_a_second_equal_copy_of_a_tied_tensor_and_a_missing_prefix_are_fine(tiny
         ({"max_memory": "1GB"}, ConfigError, "max_memory=1GB is not a mapping from devices to sizes such as"),
         ({"device_map": "cpu", "max_memory": {"cpu": "100kB"}}, PlanError, "take device_map=auto"),
         ({"dtype": "int3"}, ConfigError, "dtype=int3 is not one of"),
+        ({"prefetch_blocks": 1.5}, ConfigError, r"prefetch_blocks=1\.5 is float, expected an int"),
+        ({"prefetch_blocks": "2"}, ConfigError, "prefetch_blocks='2' is str, expected an int"),
+        ({"prefetch_block": 2}, ConfigError, r"no option prefetch_block \(did you mean prefetch_blocks\?\)"),
+        ({"schedule": "layer_major"}, ConfigError, "load_dispatched has no option schedule; give some of"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")

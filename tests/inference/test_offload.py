@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import mmap
 import multiprocessing
 import os
+import pickle
 import resource
 import threading
 import time
@@ -14,12 +16,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    FunnelConfig,
+    FunnelForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    ProphetNetConfig,
+    ProphetNetForConditionalGeneration,
+)
 
-from fsdp_shard.checkpoint import convert, open_checkpoint
+from fsdp_shard.checkpoint import convert, open_checkpoint, tensor_bytes
 from fsdp_shard.errors import RunError
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.offload import mmap_tensors, page_cache as pages_module
@@ -282,6 +294,94 @@ def test_a_backward_pass_through_memory_that_was_used_again_is_refused() -> None
     output = recorder.modules[1](recorder.modules[0](value))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+def test_a_backward_pass_while_memory_is_read_into_is_refused() -> None:
+    recorder, begun, done = Recorder(3, 1), threading.Event(), threading.Event()
+
+    def fill(wanted: Any) -> None:
+        for name, out in wanted:
+            tensor_bytes(out)[:] = torch.full((2, 2), float(name)).numpy().tobytes()  # unseen by torch, as from a file
+            if name == "2":
+                begun.set()
+                assert done.wait(30)
+
+    recorder.ring.fill_all = fill
+    output = recorder.modules[1](recorder.modules[0](torch.ones(1, 2, requires_grad=True)))
+    assert begun.wait(30)  # into the memory that the first block had
+    try:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+    finally:
+        done.set()
+
+
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked by peft
+def test_an_adapter_without_values_is_refused(sources: dict[str, Path], target: str) -> None:
+    """peft puts its matrices where the weights are: on meta, between passes."""
+    model = load_dispatched(sources["uneven"], {"": "cpu", "model.layers": "disk", "lm_head": "disk"})
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[target]))
+    with pytest.raises(RunError, match=r"has parameters without values.*load_dispatched\(adapters="):
+        adapted(_IDS)
+
+
+def test_a_module_in_a_block_that_does_not_run_is_refused(sources: dict[str, Path]) -> None:
+    model = load_dispatched(sources["uneven"], "disk")
+    expected = tokens(model)
+    with pytest.raises(
+        RunError, match="A Linear is called while the LlamaDecoderLayer that it belongs to does not run"
+    ):
+        model.get_submodule("model.layers.3.mlp")(torch.ones(1, 256))
+    assert torch.equal(tokens(model), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("device_map", ["disk", {"": "disk", "model.embed_tokens": "cpu"}])
+def test_what_needs_weights_on_disk_is_refused(sources: dict[str, Path], tmp_path: Path, device_map: Any) -> None:
+    model = load_dispatched(sources["whole"], device_map, dtype="bfloat16")
+    expected = tokens(model)
+    casts: list[Callable[[], Any]] = [
+        *(model.float, model.double, model.half, model.get_submodule("model").float),
+        *(lambda: model.to(torch.float32), lambda: model.to("cpu", dtype=torch.float32)),
+    ]
+    for cast in casts:
+        with pytest.raises(RunError, match="which are read in bfloat16 for each pass, so it cannot become float"):
+            cast()
+    with pytest.raises(RunError, match=r"save_pretrained cannot write; fsdp-shard convert .* TARGET"):
+        model.save_pretrained(tmp_path)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RunError, match="cannot be copied or pickled; load it again by load_dispatched"):
+            copied(model)
+    assert torch.equal(tokens(copy.copy(model)), expected)
+    assert torch.equal(tokens(model.bfloat16()), expected)
+
+
+def test_a_model_is_copied_if_no_block_is_streamed(sources: dict[str, Path]) -> None:
+    model = load_dispatched(sources["whole"], "cpu")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(tokens(copied), tokens(model))
+    with pytest.raises(RunError, match="cannot be copied or pickled"):
+        pickle.dumps(load_dispatched(sources["whole"], "disk"))
+
+
+@pytest.mark.parametrize("kind", ["prophetnet", "funnel"])
+def test_models_that_use_weights_outside_of_their_module_are_refused(tmp_path: Path, kind: str) -> None:
+    if kind == "prophetnet":
+        config: Any = ProphetNetConfig(
+            hidden_size=32, num_encoder_layers=1, num_decoder_layers=1, num_encoder_attention_heads=2,
+            num_decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=99,
+        )  # fmt: skip
+        made: Any = ProphetNetForConditionalGeneration(config)
+    else:
+        made = FunnelForMaskedLM(
+            FunnelConfig(vocab_size=99, block_sizes=[1, 1], d_model=32, n_head=2, d_head=16, d_inner=48)
+        )
+    made.save_pretrained(tmp_path)
+    model = load_dispatched(tmp_path, "disk", dtype="bfloat16")
+    inputs = {"input_ids": _IDS % 90, **({"decoder_input_ids": _IDS % 90} if kind == "prophetnet" else {})}
+    with pytest.raises(RunError, match=r"by a larger max_memory or a device_map that names it\.$"):
+        model(**inputs)
 
 
 def test_another_working_directory_is_another_model(

@@ -236,6 +236,9 @@ def _compare_header(descriptor: int, path: Path, expected: FileHeader) -> None:
 class Files:
     """The files of one checkpoint, for reading ranges of them. Thread-safe.
 
+    A file that is opened again must be the one that was opened first. Its size and time tell: network file systems
+    give the same file another inode number once it was closed.
+
     Args:
         root: The directory of the files.
         headers: What the headers of some of them must be, as an index of them says: each is compared once, when the
@@ -244,21 +247,36 @@ class Files:
 
     def __init__(self, root: Path, headers: Mapping[str, FileHeader] | None = None) -> None:
         self._root, self._headers = root, headers or {}
-        self._compared: set[str] = set()
+        self._known: dict[str, tuple[int, int]] = {}  # size and time of change
         self._handles = Handles(self.open)
 
     def open(self, name: str) -> int:
-        """Open a file for reading, and compare its header; returns the descriptor."""
+        """Open a file for reading, compare it with what is known of it, and return the descriptor.
+
+        Raises:
+            CheckpointError: It is missing, has another header, or was replaced since it was opened first.
+        """
         path = member(self._root, name)
         descriptor = open_regular(path)
-        if name in self._headers and name not in self._compared:
-            try:
+        try:
+            found = os.fstat(descriptor)
+            state = found.st_size, found.st_mtime_ns
+            if name not in self._known and name in self._headers:
                 _compare_header(descriptor, path, self._headers[name])
-            except BaseException:
-                os.close(descriptor)
-                raise
-            self._compared.add(name)
+            if self._known.setdefault(name, state) != state:
+                raise CheckpointError(
+                    f"{path} was replaced or written to while the checkpoint was read, so the rest of it is of another "
+                    f"save; read it again from the start, as by loading the model again."
+                )
+        except BaseException:
+            os.close(descriptor)
+            raise
         return descriptor
+
+    def remember(self, name: str) -> None:
+        """Take a file for the one to read, as by its first reading, if it was not opened yet."""
+        if name not in self._known:
+            os.close(self.open(name))
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         """Fill `out` with the bytes of file `name` from `offset` on; raises CheckpointError if it is too short."""

@@ -129,7 +129,9 @@ class Decoder:
         # Where the model computes: transformers moves the logits of each token to where the ids are.
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
         generate: Any = self.model.generate
-        with running(self.model), _own_config(self.model, self.config), no_cudnn_attention():
+        beams = self.settings.num_beams
+        hint = f"Leave out generation.num_beams={beams} if the model has no beam search." if beams > 1 else ""
+        with running(self.model, hint), _own_config(self.model, self.config), no_cudnn_attention():
             output = generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -8,12 +8,13 @@ passes, so an encoder that runs once does not confuse the decoder.
 Instead of the passes themselves, a schedule may say when blocks are fetched and released (`layer_major`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock, get_ident
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 
@@ -24,6 +25,11 @@ ANOTHER_THREAD = (
     "Another thread runs this model, whose blocks are streamed: one pass at a time. Wait for it, or load the model "
     "once per thread."
 )
+CANNOT_COPY = (
+    "A model with blocks that are streamed cannot be copied or pickled; load it again by load_dispatched, in the "
+    "process that needs it, or keep all of it in memory (device_map=cpu)."
+)
+_KEEP = "keep this block in memory, by a larger max_memory or a device_map that names it"
 
 
 class Driver(Protocol):
@@ -59,6 +65,8 @@ class StreamedBlock:
         populate: Reads the pages of parameters that are used directly in a file.
         drop: Releases those pages.
         num_bytes: What a fetch reads.
+        params: All its parameters as they are now, with those of a layer that was put around it; each has values
+            while it runs.
     """
 
     module: nn.Module
@@ -67,6 +75,7 @@ class StreamedBlock:
     populate: Callable[[], None]
     drop: Callable[[], None]
     num_bytes: int = 0
+    params: Callable[[], Iterable[Tensor]] = tuple
 
 
 class BlockStream:
@@ -100,6 +109,11 @@ class BlockStream:
         return len(self._blocks)
 
     @property
+    def reads_files(self) -> bool:
+        """Whether weights are read into buffers, rather than used in mapped files, or copied from CPU memory."""
+        return any(block.content.tensors and block.content.resident is None for block in self._blocks)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of weights that a pass reads."""
         return sum(block.num_bytes for block in self._blocks)
@@ -110,31 +124,43 @@ class BlockStream:
         self._blocks.append(block)
         self._ring.fit(block.content)
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if any(isinstance(value, Tensor) and value.is_meta for value in (*args, *kwargs.values())):
-                raise RunError(
-                    f"A {type(module).__name__} whose weights are streamed got an input without values: the model's "
-                    f"code asks for the device of these weights, which are on meta between passes. Keep this block in "
-                    f"memory, by a larger max_memory or a device_map that names it."
-                )
-            if self._driver is not None:
-                self._driver.before(number, (*args, *kwargs.values()))
-                return
+        block.module.register_forward_pre_hook(partial(self._before, number), with_kwargs=True)
+        # A pass that raises releases its buffer, too.
+        block.module.register_forward_hook(partial(self._after, number), always_call=True)
+        for owner, name in {slot.owner: slot.name for slot in block.slots if slot.owner is not block.module}.items():
+            owner.register_forward_pre_hook(partial(_refuse_alone, type(block.module).__name__, name))
+
+    def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if _has_meta((args, kwargs)):
+            raise RunError(
+                f"A {type(module).__name__} whose weights are streamed got an input without values: the model's "
+                f"code asks for the device of these weights, which are on meta between passes. K{_KEEP[1:]}."
+            )
+        if self._driver is not None:
+            self._driver.before(number, (*args, *kwargs.values()))
+        else:
             with self._lock:
                 self._check_thread()
                 self._leave(number)  # in case that Ctrl-C ended the last pass, after which torch calls no hooks
                 self._enter(number)
+        if any(param.is_meta for param in self._blocks[number].params()):  # torch would compute with any values
+            raise RunError(
+                f"A {type(module).__name__} whose weights are streamed has parameters without values: an adapter that "
+                f"is added to it is on meta, as its weights are between passes. Load the model by "
+                f"load_dispatched(adapters={{NAME: PATH}}), or {_KEEP}."
+            )
 
-        def after(*_: Any) -> None:
-            if self._driver is not None:
-                self._driver.after(number)
-                return
-            with self._lock:
-                if self._thread == get_ident():
-                    self._leave(number)
+    def _after(self, number: int, *_: Any) -> None:
+        if self._driver is not None:
+            self._driver.after(number)
+            return
+        with self._lock:
+            if self._thread == get_ident():
+                self._leave(number)
 
-        block.module.register_forward_pre_hook(before, with_kwargs=True)
-        block.module.register_forward_hook(after, always_call=True)  # a pass that raises releases its buffer, too
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: files, threads and buffers belong to one model in one process."""
+        raise RunError(CANNOT_COPY)
 
     @contextmanager
     def driven(self, driver: Driver) -> Iterator[None]:
@@ -239,6 +265,24 @@ class BlockStream:
         self._blocks[number].drop()
         if buffer is not None:
             self._ring.release(buffer)
+
+
+def _has_meta(value: Any) -> bool:
+    """Whether a tensor without values is among the inputs of a module, in tuples, lists and mappings, too."""
+    if isinstance(value, Tensor):
+        return value.is_meta
+    if isinstance(value, Mapping):
+        return any(map(_has_meta, value.values()))
+    return isinstance(value, (tuple, list)) and any(map(_has_meta, value))
+
+
+def _refuse_alone(block: str, name: str, module: nn.Module, _: Any) -> None:
+    """Raise RunError for a module in a streamed block that is called while the block does not run."""
+    if getattr(module, name).is_meta:  # torch would compute with any values
+        raise RunError(
+            f"A {type(module).__name__} is called while the {block} that it belongs to does not run, and its weights "
+            f"are read only for that: call the whole {block}, or {_KEEP}."
+        )
 
 
 def _load(block: StreamedBlock, ring: Ring, buffer: Buffer | None) -> None:

@@ -69,9 +69,14 @@ class Ring:
         self.num_bytes = max(self.num_bytes, content.num_bytes)
 
     def acquire(self) -> Buffer:
-        """A free buffer, or a new one; the caller limits their number."""
+        """A free buffer, or a new one; the caller limits their number.
+
+        A backward pass that needs the previous content fails from here on, not only once the next is there.
+        """
         if self._free:
-            return self._free.pop()
+            buffer = self._free.pop()
+            torch.autograd.graph.increment_version(buffer.memory)  # torch sees no reads of files
+            return buffer
         with torch.inference_mode(False):  # else it could be filled in no other mode than that of the first pass
             return self._new()
 
@@ -95,10 +100,8 @@ class Ring:
     def _read(self, content: Content, memory: torch.Tensor) -> None:
         if content.resident is not None:
             memory[: content.num_bytes].copy_(content.resident)
-            return
-        self.fill_all(content.views(memory))
-        # torch did not see these writes: a backward pass that needs the previous content must fail.
-        torch.autograd.graph.increment_version(memory)
+        else:
+            self.fill_all(content.views(memory))
 
 
 @dataclass

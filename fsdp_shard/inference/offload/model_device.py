@@ -1,19 +1,106 @@
-"""Keeps `model.device` of an offloaded model right: the device that computes, even if its first parameter is on meta.
+"""Keeps an offloaded model right where transformers would look at, or change, weights that are not there.
 
-transformers creates tensors there (the first tokens of a decoder), and has a property for it that looks at the first
-parameter. Only a subclass can override a property, so here, and nowhere else, a model's class is replaced. An empty
-parameter on the right device, before all others, would also work, but show up in `named_parameters()` and
-`state_dict()`.
+`model.device` is the device that computes, even if the first parameter is on meta: transformers creates tensors there
+(the first tokens of a decoder), and has a property for it that looks at that parameter. What would need the weights
+themselves, a cast or `save_pretrained`, is refused. Only a subclass can override a property, so here, and nowhere else,
+a model's class is replaced. An empty parameter on the right device, before all others, would also make the device
+right, but show up in `named_parameters()` and `state_dict()`.
 """
+
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from transformers import PreTrainedModel
+
+from fsdp_shard.errors import RunError
+from fsdp_shard.inference.offload.block_hooks import CANNOT_COPY
+
+if TYPE_CHECKING:
+    _Base = PreTrainedModel
+else:
+    _Base = object
+
+
+class _Offloaded(_Base):
+    """What a model with parameters on meta does otherwise than its own class, which is the next base."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise RunError(
+                f"The code of {type(self).__name__} uses weights outside of the module that has them, and they are on "
+                f"meta, since they are read only for the passes of that module ({error}). Keep them in memory, by a "
+                f"larger max_memory or a device_map that names it."
+            ) from error
+
+    def __copy__(self) -> Any:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
+        raise RunError(CANNOT_COPY)
+
+    def float(self, *args: Any) -> Any:
+        self._refuse_cast(torch.float32)
+        return super().float(*args)  # type: ignore[no-untyped-call]
+
+    def double(self, *args: Any) -> Any:
+        self._refuse_cast(torch.float64)
+        return super().double(*args)
+
+    def half(self, *args: Any) -> Any:
+        self._refuse_cast(torch.float16)
+        return super().half(*args)  # type: ignore[no-untyped-call]
+
+    def bfloat16(self) -> Any:
+        self._refuse_cast(torch.bfloat16)
+        return super().bfloat16()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, (torch.dtype, torch.Tensor)):
+                self._refuse_cast(value.dtype if isinstance(value, torch.Tensor) else value)
+        return super().to(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().save_pretrained(*args, **kwargs)
+        except ValueError as error:
+            if "meta" not in str(error):
+                raise
+            raise RunError(
+                f"{type(self).__name__} has weights on disk, which save_pretrained cannot write; fsdp-shard convert "
+                f"{self.config.name_or_path or 'PATH'} TARGET writes all of them, in any format and dtype."
+            ) from error
+
+    def _refuse_cast(self, dtype: torch.dtype) -> None:
+        """Raise RunError if parameters on meta, which are read in the dtype that was asked for, are to have another."""
+        for param in self.parameters():
+            if param.is_meta and param.is_floating_point() and param.dtype != dtype:
+                raise RunError(
+                    f"{type(self).__name__} has weights on disk, which are read in {_name(param.dtype)} for each pass, "
+                    f"so it cannot become {_name(dtype)}; load it with dtype={_name(dtype)}."
+                )
 
 
 def set_device(model: torch.nn.Module, device: torch.device) -> None:
     """Make `.device` return `device` in `model` and the transformers models in it whose first parameter is on meta."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.device.type == "meta":
+        if isinstance(module, PreTrainedModel) and any(param.is_meta for param in module.parameters()):
             cls = type(module)
-            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            module.__class__ = type(cls.__name__, (cls,), {**names, "device": property(lambda _: device)})
+            names: dict[str, Any] = {
+                "__module__": cls.__module__,
+                "__qualname__": cls.__qualname__,
+                "__doc__": cls.__doc__,
+            }
+            if module.device.type == "meta":
+                names["device"] = property(lambda _: device)
+            module.__class__ = type(cls.__name__, (_Offloaded, cls), names)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -74,6 +74,8 @@ def dispatch_blocks(
             setattr(owner, name, filled)
             reader.fill(stored[fqn], filled)
     stream = _BlockLoader(model, plan, reader, stored, page_budget).load(blocks, quantizer)
+    if stream.reads_files:
+        index.remember_files()
     index.close()  # a later read opens its files again
     _move_inputs(model, blocks, plan)
     model_device.set_device(model, main)
@@ -109,7 +111,7 @@ class _BlockLoader:
             module, device = self._model.get_submodule(block.fqn), self._plan.devices[block.fqn]
             slots = list(_slots(module, block.direct))
             if self._plan.is_streamed(block.fqn):
-                stream.add(self._streamed(module, slots, device))
+                stream.add(self._streamed(block, slots, device))
             else:
                 self._keep(
                     [meta for _, _, meta in slots], device_name(device), 0 if quantizer is None else _SMALL_BYTES
@@ -147,7 +149,8 @@ class _BlockLoader:
     def _view(self, meta: torch.nn.Parameter) -> torch.Tensor | None:
         return None if self._mapped is None else self._mapped.view(self._names[id(meta)], meta.dtype)
 
-    def _streamed(self, module: torch.nn.Module, slots: _Slots, device: Device) -> block_hooks.StreamedBlock:
+    def _streamed(self, block: Block, slots: _Slots, device: Device) -> block_hooks.StreamedBlock:
+        module = self._model.get_submodule(block.fqn)
         in_place: list[str] = []
         buffered: dict[int, torch.nn.Parameter] = {}
         for _, _, meta in slots:
@@ -171,7 +174,8 @@ class _BlockLoader:
         parts = [part for these in ahead for part in these.parts()]
         populate = partial(self._pages.populate, parts, is_unmapped=self._budget.is_strict)
         num_bytes = content.num_bytes + sum(these.num_bytes for these in ahead)
-        return block_hooks.StreamedBlock(module, shown, content, populate, self._drop(pages), num_bytes)
+        params = partial(_params, self._model, block) if shown else tuple
+        return block_hooks.StreamedBlock(module, shown, content, populate, self._drop(pages), num_bytes, params)
 
     def _page_locked(self, content: buffer_ring.Content) -> torch.Tensor:
         """Page-locked CPU memory that holds `content`, from which a GPU copies by itself."""
@@ -199,6 +203,11 @@ def _slots(module: torch.nn.Module, direct: bool) -> Iterator[tuple[torch.nn.Mod
     for owner in [module] if direct else module.modules():
         for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
             yield owner, name, param
+
+
+def _params(model: torch.nn.Module, block: Block) -> Iterator[torch.nn.Parameter]:
+    """The parameters of what is in the place of `block` now, such as a layer of peft that has it as its own."""
+    return model.get_submodule(block.fqn).parameters(recurse=not block.direct)
 
 
 def _move_inputs(model: torch.nn.Module, blocks: Sequence[Block], plan: DevicePlan) -> None:

@@ -16,8 +16,9 @@ import torch
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.io.atomicity import allocate
-from fsdp_shard.checkpoint.io.files import Handles, aligned
+from fsdp_shard.checkpoint.io.files import Files, Handles, aligned
 from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_same, write_huggingface
 
 
@@ -70,6 +71,24 @@ def test_what_one_does_not_use_is_closed_when_another_can_open_no_more(tmp_path:
             with target.use(str(number)) as handle:
                 assert os.pread(handle, 1, 0) == str(number).encode()
         assert os.pread(held, 1, 0) == b"0"
+
+
+def test_a_file_that_is_replaced_is_not_read_on(tmp_path: Path) -> None:
+    for name in ("read", "remembered", "new"):
+        (tmp_path / name).write_text(f"{name} first")
+    files, out = Files(tmp_path), bytearray(4)
+    files.read_into("read", 0, memoryview(out))
+    files.remember("remembered")
+    files.close()
+    files.read_into("read", 0, memoryview(out))  # it is the same
+    assert out == b"read"
+    files.close()
+    for name in ("read", "remembered"):
+        (tmp_path / "new").write_text(f"{name} again")
+        os.utime(tmp_path / "new", (1, 1))
+        os.replace(tmp_path / "new", tmp_path / name)
+        with pytest.raises(CheckpointError, match=rf"{name} was replaced or written to while the checkpoint was read"):
+            files.read_into(name, 0, memoryview(out))
 
 
 def test_each_of_many_rank_files_is_opened_once_to_convert(tmp_path: Path) -> None:
