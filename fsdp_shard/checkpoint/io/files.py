@@ -134,6 +134,10 @@ def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
+class _ReplacedError(CheckpointError):
+    """Another file has the name of one that was read before."""
+
+
 class Handles:
     """Open files by name, at most `MAX_HANDLES`, and at most a quarter of what the process may have open (`ulimit -n`).
 
@@ -165,6 +169,8 @@ class Handles:
                 self._close_idle(self._max_handles - 1)
                 try:
                     handle = self._open(name)
+                except _ReplacedError:
+                    raise
                 except (CheckpointError, OSError):  # this process may have all files open that it may have
                     with self._all_lock:
                         others = [each for each in self._all if each is not self]
@@ -264,7 +270,7 @@ class Files:
             if name not in self._known and name in self._headers:
                 _compare_header(descriptor, path, self._headers[name])
             if self._known.setdefault(name, state) != state:
-                raise CheckpointError(
+                raise _ReplacedError(
                     f"{path} was replaced or written to while the checkpoint was read, so the rest of it is of another "
                     f"save; read it again from the start, as by loading the model again."
                 )
