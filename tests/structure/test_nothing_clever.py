@@ -33,7 +33,7 @@ _ALLOWED = {
     ("training.seeding", "assigns torch.backends.cudnn.deterministic"): "a documented setting; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.benchmark"): "a documented setting; it is restored",
     (
-        "inference.offload.model_device",
+        "inference.offload.offloaded_model",
         "assigns __class__",
     ): "nothing else makes `model.device` right when weights are offloaded",
 }

@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from fsdp_shard.checkpoint import TensorIndex
 from fsdp_shard.inference.config import Device
 from fsdp_shard.inference.device_map.device_plan import DevicePlan, device_name
-from fsdp_shard.inference.offload import block_hooks, buffer_ring, mmap_tensors, model_device, page_cache
+from fsdp_shard.inference.offload import block_hooks, buffer_ring, mmap_tensors, offloaded_model, page_cache
 from fsdp_shard.inference.offload.tensor_reader import TensorReader
 from fsdp_shard.inference.quantization import Quantizer
 from fsdp_shard.models import Block, rebuild_buffers
@@ -78,7 +78,7 @@ def dispatch_blocks(
         index.remember_files()
     index.close()  # a later read opens its files again
     _move_inputs(model, blocks, plan)
-    model_device.set_device(model, main)
+    offloaded_model.make_offloaded(model, main)
     return stream
 
 

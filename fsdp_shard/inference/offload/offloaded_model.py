@@ -87,8 +87,8 @@ class _Offloaded(_Base):
                 )
 
 
-def set_device(model: torch.nn.Module, device: torch.device) -> None:
-    """Make `.device` return `device` in `model` and the transformers models in it whose first parameter is on meta."""
+def make_offloaded(model: torch.nn.Module, device: torch.device) -> None:
+    """Make `model`, and the transformers models in it, offloaded ones, whose inputs are to be on `device`."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(param.is_meta for param in module.parameters()):
             cls = type(module)
