@@ -7,7 +7,7 @@ others are read again each time they run (see `offload`). Nothing is written, so
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
@@ -90,11 +90,7 @@ def load_dispatched(
         >>> model = load_dispatched("outputs/run", max_memory={"cpu": "2GB"})
         >>> model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
     """
-    if unknown := [name for name in options if name not in DispatchOptions.__annotations__]:
-        known = list(DispatchOptions.__annotations__)
-        raise ConfigError(
-            f"load_dispatched has no option {unknown[0]}{nearest(unknown[0], known)}; give some of {', '.join(known)}."
-        )
+    _check_names(options)
     adapters = {name: locate(adapter) for name, adapter in parse_adapters(options.get("adapters")).items()}
     others: Any = {name: value for name, value in options.items() if name != "adapters"}
     settings = DispatchConfig(
@@ -114,6 +110,14 @@ def load_dispatched(
         if adapters:
             add_adapters(model, adapters, source)
     return model
+
+
+def _check_names(options: Iterable[str]) -> None:
+    known = list(DispatchOptions.__annotations__)
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(
+            f"load_dispatched has no option {unknown[0]}{nearest(unknown[0], known)}; give some of {', '.join(known)}."
+        )
 
 
 def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[str, Location]) -> DispatchConfig:
