@@ -59,9 +59,10 @@ def test_what_one_does_not_use_is_closed_when_another_can_open_no_more(tmp_path:
     model, target = (Handles(lambda name: os.open(tmp_path / name, os.O_RDONLY)) for _ in range(2))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
-        lowest_free = os.open("/dev/null", os.O_RDONLY)
-        os.close(lowest_free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 4, before[1]))
+        free = [os.open("/dev/null", os.O_RDONLY) for _ in range(4)]  # others may be open between these
+        for descriptor in free:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1] + 1, before[1]))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         held = stack.enter_context(model.use("0"))
         for number in range(1, 4):
