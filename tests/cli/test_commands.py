@@ -275,9 +275,9 @@ def test_a_sweep_runs_one_after_the_other_and_goes_on_after_a_failure(place: Pat
     assert "[3/3] act=write -> " in done.out
     assert [line.split() for line in done.out.splitlines()[-4:]] == [
         ["run", "act", "status", "run_dir"],
-        ["1", "loss", "failed", f"{place}/run/0"],
-        ["2", "data", "failed", f"{place}/run/1"],
-        ["3", "write", "done", f"{place}/run/2"],
+        ["0", "loss", "failed", f"{place}/run/0"],
+        ["1", "data", "failed", f"{place}/run/1"],
+        ["2", "write", "done", f"{place}/run/2"],
     ]
     assert _left(place) == [f"run/{n}/{file}" for n in (0, 1, 2) for file in ("config.yaml", "rank-0")] + ["text.txt"]
 

@@ -186,7 +186,7 @@ def test_a_data_set_of_the_datasets_private(tmp_path: Path, tokenizer: Any, monk
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"streaming": False, "shuffle_buffer": 5}, "shuffle_buffer=5 is for streaming=true"),
+        ({"streaming": False, "shuffle_buffer": 5}, "shuffle_buffer=5 is for training with streaming=true"),
         ({"eval_fraction": 0.1}, "cannot be combined with eval_fraction=0.1, which needs the length"),
         ({"cache_dir": "x"}, "cannot be combined with cache_dir=x"),
         ({"packing": True, "shuffle_buffer": 1}, "packs the rows of shuffle_buffer"),
