@@ -279,7 +279,8 @@ def test_a_sweep_runs_one_after_the_other_and_goes_on_after_a_failure(place: Pat
         ["1", "data", "failed", f"{place}/run/1"],
         ["2", "write", "done", f"{place}/run/2"],
     ]
-    assert _left(place) == [f"run/{n}/{file}" for n in (0, 1, 2) for file in ("config.yaml", "rank-0")] + ["text.txt"]
+    failed = [f"run/{number}/{file}" for number in (0, 1) for file in ("config.yaml", "error.txt", "rank-0")]
+    assert _left(place) == [*failed, "run/2/config.yaml", "run/2/rank-0", "text.txt"]
 
 
 @pytest.mark.long
