@@ -290,7 +290,7 @@ def test_parameters_go_to_the_ranks_that_update_them_and_come_back(
     train_config = TrainConfig(global_batch_size=2 * num_ranks, micro_batch_size=2)
     run = PlannedRun(model, shard, train_config, OPTIMIZERS[optim](), 30, num_ranks)
     facts = model_facts(
-        config, build_planned(config, model, run.adapter, model.dtype, shard), model, run.adapter, shard
+        config, build_planned(config, model, run.adapter, model.dtype, shard)[0], model, run.adapter, shard
     )
     found = {each.collective: each for each in step_traffic(facts, run, unit_shares(facts, run))}
     planned_bytes = found["all-to-all"].payload_bytes if "all-to-all" in found else 0

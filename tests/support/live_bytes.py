@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from fsdp_shard.checkpoint import CheckpointConfig
-from fsdp_shard.data import Batch, Shuffled, WindowDataset
+from fsdp_shard.data import Batch, Sample, Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta, rebuild_buffers, tied_names
 from fsdp_shard.planning import PlannedRun
@@ -280,6 +280,10 @@ class _HeldOut:
 
     def __len__(self) -> int:
         return self._number
+
+    def sample(self, index: int) -> Sample:
+        found: Sample = self._inner.sample(index)
+        return found
 
     def batch(self, indices: Any) -> Batch:
         found: Batch = self._inner.batch(indices)
