@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ from fsdp_shard.config.config_yaml import escape
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.yaml_values import load_yaml
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import in_yaml
+from fsdp_shard.utils import in_yaml, walk
 
 CONFIG_NAME = "own_file"  # of the file in Hydra's ConfigStore
-# Settings that are no names or paths but text, in which `${...}` is nothing else.
-_FREE_TEXTS = ("prompt", "system", "data.prompt", "data.prompt_no_input", "data.source_format", "train.sample_prompts")
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # `\${`, as config.yaml has it, is none
 
 
@@ -72,11 +71,18 @@ def _as_text(value: Any, name: str = "") -> Any:
     r"""Settings whose free texts have `\${` for each `${`, so that OmegaConf takes them as they are."""
     if isinstance(value, dict):
         return {key: _as_text(one, f"{name}.{key}" if name else str(key)) for key, one in value.items()}
-    if name not in _FREE_TEXTS:
+    if name not in _prose():
         return value
     if isinstance(value, list):
         return [_as_text(one, name) for one in value]
     return _INTERPOLATION.sub(lambda found: escape(found[0]), value) if isinstance(value, str) else value
+
+
+@cache
+def _prose() -> frozenset[str]:
+    """The names of the settings of all commands that are text for a model, in which `${...}` is nothing else."""
+    found = (walk(schema()) for schema in COMMANDS.values())
+    return frozenset(name for settings in found for name, field, _ in settings if field.metadata.get("is_prose"))
 
 
 def _refuse_twice(file: str, content: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.peft.config import AdapterConfig
-from fsdp_shard.utils import format_count, refuse_changed, setting
+from fsdp_shard.utils import format_count, prose, refuse_changed, setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +80,7 @@ class TrainConfig:
     final_lr_fraction: float = setting(0.0, "Final learning rate as a fraction of optim.lr.", minimum=0.0, maximum=1.0)
     eval_every: int = setting(0, "Steps between evaluations; 0: before the first and after the last only.", minimum=0)
     eval_windows: int | None = setting(None, "Maximum number of held-out windows to evaluate; null: all.", minimum=1)
-    sample_prompts: list[str] = setting(
+    sample_prompts: list[str] = prose(
         [],
         "Prompts to complete at each evaluation, as data.kind writes them (kind=chat: a user's message): into the log, "
         "samples.jsonl and the trackers.",

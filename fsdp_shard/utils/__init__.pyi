@@ -67,6 +67,7 @@ from .settings import (
     check_one as check_one,
     free_text as free_text,
     in_yaml as in_yaml,
+    prose as prose,
     refuse_changed as refuse_changed,
     setting as setting,
     walk as walk,

@@ -59,7 +59,16 @@ def setting(
 
 def free_text(help: str) -> Any:
     """Declare an optional text that can be any text: on the command line, `null` is that word and unsets nothing."""
-    return dataclasses.field(default=None, metadata={"help": help, "free_text": True})
+    return dataclasses.field(default=None, metadata={"help": help, "free_text": True, "is_prose": True})
+
+
+def prose(default: T, help: str) -> T:
+    """Declare text for a model, or a list of such texts, as of prompts: in a file of settings, `${` is part of it."""
+    metadata = {"help": help, "is_prose": True}
+    if isinstance(default, list):
+        field: T = dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+        return field
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

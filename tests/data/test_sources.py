@@ -6,11 +6,8 @@ import csv
 import gzip
 import io
 import json
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from tests.data.data_files import write
+from tests.support.web import served
 
 ROWS = [{"text": f'{number} "ä",\nb' * (number % 4), "n": str(number)} for number in range(150)]
 TEXTS = [row["text"] for row in ROWS]
@@ -203,22 +201,10 @@ def test_remote_files(memory: Any, tmp_path: Path) -> None:
         source_of("memory://d", split="test")
 
 
-class Handler(SimpleHTTPRequestHandler):
-    """A web server that sends files as a whole only."""
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing is printed."""
-
-
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(tmp_path) as address:
+        yield address
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])

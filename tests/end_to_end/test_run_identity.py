@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from fsdp_shard.checkpoint import (
 from tests.support.commands import ROOT, run
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, save_model
+from tests.support.web import Handler, served
 
 STEPS = 2
 _FILES = ("config.yaml", "result.json", "metrics.jsonl")
@@ -264,27 +262,19 @@ def test_a_resume_says_what_changed(settings: list[str], run_dir: Path) -> None:
     assert "shard.reshard_after_forward" not in _resumed(ended), "DDP has no such setting"
 
 
-class _Signed(SimpleHTTPRequestHandler):
-    """A web server that sends files to who signs with one of two signatures."""
+class _Signed(Handler):
+    """Sends files to who signs with one of two signatures."""
 
     def send_head(self) -> Any:
         if self.path.partition("?")[2] not in ("part=1&sig=first-secret", "part=1&sig=second-secret"):
             return self.send_error(403)
         return super().send_head()
 
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing is printed."""
-
 
 @pytest.fixture
 def signed(texts: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Signed, directory=texts))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/train.txt?part=1&sig="
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(texts, _Signed) as address:
+        yield f"{address}/train.txt?part=1&sig="
 
 
 def test_what_signs_the_address_of_the_data_is_not_recorded(settings: list[str], signed: str, tmp_path: Path) -> None:

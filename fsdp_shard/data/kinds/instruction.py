@@ -8,7 +8,7 @@ from fsdp_shard.data.kinds.prompt_and_answer import PromptKind, fill
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import CAUSAL, SEQ2SEQ
-from fsdp_shard.utils import setting
+from fsdp_shard.utils import prose, setting
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class InstructionSettings(RowSettings):
     instruction_column: str = setting("instruction", "kind=instruction: the column with the instruction.")
     input_column: str = setting("input", "kind=instruction: the column with the input; rows may lack it.")
     response_column: str = setting("output", "kind=instruction: the column with the response.")
-    prompt: str = setting(
+    prompt: str = prose(
         "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
         "kind=instruction: the text before the response of a row with an input.",
     )
-    prompt_no_input: str = setting(
+    prompt_no_input: str = prose(
         "### Instruction:\n{instruction}\n\n### Response:\n",
         "kind=instruction: the text before the response of a row without an input.",
     )

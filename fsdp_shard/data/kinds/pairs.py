@@ -8,7 +8,7 @@ from fsdp_shard.data.kinds.prompt_and_answer import PromptKind, fill
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import CAUSAL, SEQ2SEQ
-from fsdp_shard.utils import setting
+from fsdp_shard.utils import prose, setting
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PairsSettings(RowSettings):
 
     source_column: str = setting("source", "kind=pairs: the column with the source.")
     target_column: str = setting("target", "kind=pairs: the column with the target.")
-    source_format: str | None = setting(
+    source_format: str | None = prose(
         None,
         "kind=pairs: the prompt, such as 'summarize: {source}'. Default: the source, followed by a newline for causal "
         "models.",

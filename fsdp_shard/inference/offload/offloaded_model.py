@@ -46,7 +46,7 @@ class _Offloaded(_Base):
 
     def float(self, *args: Any) -> Any:
         self._refuse_cast(torch.float32)
-        return super().float(*args)  # type: ignore[no-untyped-call]
+        return super().float(*args)  # type: ignore[no-untyped-call]  # untyped in transformers
 
     def double(self, *args: Any) -> Any:
         self._refuse_cast(torch.float64)
@@ -54,13 +54,13 @@ class _Offloaded(_Base):
 
     def half(self, *args: Any) -> Any:
         self._refuse_cast(torch.float16)
-        return super().half(*args)  # type: ignore[no-untyped-call]
+        return super().half(*args)  # type: ignore[no-untyped-call]  # untyped in transformers
 
     def bfloat16(self) -> Any:
         self._refuse_cast(torch.bfloat16)
         return super().bfloat16()
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # it has overloads in torch
         for value in (*args, *kwargs.values()):
             if isinstance(value, (torch.dtype, torch.Tensor)):
                 self._refuse_cast(value.dtype if isinstance(value, torch.Tensor) else value)
