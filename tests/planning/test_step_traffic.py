@@ -21,7 +21,16 @@ from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
 from fsdp_shard.planning.costs.unit_shares import unit_shares
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.sharding import ContextRanks, DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, attending, chosen_method
+from fsdp_shard.sharding import (
+    ContextRanks,
+    DdpConfig,
+    Fsdp1Config,
+    Fsdp2Config,
+    ShardConfig,
+    ShardedModel,
+    attending,
+    chosen_method,
+)
 from fsdp_shard.training import (
     OBJECTIVES,
     OPTIMIZERS,
@@ -234,13 +243,20 @@ class _Values(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _gathered_values(context: DistributedContext, config: PretrainedConfig, run: PlannedRun) -> int:
-    """Bytes of values of tokens that are gathered in two steps of training."""
+def _train(context: DistributedContext, config: PretrainedConfig, run: PlannedRun, counter: Any) -> ShardedModel:
+    """Train two steps, whose collectives `counter` sees."""
     model, _ = build_sharded(config, run, context)
     training = training_run(config, run, model, context)
-    with _Values() as found:
+    with counter:
         for _ in train(training):
             pass
+    return model
+
+
+def _gathered_values(context: DistributedContext, config: PretrainedConfig, run: PlannedRun) -> int:
+    """Bytes of values of tokens that are gathered in two steps of training."""
+    found = _Values()
+    _train(context, config, run, found)
     return found.num_bytes
 
 
@@ -268,11 +284,8 @@ def test_values_of_answers_are_gathered(method: str) -> None:
 
 def _given_to_updates(context: DistributedContext, config: PretrainedConfig, run: PlannedRun) -> int:
     """What a rank gives to the all-to-alls of two steps, unless that is to itself only, as under DDP."""
-    model, _ = build_sharded(config, run, context)
-    training = training_run(config, run, model, context)
-    with Given() as found:
-        for _ in train(training):
-            pass
+    found = Given()
+    model = _train(context, config, run, found)
     return found.num_bytes["all-to-all"] if context.mesh[model.shard_mesh_dim].size() > 1 else 0
 
 

@@ -60,7 +60,7 @@ def build_optimizer(
 
 
 def _refuse_several_devices(trained: Mapping[str, LocalShard], num_ranks: int) -> None:
-    """Raise ConfigError for scalars on the GPU beside parameters in CPU memory, which a round of updates would join."""
+    """Raise ConfigError if scalars are on the GPU and other parameters in CPU memory: a round of updates joins them."""
     scalars = [name for name, shard in trained.items() if not shard.shape]
     if scalars and num_ranks > 1 and len({shard.data.device for shard in trained.values()}) > 1:
         raise ConfigError(
