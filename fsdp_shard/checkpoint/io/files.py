@@ -242,8 +242,8 @@ def _compare_header(descriptor: int, path: Path, expected: FileHeader) -> None:
 class Files:
     """The files of one checkpoint, for reading ranges of them. Thread-safe.
 
-    A file that is opened again must be the one that was opened first. It is known by its size and time: network file systems
-    give the same file another inode number once it was closed.
+    A file that is opened again must be the one that was opened first. It is known by its size and time: network file
+    systems give the same file another inode number once it was closed.
 
     Args:
         root: The directory of the files.
