@@ -322,7 +322,7 @@ def _flip(file: Path, where: int, bit: int) -> None:
 
 def table(sides: Sequence[Figures]) -> Iterator[str]:
     """In Markdown; ratios are to the first side."""
-    yield "| | SIGKILL, of which with a save under way | unreadable | mixed | gone | bits flipped | found | silent |"
+    yield "| | kills, of which during a save | unreadable | mixed | gone | bits flipped | detected | silent |"
     yield "|---|---|---|---|---|---|---|---|"
     for one in sides:
         kills = [f"{one.kills}, {one.kills_in_saves}", *map(str, (one.unreadable, one.mixed, one.gone))]
@@ -331,7 +331,7 @@ def table(sides: Sequence[Figures]) -> Iterator[str]:
         yield f"| {one.name} | {' | '.join(cells)} |"
     yield ""
     others = "".join(f" | {RANKS} -> {ranks}" for ranks in OTHER_RANKS)
-    yield f"| | `save` holds up the loop | on the disk after | bytes of a step | restored on {RANKS} ranks{others} |"
+    yield f"| | `save` blocks the loop for | on disk after | size of a step | restored on {RANKS} ranks{others} |"
     yield "|---|---|---|---|---" + "|---" * len(OTHER_RANKS) + "|"
     first = sides[0]
     for one in sides:

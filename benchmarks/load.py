@@ -160,7 +160,7 @@ def main() -> None:
     }
     sums = {row["sum"] for row in medians.values()}
     assert len(sums) == 1, f"they have loaded different weights: {sums}"
-    print("| loaded by | seconds | peak above the program | shard of a rank | beyond shard and block |")
+    print("| loaded by | seconds | peak after imports | shard of a rank | peak beyond shard and block |")
     print("|---|---:|---:|---:|---:|")
     for side, row in medians.items():
         beyond = row["growth_bytes"] - row["shard_bytes"] - row["block_bytes"]

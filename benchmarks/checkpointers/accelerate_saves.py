@@ -39,8 +39,9 @@ class Accelerate(LoopSide):
     name = "accelerate save_state"
     package = "accelerate"
     note = (
-        "On CPUs an Accelerator runs DDP, whatever is asked for, and so does this side: rank 0 writes all, and no "
-        "tensor is divided. `automatic_checkpoint_naming` finds the newest step and deletes old ones."
+        "On CPUs an Accelerator always runs DDP, whatever is requested, and so does this side: rank 0 writes "
+        "everything, and no tensor is divided. `automatic_checkpoint_naming` finds the newest step and deletes old "
+        "ones."
     )
 
     def prepare(self, model: PreTrainedModel) -> tuple[Any, Any]:
@@ -70,8 +71,9 @@ class AccelerateFsdp2(LoopSide):
     name = "accelerate, its FSDP2 savers"
     package = "accelerate"
     note = (
-        "What `save_state` calls under FSDP2 on GPUs (`save_fsdp_model`, then `save_fsdp_optimizer`), called by the "
-        "loop, as an Accelerator has no FSDP on CPUs. The newest step is the one with the highest number, as there."
+        "The loop calls the functions that `save_state` uses under FSDP2 on GPUs (`save_fsdp_model`, then "
+        "`save_fsdp_optimizer`), because an Accelerator has no FSDP on CPUs. As there, the newest step is the one with "
+        "the highest number."
     )
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from fsdp_shard import Checkpointer
 class Ours(LoopSide):
     name = "fs.Checkpointer"
     package = "fsdp_shard"
-    note = "As in docs/own-loop.md: restoring compares every byte with its digest first."
+    note = "As in docs/own-loop.md: before restoring, every byte is compared with its digest."
     in_background = True
     settings: ClassVar[dict[str, Any]] = {}
 

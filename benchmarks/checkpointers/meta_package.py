@@ -19,9 +19,9 @@ class TorchCheckpointing(LoopSide):
     package = "torch_checkpointing"
     in_background = True
     note = (
-        "0.1.1, alpha. Pinned memory and direct writes are turned off, as its troubleshooting guide says for CPUs, and "
-        "there is no resharder: with one, the first save of several ranks makes a tensor on CUDA. "
-        "The newest step is found as in its tutorial; the loop deletes old ones."
+        "Version 0.1.1, alpha. Pinned memory and direct writes are off, as its troubleshooting guide recommends for "
+        "CPUs. There is no resharder: with one, the first multi-rank save creates a CUDA tensor. The newest step is "
+        "found as in its tutorial; the loop deletes old steps."
     )
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:

@@ -18,8 +18,8 @@ from checkpointers.side import KEPT, LoopSide, numbered
 class Dcp(LoopSide):
     name = "dcp.save"
     note = (
-        "What is torch's own ends with the step's directory. The loop removes what a killed save has left there, "
-        "replaces the file `latest` after the save, and deletes old steps."
+        "torch writes only the step's directory. The loop removes the remains of killed saves, replaces the file "
+        "`latest` after a save, and deletes old steps."
     )
 
     def state(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Dcp(LoopSide):
 class DcpAsync(Dcp):
     name = "dcp.async_save"
     in_background = True
-    note = "As dcp.save, on a gloo group of its own; the loop waits for the previous save and then replaces `latest`."
+    note = "Like dcp.save, on its own gloo group; the loop waits for the previous save and then replaces `latest`."
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         super().__init__(directory, model)

@@ -72,9 +72,9 @@ class TrainerSaves(Side):
     name = "Trainer's saves"
     package = "transformers"
     note = (
-        "The Trainer has a loop of its own, with the same model. On CPUs it runs DDP, whatever `fsdp=` says: rank 0 "
-        "writes all. Seconds to restore are those from `train(resume_from_checkpoint=True)` to the first step, "
-        "with all else that it prepares."
+        "The Trainer runs its own loop with the same model. On CPUs it runs DDP, whatever `fsdp=` says: rank 0 writes "
+        "everything. Restore times run from `train(resume_from_checkpoint=True)` to the first step, including all "
+        "other preparation."
     )
 
     def prepare(self, model: PreTrainedModel) -> tuple[Any, Any]:
@@ -119,7 +119,10 @@ class TrainerSaves(Side):
 
 class TrainerSharded(TrainerSaves):
     name = "Trainer's saves, DistributedConfig"
-    note = "As above, with the model sharded by transformers itself (`DistributedConfig(fsdp_size=N)`, FSDP2)."
+    note = (
+        "Like the Trainer's saves, with the model sharded by transformers itself "
+        "(`DistributedConfig(fsdp_size=N)`, FSDP2)."
+    )
 
     def prepare(self, model: PreTrainedModel) -> tuple[Any, Any]:
         place = self.directory / "unsharded"  # only `from_pretrained` shards
