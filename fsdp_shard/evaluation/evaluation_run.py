@@ -1,6 +1,7 @@
 """The stages of an evaluation: what can be checked before a model is loaded, and the evaluation itself."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
 from fsdp_shard.evaluation.config import LM_EVAL, PERPLEXITY, SCORED_ROWS, EvaluateSettings, check_inputs
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
 from fsdp_shard.evaluation.registry import EVALUATIONS
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_left_to_right, check_packing, load_config, load_tokenizer
@@ -79,7 +81,8 @@ def run_evaluation(
         context = context.with_new_group(LONG_WAIT_SECONDS)
     is_main = context is None or context.is_main
     log: Callable[[str], object] = say if is_main else lambda text: None
-    evaluation = EVALUATIONS[settings.task].open(settings, run_dir, seed, tokenizer, context)
+    given = EvaluationInputs(settings, Path(run_dir), seed, tokenizer, context)
+    evaluation = EVALUATIONS[settings.task].open(given)
     log(evaluation.describe())
 
     def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:

@@ -14,31 +14,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
+from fsdp_shard.distributed import run_on_main
 from fsdp_shard.errors import ConfigError, DataError
-from fsdp_shard.evaluation.config import EvaluateSettings, Figures
+from fsdp_shard.evaluation.config import Figures
 from fsdp_shard.evaluation.earlier_results import SAMPLES, remove_earlier
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.harness_model import wrap_for_harness
 from fsdp_shard.evaluation.model_digests import digests
-from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.utils import format_count, json_digest, nearest, only_errors_of, shipped
 
 TaskManager = Any  # the harness's, which may not be installed
 
 
-@dataclass(frozen=True)
-class LmEval:
+@dataclass(frozen=True, kw_only=True)
+class LmEval(EvaluationInputs):
     """An evaluation by the harness; `loaded` are its tasks, as `TaskManager.load` returns them."""
 
-    settings: EvaluateSettings
     manager: TaskManager
     loaded: Mapping[str, Any]
-    tokenizer: PreTrainedTokenizerBase
-    run_dir: Path
-    ranks: Communicator
 
     @property
     def num_questions(self) -> dict[str, int]:
@@ -101,7 +95,7 @@ class LmEval:
         settled: dict[str, Any] = {"lm_eval": asdict(self.settings.lm_eval)}
         if self._draws_on_each_rank:
             settled["num_ranks"] = self.ranks.world_size
-        return provenance(self.settings, self.tokenizer, settled)
+        return provenance(self, settled)
 
     @property
     def _draws_on_each_rank(self) -> bool:
@@ -118,21 +112,8 @@ class LmEval:
         return str(self.run_dir / "lm_eval_cache" / digest)
 
 
-def open_tasks(
-    settings: EvaluateSettings,
-    run_dir: str,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context: DistributedContext | None = None,
-) -> LmEval:
+def open_tasks(given: EvaluationInputs) -> LmEval:
     """Load the tasks that `settings.lm_eval` names, with their questions.
-
-    Args:
-        settings: The tasks, and the batch size.
-        run_dir: Directory for samples, and for answers to go on with.
-        seed: Not used: the harness has its own.
-        tokenizer: The model's tokenizer.
-        context: The ranks, which divide the questions; None for a single process.
 
     Raises:
         ConfigError: There is no such task, it cannot be asked here, or it has fewer questions than there are ranks.
@@ -140,12 +121,12 @@ def open_tasks(
     """
     from lm_eval import tasks
 
-    asked = settings.lm_eval
+    asked, ranks = given.settings.lm_eval, given.ranks
     if asked.include_path is not None and not Path(asked.include_path).is_dir():
         raise ConfigError(
             f"lm_eval.include_path={asked.include_path} is not a directory; give one with YAML files of tasks."
         )
-    if asked.chat_template and not tokenizer.chat_template:
+    if asked.chat_template and not given.tokenizer.chat_template:
         raise ConfigError("lm_eval.chat_template=true, but the model's tokenizer has no chat template; remove it.")
     with only_errors_of("lm_eval"):
         own = [asked.include_path] if asked.include_path is not None else []
@@ -156,8 +137,7 @@ def open_tasks(
             raise ConfigError(f"lm_eval.tasks: {name} runs code that the model writes, which evaluate never does.")
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"lm_eval.tasks: {name} asks about images, and evaluate asks text questions only.")
-    ranks = context or OnlyRank()
-    found = LmEval(settings, manager, loaded, tokenizer, Path(run_dir), ranks)
+    found = LmEval(**vars(given), manager=manager, loaded=loaded)
     rolling = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE == "loglikelihood_rolling"]
     if asked.cache and rolling and ranks.world_size > 1:
         raise ConfigError(

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_shard import __version__
 from fsdp_shard.checkpoint import Location, config_digest, has_file
 from fsdp_shard.data import tokenizer_state
-from fsdp_shard.evaluation.config import GENERATION, LM_EVAL, SPEED, EvaluateSettings
+from fsdp_shard.evaluation.config import GENERATION, LM_EVAL, SPEED
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
 from fsdp_shard.evaluation.model_digests import describe_model
 from fsdp_shard.utils import json_digest
 
@@ -31,16 +32,15 @@ def versions_of_figures() -> dict[str, str]:
     return imported | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
-def provenance(
-    settings: EvaluateSettings, tokenizer: PreTrainedTokenizerBase, settled: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what the figures of an evaluation depend on, as JSON.
+def provenance(given: EvaluationInputs, settled: Mapping[str, Any], data_digest: str | None = None) -> dict[str, Any]:
+    """Return what the figures of an evaluation depend on, as JSON; all weights are read.
 
     Args:
-        settings: The settings.
-        tokenizer: The tokenizer.
+        given: What the task was given.
         settled: Settings that belong to the task.
+        data_digest: Digest of the data, of a task that has any; its figures also depend on the seed.
     """
+    settings = given.settings
     dispatch = asdict(settings.dispatch)
     batch_size = {"batch_size": settings.batch_size}
     if settings.task == SPEED:  # which has batch sizes of its own
@@ -50,16 +50,14 @@ def provenance(
     found: dict[str, Any] = {"weights": describe_model(settings.source)}
     if settings.task in (LM_EVAL, GENERATION):  # whose answers end where, and are chosen as, this file says
         found["generation_config"] = _generation_config(settings.source)
+    if data_digest is not None:
+        path = settings.data.eval_path or settings.data.path
+        found |= {"data": {"path": path, "kind": settings.data.kind, "digest": data_digest}, "seed": given.seed}
     return found | {
-        "tokenizer": {"digest": tokenizer_digest(tokenizer)},
+        "tokenizer": {"digest": tokenizer_digest(given.tokenizer)},
         "settings": {"task": settings.task, **settled, **batch_size, "dispatch": dispatch},
         "versions": versions_of_figures(),
     }
-
-
-def data_row(settings: EvaluateSettings, digest: str) -> dict[str, Any]:
-    """The data, for the provenance."""
-    return {"path": settings.data.eval_path or settings.data.path, "kind": settings.data.kind, "digest": digest}
 
 
 def _generation_config(source: Location) -> dict[str, str] | None:

@@ -3,9 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
-from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.evaluation.config import (
     CLASSIFICATION,
     GENERATION,
@@ -16,8 +13,8 @@ from fsdp_shard.evaluation.config import (
     EvaluateSettings,
     Figures,
 )
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.lm_eval import open_tasks
-from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.perplexity_task.perplexity import open_perplexity, settle_windows
 from fsdp_shard.evaluation.scored_rows.classification import check_classification, open_classification
 from fsdp_shard.evaluation.scored_rows.generated_answers import check_answering, open_generation
@@ -45,11 +42,11 @@ class EvaluationTask(NamedTuple):
     """The functions of a task.
 
     Attributes:
-        open: Prepares it from settings, run directory, seed, the model's tokenizer, and the ranks that divide the work.
+        open: Prepares it; with ranks, a collective.
         check: Checks what the settings name, and sets lengths that they leave to the model; None if there is nothing.
     """
 
-    open: Callable[[EvaluateSettings, str, int, PreTrainedTokenizerBase, DistributedContext | None], Evaluation]
+    open: Callable[[EvaluationInputs], Evaluation]
     check: Callable[[EvaluateSettings], None] | None = None
 
 

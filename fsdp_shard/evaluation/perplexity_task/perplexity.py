@@ -9,21 +9,20 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location
-from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
+from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import DOCUMENTS, EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
 from fsdp_shard.evaluation.model_digests import describe_model
-from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
     ScoredText,
@@ -33,7 +32,7 @@ from fsdp_shard.evaluation.perplexity_task.scored_text import (
 )
 from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
 from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses
-from fsdp_shard.evaluation.provenance import data_row, provenance
+from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.significance import Difference, Floats
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
@@ -109,20 +108,15 @@ class _Opened(NamedTuple):
     weights: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class PerplexityEvaluation:
+@dataclass(frozen=True, kw_only=True)
+class PerplexityEvaluation(EvaluationInputs):
     """The perplexity of the models that `settings` name on `text`.
 
-    `lengths` says how long windows and contexts are; `ranks` divide the batches.
+    `lengths` says how long windows and contexts are.
     """
 
-    settings: EvaluateSettings
-    run_dir: Path
-    seed: int
-    tokenizer: PreTrainedTokenizerBase
     text: ScoredText
     lengths: tuple[str, ...]
-    ranks: Communicator
 
     def describe(self) -> str:
         """The length of windows and the context, the number of tokens, and what is left out or not scored."""
@@ -188,8 +182,7 @@ class PerplexityEvaluation:
             "stride": settings.stride,
             "num_resamples": settings.perplexity.num_resamples,
         }
-        found = provenance(settings, self.tokenizer, settled)
-        return found | {"data": data_row(settings, self.text.digest), "seed": self.seed}
+        return provenance(self, settled, self.text.digest)
 
     @property
     def _layout(self) -> dict[str, Any]:
@@ -249,38 +242,25 @@ class PerplexityEvaluation:
         return Perplexity(loss, num_tokens, self.text.size, seconds, schedule)
 
 
-def open_perplexity(
-    settings: EvaluateSettings,
-    run_dir: str,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context: DistributedContext | None = None,
-) -> PerplexityEvaluation:
+def open_perplexity(given: EvaluationInputs) -> PerplexityEvaluation:
     """Prepare what is scored; with ranks, a collective.
-
-    Args:
-        settings: The models, the data, and how it is divided.
-        run_dir: Directory for the losses of batches, and for documents.jsonl.
-        seed: Seed of the resamples.
-        tokenizer: The tokenizer of the model in `checkpoint`.
-        context: The ranks, which each have the whole model, and divide the batches; None for a single process.
 
     Raises:
         ConfigError: The windows are longer than a model has positions, or the models have different tokenizers.
         DataError: The text cannot be read, or has no token to score.
     """
+    settings, tokenizer, ranks = given.settings, given.tokenizer, given.ranks
     trust = settings.dispatch.trust_remote_code
     contexts = [context_of(load_config(source.directory, trust), trust) for source in settings.sources]
     lengths = dict.fromkeys(context.describe(settings.data.window_length) for context in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
-    ranks = context or OnlyRank()
     # Rank 0 tokenizes, and others find the tokens in the cache.
     first = run_on_all(ranks, lambda: opened(settings.data, settings.stride, tokenizer) if ranks.is_main else None)
     text = run_on_all(ranks, lambda: first or opened(settings.data, settings.stride, tokenizer))
     if settings.other_source is not None:
         other = load_tokenizer(settings.other_source.tokenizer, trust)
         check_same_tokens(text.windows, tokenizer, other, settings.source, settings.other_source)
-    return PerplexityEvaluation(settings, Path(run_dir), seed, tokenizer, text, tuple(lengths), ranks)
+    return PerplexityEvaluation(**vars(given), text=text, lengths=tuple(lengths))
 
 
 def settle_windows(settings: EvaluateSettings) -> None:

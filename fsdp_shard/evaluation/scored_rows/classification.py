@@ -4,20 +4,19 @@ import time
 from collections import ChainMap, Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.data import Ints, LabeledTexts, open_labeled_texts
-from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
+from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
 from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
-from fsdp_shard.evaluation.model_loader import LoadModel
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
@@ -48,21 +47,16 @@ class _Prediction(NamedTuple):
     loss: float
 
 
-@dataclass(frozen=True)
-class Classification:
+@dataclass(frozen=True, kw_only=True)
+class Classification(EvaluationInputs):
     """The classes that the model in `settings.checkpoint` finds for `texts`; `names` are those of its classes.
 
-    `length` says how long texts and the context are; `ranks` divide the batches.
+    `length` says how long texts and the context are.
     """
 
-    settings: EvaluateSettings
-    run_dir: Path
-    seed: int
-    tokenizer: PreTrainedTokenizerBase
     texts: LabeledTexts
     names: tuple[str, ...]
     length: str
-    ranks: Communicator
 
     def describe(self) -> str:
         """The length of texts and the context, the number of texts, and which rows are left out."""
@@ -116,7 +110,9 @@ class Classification:
         ]
         row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": left_out}
         row |= intervals.row({"accuracy": interval})
-        return Figures("\n".join(lines), row | {"seconds": seconds, "provenance": self._provenance()})
+        return Figures(
+            "\n".join(lines), row | {"seconds": seconds, "provenance": text_provenance(self, self.texts.digest)}
+        )
 
     @property
     def _is_truncated(self) -> Ints:
@@ -176,36 +172,20 @@ class Classification:
             rows.append(row)
         return rows, dict(left_out)
 
-    def _provenance(self) -> dict[str, Any]:
-        return text_provenance(self.settings, self.tokenizer, self.texts.digest, self.seed)
 
-
-def open_classification(
-    settings: EvaluateSettings,
-    run_dir: str,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context: DistributedContext | None = None,
-) -> Classification:
+def open_classification(given: EvaluationInputs) -> Classification:
     """Tokenize the texts.
-
-    Args:
-        settings: The model and the data.
-        run_dir: Directory for predictions.jsonl.
-        seed: Seed of the resamples.
-        tokenizer: The model's tokenizer.
-        context: The ranks that divide the batches; None for a single process.
 
     Raises:
         DataError: The data cannot be read, has no text with a label, or has a class that the model does not have.
     """
+    settings = given.settings
     config = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
     task, length = classifier_task(settings)
-    ranks = context or OnlyRank()
-    texts = open_labeled_texts(settings.data, tokenizer, task, ranks)
+    texts = open_labeled_texts(settings.data, given.tokenizer, task, given.ranks)
     named: dict[Any, str] = dict(config.id2label or {})
     names = tuple(str(named.get(number, number)) for number in range(task.num_labels))
-    return Classification(settings, Path(run_dir), seed, tokenizer, texts, names, length, ranks)
+    return Classification(**vars(given), texts=texts, names=names, length=length)
 
 
 def check_classification(settings: EvaluateSettings) -> None:

@@ -6,20 +6,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import xxhash
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fsdp_shard.data import Question, QuestionRow, check_task, read_questions
-from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
+from fsdp_shard.distributed import run_on_main
 from fsdp_shard.errors import ConfigError, DataError, LossError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
-from fsdp_shard.evaluation.model_loader import LoadModel
-from fsdp_shard.evaluation.provenance import data_row, provenance
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
+from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.scored_rows.answer_metrics import Metric, score_answers
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
@@ -39,19 +38,11 @@ from fsdp_shard.models import CAUSAL, SEQ2SEQ, check_vocabulary, context_of, loa
 from fsdp_shard.utils import format_count, format_table, report_progress
 
 
-@dataclass(frozen=True)
-class GeneratedAnswers:
-    """The answers of the model in `settings.checkpoint` to the questions in `rows`, of which some are left out.
+@dataclass(frozen=True, kw_only=True)
+class GeneratedAnswers(EvaluationInputs):
+    """The answers of the model in `settings.checkpoint` to the questions in `rows`, of which some are left out."""
 
-    `context` are the ranks that divide the batches; None for a single process.
-    """
-
-    settings: EvaluateSettings
-    run_dir: Path
-    seed: int
-    tokenizer: PreTrainedTokenizerBase
     rows: tuple[QuestionRow, ...]
-    context: DistributedContext | None
 
     @property
     def _asked(self) -> list[tuple[QuestionRow, Question]]:
@@ -85,7 +76,7 @@ class GeneratedAnswers:
             LossError: A logit is not finite.
             ModelError: The model cannot be run.
         """
-        ranks: Communicator = self.context or OnlyRank()
+        ranks = self.ranks
         if ranks.is_main:
             remove_earlier(self.run_dir)
         scoring, asked = self.settings.scoring, self._asked
@@ -172,7 +163,7 @@ class GeneratedAnswers:
         return rows
 
     def _provenance(self) -> dict[str, Any]:
-        settings, scoring = self.settings, self.settings.scoring
+        scoring = self.settings.scoring
         settled = {
             "metrics": scoring.chosen,
             "max_new_tokens": scoring.max_new_tokens,
@@ -181,34 +172,21 @@ class GeneratedAnswers:
         digest = xxhash.xxh3_128()
         for _, question in self._asked:
             digest.update(json.dumps([question.ids, question.reference]).encode())
-        found = provenance(settings, self.tokenizer, settled)
-        return found | {"data": data_row(settings, digest.hexdigest()), "seed": self.seed}
+        return provenance(self, settled, digest.hexdigest())
 
 
 def _is_damaged(completion: Completion) -> bool:
     return any(map(math.isnan, completion.log_probabilities or ()))
 
 
-def open_generation(
-    settings: EvaluateSettings,
-    run_dir: str,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context: DistributedContext | None = None,
-) -> GeneratedAnswers:
+def open_generation(given: EvaluationInputs) -> GeneratedAnswers:
     """Read and tokenize the prompts.
-
-    Args:
-        settings: The model, the data and the metrics.
-        run_dir: Directory for predictions.jsonl.
-        seed: Seed of the resamples.
-        tokenizer: The model's tokenizer.
-        context: The ranks that divide the batches; None for a single process.
 
     Raises:
         DataError: The data cannot be read, or no prompt is left.
         ModelError: The tokenizer is that of another model.
     """
+    settings = given.settings
     trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
     config = load_config(settings.source.directory, trust)
     length = context_of(config, trust).length
@@ -216,7 +194,7 @@ def open_generation(
     room = None if length is None else length - (0 if has_encoder else most)
     beyond = f"beyond the model's context of {length} tokens" + ("" if has_encoder else f" with {most} new tokens")
     rows = list[QuestionRow]()
-    for row in read_questions(settings.data, tokenizer, SEQ2SEQ if has_encoder else CAUSAL):
+    for row in read_questions(settings.data, given.tokenizer, SEQ2SEQ if has_encoder else CAUSAL):
         ids = row.question.ids if row.question is not None else []
         check_vocabulary(ids, config)
         rows.append(row._replace(question=None, left_out=beyond) if room is not None and len(ids) > room else row)
@@ -226,7 +204,7 @@ def open_generation(
             f"{settings.data.eval_path or settings.data.path} has no prompt to answer: {why}. Give other data"
             + (f", or fewer scoring.max_new_tokens than {most}." if beyond in why and not has_encoder else ".")
         )
-    return GeneratedAnswers(settings, Path(run_dir), seed, tokenizer, tuple(rows), context)
+    return GeneratedAnswers(**vars(given), rows=tuple(rows))
 
 
 def check_answering(settings: EvaluateSettings) -> None:

@@ -10,21 +10,20 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fsdp_shard.data import ComparedPairs, Ints, open_compared_pairs
-from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
+from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import REWARD, EvaluateSettings, Figures
 from fsdp_shard.evaluation.data_rows import described, left_out_lines
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
-from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
@@ -49,20 +48,15 @@ from fsdp_shard.utils import format_count
 _REWARDS_FILE = "rewards.jsonl"
 
 
-@dataclass(frozen=True)
-class RewardEvaluation:
+@dataclass(frozen=True, kw_only=True)
+class RewardEvaluation(EvaluationInputs):
     """The rewards that the model in `settings.checkpoint` gives to both answers of `pairs`.
 
-    `length` says how long texts and the context are; `ranks` divide the batches.
+    `length` says how long texts and the context are.
     """
 
-    settings: EvaluateSettings
-    run_dir: Path
-    seed: int
-    tokenizer: PreTrainedTokenizerBase
     pairs: ComparedPairs
     length: str
-    ranks: Communicator
 
     def describe(self) -> str:
         """The length of texts and the context, the number of pairs, and what is left out."""
@@ -179,32 +173,18 @@ class RewardEvaluation:
     @cached_property
     def _provenance(self) -> dict[str, Any]:
         """What the figures depend on, for result.json; reads all weights."""
-        return text_provenance(self.settings, self.tokenizer, self.pairs.digest, self.seed)
+        return text_provenance(self, self.pairs.digest)
 
 
-def open_rewards(
-    settings: EvaluateSettings,
-    run_dir: str,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context: DistributedContext | None = None,
-) -> RewardEvaluation:
+def open_rewards(given: EvaluationInputs) -> RewardEvaluation:
     """Tokenize the pairs.
-
-    Args:
-        settings: The model and the data.
-        run_dir: Directory for predictions.jsonl and the rewards of finished batches.
-        seed: Seed of the resamples.
-        tokenizer: The model's tokenizer.
-        context: The ranks that divide the batches; None for a single process.
 
     Raises:
         DataError: The data cannot be read, or has no pair.
     """
-    task, length = classifier_task(settings)
-    ranks = context or OnlyRank()
-    pairs = open_compared_pairs(settings.data, tokenizer, task, ranks)
-    return RewardEvaluation(settings, Path(run_dir), seed, tokenizer, pairs, length, ranks)
+    task, length = classifier_task(given.settings)
+    pairs = open_compared_pairs(given.settings.data, given.tokenizer, task, given.ranks)
+    return RewardEvaluation(**vars(given), pairs=pairs, length=length)
 
 
 def check_rewards(settings: EvaluateSettings) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard.data import Task
 from fsdp_shard.evaluation.config import EvaluateSettings
 from fsdp_shard.evaluation.earlier_results import PREDICTIONS
-from fsdp_shard.evaluation.provenance import data_row, provenance
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
+from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.significance import LEVEL, Floats, bootstrap_interval
 from fsdp_shard.models import SEQUENCE_CLASSIFICATION, ModelConfig, context_of, load_config
 from fsdp_shard.training import data_task
@@ -57,15 +57,11 @@ def write_predictions(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"written to {run_dir / PREDICTIONS}"
 
 
-def text_provenance(
-    settings: EvaluateSettings, tokenizer: PreTrainedTokenizerBase, digest: str, seed: int
-) -> dict[str, Any]:
-    """Return what the figures of a classifier depend on, for result.json; `digest` is of the data.
-
-    All weights are read.
-    """
+def text_provenance(given: EvaluationInputs, data_digest: str) -> dict[str, Any]:
+    """Return what the figures of a classifier depend on, for result.json; all weights are read."""
+    settings = given.settings
     settled = {"sequence_length": settings.data.window_length, "num_resamples": settings.scoring.num_resamples}
-    return provenance(settings, tokenizer, settled) | {"data": data_row(settings, digest), "seed": seed}
+    return provenance(given, settled, data_digest)
 
 
 def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:

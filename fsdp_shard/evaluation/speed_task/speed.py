@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, ModelError, PlanError, RunError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures, SpeedConfig
 from fsdp_shard.evaluation.earlier_results import PLOT, remove_earlier
-from fsdp_shard.evaluation.model_loader import LoadModel
+from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.speed_task.speed_passes import Size, SizeFigures, TimedModel
 from fsdp_shard.evaluation.speed_task.speed_plot import speed_plot
@@ -51,14 +50,10 @@ class UnmeasuredSize:
         return {**asdict(self.size), "reason": self.reason}
 
 
-@dataclass(frozen=True)
-class SpeedEvaluation:
+@dataclass(frozen=True, kw_only=True)
+class SpeedEvaluation(EvaluationInputs):
     """The speed of the model in `settings.checkpoint` at `sizes`; `left_out` are those beyond its context."""
 
-    settings: EvaluateSettings
-    run_dir: Path
-    seed: int
-    tokenizer: PreTrainedTokenizerBase
     sizes: tuple[Size, ...]
     left_out: tuple[UnmeasuredSize, ...]
 
@@ -152,35 +147,23 @@ class SpeedEvaluation:
             "num_threads": torch.get_num_threads(),
             "gpus": {device_name(gpu): torch.cuda.get_device_name(gpu) for gpu in timed.gpus},
         }
-        return provenance(self.settings, self.tokenizer, settled) | {"machine": machine, "seed": self.seed}
+        return provenance(self, settled) | {"machine": machine, "seed": self.seed}
 
 
-def open_speed(
-    settings: EvaluateSettings,
-    run_dir: str,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    context: DistributedContext | None = None,
-) -> SpeedEvaluation:
+def open_speed(given: EvaluationInputs) -> SpeedEvaluation:
     """Prepare the sizes.
-
-    Args:
-        settings: The model and the sizes.
-        run_dir: Directory for the plot.
-        seed: Seed of the random prompts.
-        tokenizer: The model's tokenizer, for its vocabulary.
-        context: None: several ranks would disturb each other.
 
     Raises:
         ConfigError: The model's context has room for none of them, or there are several ranks.
     """
-    if context is not None:
+    settings, context = given.settings, given.context
+    if context is not None:  # they would disturb each other
         raise ConfigError(
             f"task=speed measures one process, and this run has {context.world_size} ranks; remove launch.ranks."
         )
     config: PretrainedConfig = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
     sizes, left_out = sizes_within(settings.speed, context_of(config, settings.dispatch.trust_remote_code))
-    return SpeedEvaluation(settings, Path(run_dir), seed, tokenizer, tuple(sizes), tuple(left_out))
+    return SpeedEvaluation(**vars(given), sizes=tuple(sizes), left_out=tuple(left_out))
 
 
 def check_sizes(settings: EvaluateSettings) -> None:
