@@ -3,7 +3,7 @@
 Presets are the YAML files in conf/device/, each figure with its source. Imports no torch before it looks at a GPU.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from fsdp_shard.distributed import device_preset
 from fsdp_shard.errors import ConfigError
@@ -88,35 +88,17 @@ class AutoDeviceConfig(DeviceConfig):
     """This machine's GPU, if there is a preset for it; else only what is set is known, and nothing is guessed."""
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Figures of a device and its machine; None where one is not known.
+@dataclass
+class Hardware(DeviceConfig):
+    """The figures of a device and its machine as a plan uses them; `name` is what it is, to print."""
 
-    Attributes:
-        memory_bytes: Memory of a device.
-        flops: Operations per second by precision: `bf16`, `tf32` and `fp32`.
-        memory_bandwidth: Bytes per second of its memory.
-        link_bandwidth: Bytes per second and direction to other devices of its machine.
-        network_bandwidth: Bytes per second and direction to other machines, for each device.
-        host_bandwidth: Bytes per second and direction to host memory.
-        host_memory_bytes: Host memory of a machine.
-        num_per_machine: Number of devices of a machine.
-        disk_write_bandwidth: Bytes per second that a machine writes to disk.
-        disk_read_bandwidth: Bytes per second that a machine reads from disk.
-        name: What it is, to print.
-    """
-
-    memory_bytes: int | None = None
-    flops: dict[str, float] = field(default_factory=dict)
-    memory_bandwidth: int | None = None
-    link_bandwidth: int | None = None
-    network_bandwidth: int | None = None
-    host_bandwidth: int | None = None
-    host_memory_bytes: int | None = None
-    num_per_machine: int | None = None
-    disk_write_bandwidth: int | None = None
-    disk_read_bandwidth: int | None = None
     name: str = ""
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """Operations per second by precision, of those that are known."""
+        found = {precision: getattr(self, f"{precision}_flops") for precision in ("bf16", "tf32", "fp32")}
+        return {precision: value for precision, value in found.items() if value is not None}
 
     @property
     def is_whole(self) -> bool:
@@ -131,31 +113,13 @@ def hardware_of(config: DeviceConfig, *, ranks_per_node: int | None = None) -> H
     Args:
         config: The settings `device.*`.
         ranks_per_node: Number of ranks on each machine, if the run says so.
-
-    Returns:
-        The figures.
     """
+    figures = {item.name: value for item in fields(DeviceConfig) if (value := getattr(config, item.name)) is not None}
     name = ""
     if isinstance(config, AutoDeviceConfig) and (gpu := _gpu_name()) in _PRESETS:
-        name, config = gpu, _completed(config, _PRESETS[gpu])
-    per_machine = min((num for num in (config.num_per_machine, ranks_per_node) if num is not None), default=None)
-    return Hardware(
-        memory_bytes=config.memory_bytes,
-        flops={
-            precision: value
-            for precision in ("bf16", "tf32", "fp32")
-            if (value := getattr(config, f"{precision}_flops")) is not None
-        },
-        memory_bandwidth=config.memory_bytes_per_second,
-        link_bandwidth=config.link_bytes_per_second,
-        network_bandwidth=config.network_bytes_per_second,
-        host_bandwidth=config.host_bytes_per_second,
-        host_memory_bytes=config.host_memory_bytes,
-        num_per_machine=per_machine,
-        disk_write_bandwidth=config.disk_write_bytes_per_second,
-        disk_read_bandwidth=config.disk_read_bytes_per_second,
-        name=name,
-    )
+        name, figures = gpu, device_preset(_PRESETS[gpu]) | figures
+    counts = [count for count in (figures.get("num_per_machine"), ranks_per_node) if count is not None]
+    return Hardware(**figures | {"num_per_machine": min(counts, default=None), "name": name})
 
 
 def check_device(config: DeviceConfig, hardware: Hardware, missing: list[str]) -> None:
@@ -182,9 +146,3 @@ def _gpu_name() -> str:
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-
-
-def _completed(config: DeviceConfig, preset: str) -> DeviceConfig:
-    """`config` with the figures of a preset where it has none."""
-    given = {item.name: value for item in fields(DeviceConfig) if (value := getattr(config, item.name)) is not None}
-    return DeviceConfig(**device_preset(preset) | given)

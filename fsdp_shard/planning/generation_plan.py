@@ -9,6 +9,7 @@ padding.
 from __future__ import annotations
 
 import inspect
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.recording.events import DONE, LEAVE, Event
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
 from fsdp_shard.planning.step.recording.recorder import Recorder, storages_of
-from fsdp_shard.planning.step.snapshot import ACTIVATIONS, Snapshot, highest
+from fsdp_shard.planning.step.snapshot import ACTIVATIONS, Snapshot, highest, highest_of_phases
 from fsdp_shard.utils import format_size, format_table, storage_key
 
 WEIGHTS, ADAPTERS, IN_FLIGHT, READ, CACHE = "weights", "adapters", "blocks in flight", "read buffers", "KV cache"
@@ -101,7 +102,7 @@ class _Passes:
         if has_decoder:  # an answer of full length, which is not made at once
             output = self.model(decoder_input_ids=ids[:, 1:], past_key_values=cache, **given)
             recorder.mark(DONE, "answer")
-        self.cached = [sum(_sizes(vars(layer)).values()) for layer in _layers(cache)]
+        self.cached = _cached_bytes(cache)
         self._choose(ids, output)
         recorder.mark(DONE, "logits")
         del output
@@ -127,21 +128,13 @@ def _positions(names: Mapping[str, object], mask: torch.Tensor, number: int | No
     return {"position_ids": positions if number is None else positions[:, -number:]}
 
 
-def _layers(cache: Any) -> list[Any]:
-    """The layers of a cache; of an encoder-decoder both of each, one after the other."""
+def _cached_bytes(cache: Any) -> list[int]:
+    """Bytes of a cache by its layer; of an encoder-decoder, of the caches of both attentions."""
     if hasattr(cache, "self_attention_cache"):
-        pairs = zip(_layers(cache.self_attention_cache), _layers(cache.cross_attention_cache), strict=False)
-        return [_StoragesOf([*vars(one).values(), *vars(two).values()]) for one, two in pairs]
-    return list(getattr(cache, "layers", ()))
-
-
-@dataclass(frozen=True)
-class _StoragesOf:
-    values: list[Any]
-
-
-def _sizes(value: Any) -> dict[int, int]:
-    return {storage_key(each): each.nbytes() for each in storages_of(value)}
+        pairs = zip(_cached_bytes(cache.self_attention_cache), _cached_bytes(cache.cross_attention_cache), strict=False)
+        return [sum(pair) for pair in pairs]
+    layers = (storages_of(vars(layer)) for layer in getattr(cache, "layers", ()))
+    return [sum({storage_key(each): each.nbytes() for each in storages}.values()) for storages in layers]
 
 
 def plan_generation(
@@ -169,11 +162,11 @@ def plan_generation(
         recording, like = record_forward(model, passes, has_mask=budget.batch_size > 1)
     except CANNOT_RUN as error:
         return GenerationPlan(problem=what_failed(error))
-    adapters: dict[str, int] = {}
+    adapters: Counter[str] = Counter()
     for name, param in model.named_parameters():
         if ".lora_" in name:
             fqn = max((block.fqn for block in blocks if name.startswith(f"{block.fqn}.")), key=len, default="")
-            adapters[fqn] = adapters.get(fqn, 0) + param.nbytes
+            adapters[fqn] += param.nbytes
     cached = dict(zip(repeated, passes.cached, strict=False))
     cached |= {fqn: cached.get(other, 0) for fqn, other in like.items() if fqn in repeated}
     simulator = _GenerationSimulator(
@@ -202,23 +195,20 @@ class _GenerationSimulator:
     ) -> None:
         self._devices, self._cached = devices, cached
         self._main = device_name(devices.main)
-        self._snapshots: dict[str, dict[str, list[Snapshot]]] = {}
-        self._state: dict[str, dict[str, int]] = {}
+        self._snapshots: defaultdict[str, list[Snapshot]] = defaultdict(list)
+        self._state: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for device, num_bytes in devices.resident_bytes.items():
             if device != "disk":
-                self._state[device_name(device)] = {WEIGHTS: num_bytes}
-        main = self._state.setdefault(self._main, {})
-        main[WEIGHTS] = main.get(WEIGHTS, 0) + buffers
-        main[IN_FLIGHT] = devices.buffer_bytes
+                self._state[device_name(device)][WEIGHTS] = num_bytes
+        self._state[self._main] += Counter({WEIGHTS: buffers, IN_FLIGHT: devices.buffer_bytes})
         if devices.staging_bytes:
-            self._state.setdefault("cpu", {})[IN_FLIGHT] = devices.staging_bytes
+            self._state["cpu"][IN_FLIGHT] = devices.staging_bytes
         for fqn, num_bytes in adapters.items():
-            state = self._state.setdefault(self._device_of(fqn), {})
-            state[ADAPTERS] = state.get(ADAPTERS, 0) + num_bytes
+            self._state[self._device_of(fqn)][ADAPTERS] += num_bytes
         if read:
-            self._state.setdefault("cpu", {})[READ] = read
-        for device in self._state:
-            self._note(device, "load", "", 0)
+            self._state["cpu"][READ] = read
+        for name in list(self._state):
+            self._note(name, "load", "", 0, Counter())
 
     def replay(self, recording: Sequence[Event]) -> None:
         """Replay a prefill pass and a pass of decoding."""
@@ -235,22 +225,17 @@ class _GenerationSimulator:
             before.clear()
 
     def _replay_phase(self, phase: str, intervals: Sequence[tuple[str, str, int]]) -> None:
-        held: dict[str, int] = {}  # of the cache, by device
+        held: Counter[str] = Counter()  # of the cache, by device
         done: set[str] = set()
         for fqn, size in self._cached.items() if phase != "prefill" else ():
-            self._cache(held, fqn, size)
+            held[self._device_of(fqn)] += size
         for where, kind, live in intervals:
             device = self._device_of(where)
             activations = max(0, live - sum(held.values()))
-            self._state.setdefault(device, {})
             self._note(device, phase, where, activations, held)
             if kind == LEAVE and phase == "prefill" and where in self._cached and where not in done:
                 done.add(where)
-                self._cache(held, where, self._cached[where])
-
-    def _cache(self, held: dict[str, int], fqn: str, size: int) -> None:
-        device = self._device_of(fqn)
-        held[device] = held.get(device, 0) + size
+                held[device] += self._cached[where]
 
     def _device_of(self, fqn: str) -> str:
         """Where a block computes; what is outside of blocks does so on the main device."""
@@ -258,16 +243,10 @@ class _GenerationSimulator:
             return self._main
         return device_name(self._devices.devices[fqn])
 
-    def _note(
-        self, device: str, phase: str, where: str, activations: int, held: Mapping[str, int] | None = None
-    ) -> None:
-        terms = {**self._state[device], CACHE: (held or {}).get(device, 0), ACTIVATIONS: activations}
-        snapshot = Snapshot(phase, where, {term: num for term, num in terms.items() if num})
-        self._snapshots.setdefault(device, {}).setdefault(phase, []).append(snapshot)
+    def _note(self, device: str, phase: str, where: str, activations: int, held: Counter[str]) -> None:
+        terms = {**self._state[device], CACHE: held[device], ACTIVATIONS: activations}
+        self._snapshots[device].append(Snapshot(phase, where, {term: num for term, num in terms.items() if num}))
 
     def peaks(self) -> dict[str, list[Snapshot]]:
         """The highest snapshot of each phase, by device."""
-        return {
-            device: [highest(snapshots) for snapshots in by_phase.values()]
-            for device, by_phase in self._snapshots.items()
-        }
+        return {device: [*highest_of_phases(found).values()] for device, found in self._snapshots.items()}

@@ -9,8 +9,7 @@ step, an evaluation and a save, simulated unit by unit (`step/simulators`) from 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import replace
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -28,25 +27,9 @@ from fsdp_shard.planning.step.shard_state import (
     staged_bytes,
     unit_shards,
 )
-from fsdp_shard.planning.step.snapshot import (
-    ACTIVATIONS,
-    BUFFERS,
-    DIRECTIONS,
-    EVA,
-    GATHERED,
-    LOADING,
-    LOSS_TERM,
-    TEMPORARIES,
-    UNREDUCED,
-    ZEROS,
-    Snapshot,
-    highest,
-)
+from fsdp_shard.planning.step.snapshot import DIRECTIONS, EVA, LOADING, TEMPORARIES, ZEROS
 from fsdp_shard.planning.step.step_snapshots import SimulatedStep, plan_step
 from fsdp_shard.training import check_adapter_mesh
-
-if TYPE_CHECKING:
-    from fsdp_shard.planning.step.teacher_pass import PlannedTeacher
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun, cache: PlanCache | None = None) -> MemoryPlan:
@@ -75,15 +58,15 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, cache: PlanCache | No
     of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
     shards = cache.of("shards", of_state, lambda: unit_shards(part, run))
     states = cache.of("state", of_state, lambda: shard_states(shards, part, run))
-    shared = _Shared.of(plan_step(config, part, run, cache))
+    step = plan_step(config, part, run, cache)
     staged = staged_bytes(part, states, run) if run.saves_asynchronously else [0] * run.num_ranks
     per_rank = [
-        _rank_memory(rank, states[_shard_of(rank, run)], run, shared, staging) for rank, staging in enumerate(staged)
+        _rank_memory(rank, states[_shard_of(rank, run)], run, step, staging) for rank, staging in enumerate(staged)
     ]
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
-    sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), shared.problem, tree
-    others = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, shared.uncounted
+    sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), step.problem, tree
+    others = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, step.uncounted
     return MemoryPlan(type(model).__name__, *sizes, *others)
 
 
@@ -110,47 +93,7 @@ def _num_weights(model: PreTrainedModel, block: models.Block) -> int:
     return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What all ranks have in common.
-
-    Attributes:
-        snapshots: The snapshots of a run.
-        highest: The highest of each phase.
-        unsharded: The most bytes that are unsharded, with buffers.
-        activations: The most bytes of activations and of the loss; None if they could not be measured.
-        offloaded: The most bytes of activations in host memory.
-        problem: Why activations could not be measured, if so.
-        uncounted: As in `MemoryPlan`.
-        directions: As in `SimulatedStep`.
-        teacher: As in `SimulatedStep`.
-    """
-
-    snapshots: tuple[Snapshot, ...]
-    highest: tuple[Snapshot, ...]
-    unsharded: int
-    activations: int | None
-    offloaded: int
-    problem: str | None
-    uncounted: Mapping[str, str]
-    directions: Sequence[int]
-    teacher: PlannedTeacher | None
-
-    @classmethod
-    def of(cls, step: SimulatedStep) -> Self:
-        """What a simulated step has in common for its ranks."""
-        snapshots, by_phase = step.snapshots, dict[str, list[Snapshot]]()
-        for snapshot in snapshots:
-            by_phase.setdefault(snapshot.phase, []).append(snapshot)
-        unsharded = max((_sum(snapshot, GATHERED, UNREDUCED, BUFFERS) for snapshot in snapshots), default=0)
-        activations = max((_sum(snapshot, ACTIVATIONS, LOSS_TERM) for snapshot in snapshots), default=0)
-        known = None if step.problem else activations
-        tops = tuple(map(highest, by_phase.values()))
-        others = step.offloaded_bytes, step.problem, step.uncounted, step.directions, step.teacher
-        return cls(snapshots, tops, unsharded, known, *others)
-
-
-def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared, staging: int) -> RankMemory:
+def _rank_memory(rank: int, state: ShardState, run: PlannedRun, step: SimulatedStep, staging: int) -> RankMemory:
     """The memory of one rank, whose copy for asynchronous saves has `staging` bytes."""
     is_offloaded = run.shard.cpu_offload
     total = state.parameters + state.gradients + state.optimizer + state.average
@@ -158,25 +101,25 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, shared: _Shared,
     if run.saves_every and not run.on_gpu:  # one memory; a save that nothing follows touches no page of the copy
         own["staging"] = staging
     host = state.pinned + state.optimizer + state.average if is_offloaded else 0
-    teacher = shared.teacher
+    teacher = step.teacher
     host += 0 if teacher is None else teacher.host_bytes
     return RankMemory(
         rank,
         state.parameters,
         state.gradients,
         state.optimizer,
-        shared.unsharded,
-        shared.activations,
+        step.unsharded_bytes,
+        step.activations_bytes,
         host_bytes=total if is_offloaded else 0,
         staging_bytes=staging,
-        needed_host_bytes=host + staging + shared.offloaded if run.on_gpu else 0,
+        needed_host_bytes=host + staging + step.offloaded_bytes if run.on_gpu else 0,
         reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
         average_bytes=state.average,
         teacher_bytes=0 if teacher is None else teacher.held_bytes,
-        schedule=shared.snapshots,
-        highest_snapshots=shared.highest,
+        schedule=step.snapshots,
+        highest_snapshots=step.highest_snapshots,
         own={name: num for name, num in own.items() if num},
-        own_in=_own_in_phases(state, run, shared.directions[rank] if shared.directions else 0),
+        own_in=_own_in_phases(state, run, step.directions[rank] if step.directions else 0),
     )
 
 
@@ -190,10 +133,6 @@ def _own_in_phases(state: ShardState, run: PlannedRun, directions: int) -> dict[
     # The optimizer's state is made by a step with gradients of zeros, before it is read.
     resumed = {ZEROS: state.trained, "optimizer": state.optimizer, **updates}
     return found | {"resume": resumed, "optimizer": updates}
-
-
-def _sum(snapshot: Snapshot, *terms: str) -> int:
-    return sum(snapshot.terms.get(term, 0) for term in terms)
 
 
 def _shard_of(rank: int, run: PlannedRun) -> int:

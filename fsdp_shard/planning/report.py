@@ -1,6 +1,6 @@
 """A memory plan as text and as the figures of result.json."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -74,8 +74,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | N
 
 def summary_lines(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None) -> list[str]:
     """The peak, what is in host memory, which shards are uneven, and whether it fits in `memory_bytes` and `host`."""
-    overhead = _overhead_lines(plan.overhead) if plan.overhead or plan.peak_bytes is None else [_NOT_COUNTED]
-    lines = [*_host_lines(plan), *_peak_lines(plan.per_rank), *overhead, *_uneven_lines(plan)]
+    lines = [*_host_lines(plan), *_peak_lines(plan), *_uneven_lines(plan)]
     for name, why in plan.uncounted.items():
         lines.append(f"The phase {name} could not be measured ({why}); it is not counted.")
     lines.append(_verdict(plan, memory_bytes))
@@ -157,26 +156,17 @@ def rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     return rows
 
 
-def _peak_lines(ranks: Sequence[RankMemory]) -> list[str]:
-    """When the fullest rank has the most in memory, and what."""
-    peaks = [rank for rank in ranks if rank.peak is not None]
-    if not peaks:
+def _peak_lines(plan: MemoryPlan) -> list[str]:
+    """When the fullest rank has the most in memory, what, and what is not in that; nothing if no peak is known."""
+    if plan.peak_bytes is None or (peak := plan.fullest.peak) is None:
         return []
-    fullest = max(peaks, key=lambda rank: rank.peak_bytes or 0)
-    peak = fullest.peak
-    assert peak is not None
-    terms = sorted(peak.terms.items(), key=lambda term: -term[1])
-    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in terms if num)
     where = f" at {peak.where}" if peak.where else ""
-    return [f"The peak of rank {fullest.rank} is in the phase {peak.phase}{where}: {sizes}."]
-
-
-def _overhead_lines(overhead: Mapping[str, int]) -> list[str]:
-    """GPU memory that is not in tensors."""
-    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in overhead.items() if num)
-    return [f"Besides tensors a GPU holds about: {sizes}. The peak does not include it; whether it fits does."][
-        : bool(overhead)
-    ]
+    first = f"The peak of rank {plan.fullest.rank} is in the phase {peak.phase}{where}: "
+    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in plan.overhead.items() if num)
+    besides = f"Besides tensors a GPU holds about: {sizes}. The peak does not include it; whether it fits does."
+    terms = sorted(peak.terms.items(), key=lambda term: -term[1])
+    first += ", ".join(f"{name} {format_size(num)}" for name, num in terms if num)
+    return [f"{first}.", besides if plan.overhead else _NOT_COUNTED]
 
 
 def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:

@@ -39,21 +39,14 @@ class SectionSettings(Protocol):
         """The ranks."""
 
 
-class PlannedSettings(Protocol):
+class PlannedSettings(SectionSettings, Protocol):
     """The config of a plan, as far as planning uses it."""
 
     run_dir: str
-    given: frozenset[str]
     run: str | None
     search: bool
     launch: PlannedLaunchConfig
-    model: ModelConfig
     data: PlanDataConfig
-    shard: ShardConfig
-    objective: ObjectiveConfig
-    adapter: AdapterConfig
-    optim: OptimConfig
-    train: TrainConfig
     checkpoint: PlanSavingConfig
     device: DeviceConfig
     dispatch: DispatchConfig

@@ -100,13 +100,7 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     """Text and figures of the device map of `generate`, if one is asked for."""
     if config.dispatch.device_map is None:
         return "", {}
-    from fsdp_shard.inference import (
-        KVCacheBudget,
-        inject_adapters,
-        model_from_config,
-        plan_from_config,
-        with_adapters,
-    )
+    from fsdp_shard.inference import KVCacheBudget, inject_adapters, model_from_config, plan_dispatch, with_adapters
     from fsdp_shard.models import load_config
     from fsdp_shard.planning.generation_plan import plan_generation
 
@@ -115,8 +109,8 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     settings, adapters = config.dispatch, config.adapter_sources
     if adapters:
         settings = with_adapters(settings, model.source, adapters)
-    devices = plan_from_config(model_config, settings, budget)
     dispatched = model_from_config(model_config, settings)
+    _, devices = plan_dispatch(dispatched, settings, budget)
     if adapters:
         inject_adapters(dispatched, adapters)
     stored = str(model_config.dtype or "float32").removeprefix("torch.")

@@ -35,7 +35,11 @@ def test_presets_are_complete_and_say_where_each_figure_is_from(name: str) -> No
 def test_figures_that_are_known() -> None:
     """Of dense products: with sparsity, data sheets give twice as many."""
     h100 = preset("h100")
-    assert (h100.memory_bytes, h100.memory_bandwidth, h100.link_bandwidth) == (81_559 << 20, 3350 * 10**9, 450 * 10**9)
+    assert (h100.memory_bytes, h100.memory_bytes_per_second, h100.link_bytes_per_second) == (
+        81_559 << 20,
+        3350 * 10**9,
+        450 * 10**9,
+    )
     assert h100.flops == {"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 67e12}
     assert preset("a100").flops["bf16"] == 312e12
     assert preset("4090") == preset("rtx4090")

@@ -26,7 +26,7 @@ from fsdp_shard.inference import (
     load_dispatched,
     locate_adapters,
     model_from_config,
-    plan_from_config,
+    plan_dispatch,
 )
 from fsdp_shard.planning.generation_plan import plan_generation
 from tests.support.live_bytes import LiveBytes
@@ -74,7 +74,7 @@ def test_generation_takes_what_was_planned(
     config = saved(name, tmp_path / "model")
     budgets = {"cpu": "1GB"} if device_map == "disk" else None
     settings, budget = DispatchConfig(device_map, budgets, dtype), KVCacheBudget(rows, length)
-    devices = plan_from_config(config, settings, budget)
+    devices = plan_dispatch(model_from_config(config, settings), settings, budget)[1]
     planned = plan_generation(model_from_config(config, settings), devices, budget)
     assert planned.problem is None
     new = length if name == "t5" else 4
@@ -115,7 +115,7 @@ def test_a_quantized_plan_says_what_it_lacks() -> None:
     plans = []
     for quantize in ("none", "int8"):
         settings = DispatchConfig("cpu", {"cpu": "1GB"}, "bfloat16", quantize=quantize)
-        devices = plan_from_config(config, settings, budget)
+        devices = plan_dispatch(model_from_config(config, settings), settings, budget)[1]
         plans.append(plan_generation(model_from_config(config, settings), devices, budget, quantize=quantize))
     (load, *others), (quantized, *others_quantized) = (plan.peaks["cpu"] for plan in plans)
     saved = load.terms["weights"] - quantized.terms["weights"]
@@ -141,7 +141,10 @@ def test_adapters_take_what_was_planned(device_map: str, dtype: str, tmp_path: P
         found[name] = str(tmp_path / name)
     budgets = {"cpu": "1GB"} if device_map == "disk" else None
     settings = DispatchConfig(device_map, budgets, dtype)
-    devices, planned_model = plan_from_config(config, settings, budget), model_from_config(config, settings)
+    devices, planned_model = (
+        plan_dispatch(model_from_config(config, settings), settings, budget)[1],
+        model_from_config(config, settings),
+    )
     inject_adapters(planned_model, locate_adapters(found))
     planned = plan_generation(planned_model, devices, budget)
     assert planned.problem is None

@@ -19,7 +19,7 @@ from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import micro_batch, optimizer as planned_optimizer
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
-from fsdp_shard.planning.step.optimizer import optimizer_bytes
+from fsdp_shard.planning.step.optimizer import step_bytes
 from fsdp_shard.planning.step.recording.events import END, LEAVE, Event
 from fsdp_shard.planning.step.recording.record_passes import record_passes
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, plan_units, recompute_blocks
@@ -86,7 +86,7 @@ def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
     optimizer = config.build(params, shapes)
     optimizer.step()
     real = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
-    assert optimizer_bytes(config, shapes, shapes, dict.fromkeys(shapes, torch.float32)) == real
+    assert step_bytes(config, shapes, shapes, dict.fromkeys(shapes, torch.float32))[0] == real
     assert plan(optim=config).per_rank[0].optimizer_bytes == real
     ranks = plan(optim=config, num_ranks=2).per_rank
     assert sum(rank.optimizer_bytes for rank in ranks) == pytest.approx(real, abs=4 * len(params))  # steps are twice
@@ -111,7 +111,7 @@ def test_8_bit_state_counts_in_8_bits() -> None:
     pytest.importorskip("torchao")
     shapes = {"weight": (64, 128)}
     in_full, quantized = (
-        optimizer_bytes(c, shapes, shapes, dict.fromkeys(shapes, torch.float32))
+        step_bytes(c, shapes, shapes, dict.fromkeys(shapes, torch.float32))[0]
         for c in (AdamWConfig(), AdamW8bitConfig())
     )
     assert in_full == 2 * 4 * 64 * 128 + 4

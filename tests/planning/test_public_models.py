@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from fsdp_shard.models import ModelConfig, build_on_meta, load_config, no_split_blocks
 from fsdp_shard.planning.memory import plan_memory
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.planning.step.optimizer import optimizer_bytes
+from fsdp_shard.planning.step.optimizer import step_bytes
 from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, ShardConfig, plan_units
 from fsdp_shard.training import AdamWConfig, MuonConfig, TrainConfig
 from fsdp_shard.utils import resident_bytes
@@ -164,5 +164,5 @@ def _shapes(model: torch.nn.Module) -> Mapping[str, tuple[int, ...]]:
 def test_kinds_of_parameters_add_up_to_all(optim: AdamWConfig | MuonConfig, tmp_path: Path) -> None:
     model = build_on_meta(config_of("qwen3-30b-a3b", tmp_path), "float32")
     shapes, dtypes = _shapes(model), dict.fromkeys(_shapes(model), torch.float32)
-    one_by_one = sum(optimizer_bytes(optim, {name: shape}, shapes, dtypes) for name, shape in list(shapes.items())[:40])
-    assert optimizer_bytes(optim, dict(list(shapes.items())[:40]), shapes, dtypes) == one_by_one
+    one_by_one = sum(step_bytes(optim, {name: shape}, shapes, dtypes)[0] for name, shape in list(shapes.items())[:40])
+    assert step_bytes(optim, dict(list(shapes.items())[:40]), shapes, dtypes)[0] == one_by_one

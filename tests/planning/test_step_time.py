@@ -316,9 +316,9 @@ def test_what_cannot_run_on_text_has_no_flops() -> None:
 
 # The figures of a made-up device are round numbers, so that each bound can be seen.
 DEVICE = Hardware(
-    flops={"fp32": 1e9, "bf16": 2e9, "tf32": 4e9}, memory_bandwidth=10**9, link_bandwidth=10**9,
-    network_bandwidth=10**8, host_bandwidth=10**9, num_per_machine=2, disk_write_bandwidth=10**6,
-    disk_read_bandwidth=2 * 10**6,
+    fp32_flops=1e9, bf16_flops=2e9, tf32_flops=4e9, memory_bandwidth="1GB", link_bandwidth="1GB",
+    network_bandwidth="100MB", host_bandwidth="1GB", num_per_machine=2, disk_write_bandwidth="1MB",
+    disk_read_bandwidth="2MB",
 )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def test_the_slowest_part_is_the_bound() -> None:
     assert {name for name, seconds in found.parts.items() if seconds} == {"compute", "memory"}
     four = cost_of(config, facts, num_ranks=4, train=TrainConfig(global_batch_size=4))
     for figure, name in (("network_bandwidth", "network"), ("link_bandwidth", "links"), ("memory_bandwidth", "memory")):
-        slow = step_time(four, replace(DEVICE, **{figure: 10_000}))
+        slow = step_time(four, replace(DEVICE, **{figure: "10kB"}))
         assert slow is not None
         assert slow.bound_by == name
         assert slow.hardware_flops_utilization < 0.1

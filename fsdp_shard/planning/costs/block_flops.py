@@ -294,7 +294,8 @@ class _Runs:
     def _measure_block(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> _BlockCounts:
         counts = _BlockCounts()
         args, kwargs = tree_map(_alone, (args, kwargs))
-        counts.input_bytes = _num_bytes(leaf for leaf in tree_leaves((args, kwargs)) if _is_activation(leaf))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        counts.input_bytes = sum(tensor.nbytes for tensor in given if tensor.requires_grad)
         passes = iter(("forward", "recomputed"))
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -347,14 +348,6 @@ def _is_plain(name: str, value: Any) -> bool:
 def _alone(value: Any) -> Any:
     """A tensor without its history."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _num_bytes(tensors: Iterator[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _backward(outputs: Sequence[Any]) -> None:

@@ -12,7 +12,8 @@ from fsdp_shard import models, sharding
 from fsdp_shard.models import MASKED_LM
 from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
 from fsdp_shard.planning.meta_model import build_planned
-from fsdp_shard.planning.step.optimizer import optimizer_bytes
+from fsdp_shard.planning.plan_cache import PlanCache, of_parameters
+from fsdp_shard.planning.step.optimizer import step_bytes
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN
 from fsdp_shard.training import AdapterConfig, OptimConfig, use_loss_head
 from fsdp_shard.utils import FakeTensorMode, first_line, only_errors_of
@@ -56,8 +57,7 @@ class ModelFacts:
     base_bytes: int
     unmasked_flops: int
     model: PreTrainedModel = field(repr=False)
-    _units: dict[object, tuple[sharding.Unit, ...]] = field(default_factory=dict)
-    _states: dict[str, int] = field(default_factory=dict)
+    cache: PlanCache = field(default_factory=PlanCache, repr=False)
 
     @property
     def blocks(self) -> list[str]:
@@ -66,22 +66,18 @@ class ModelFacts:
 
     def units(self, shard: sharding.ShardConfig) -> tuple[sharding.Unit, ...]:
         """The units of the model, computed once for all settings that they depend on."""
-        key = (
-            *(type(shard), shard.param_dtype, shard.norms_in_float32),
-            *(tuple(shard.blocks), shard.min_params),
-        )
-        if key not in self._units:
-            self._units[key] = sharding.plan_units(self.model, shard)
-        return self._units[key]
+        return self.cache.of("units", (of_parameters(shard),), lambda: sharding.plan_units(self.model, shard))
 
     def state_bytes(self, optim: OptimConfig) -> int:
         """Bytes of the state of `optim` for all trained parameters, computed once for each config."""
-        if (key := repr(optim)) not in self._states:
+
+        def measure() -> int:
             shapes = {name: tuple(param.shape) for name, param in self.model.named_parameters()}
             dtypes = {name: param.dtype for name, param in self.model.named_parameters()}
             trained = {name: shapes[name] for name, param in self.params.items() if param.is_trained}
-            self._states[key] = optimizer_bytes(optim, trained, shapes, dtypes) if trained else 0
-        return self._states[key]
+            return step_bytes(optim, trained, shapes, dtypes)[0] if trained else 0
+
+        return self.cache.of("state", (optim,), measure)
 
 
 def model_facts(

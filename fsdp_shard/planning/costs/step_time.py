@@ -79,10 +79,14 @@ def step_time(cost: StepCost, hardware: Hardware) -> StepTime | None:
     per_machine = hardware.num_per_machine or cost.num_ranks
     parts = {
         "compute": cost.flops / peak,
-        "links": _seconds(sum(link_bytes(each, per_machine) for each in cost.traffic), hardware.link_bandwidth),
-        "network": _seconds(sum(network_bytes(each, per_machine) for each in cost.traffic), hardware.network_bandwidth),
-        "memory": _seconds(cost.memory_bytes, hardware.memory_bandwidth),
-        "host": _seconds(max(cost.to_host_bytes, cost.to_device_bytes), hardware.host_bandwidth),  # both ways at once
+        "links": _seconds(sum(link_bytes(each, per_machine) for each in cost.traffic), hardware.link_bytes_per_second),
+        "network": _seconds(
+            sum(network_bytes(each, per_machine) for each in cost.traffic), hardware.network_bytes_per_second
+        ),
+        "memory": _seconds(cost.memory_bytes, hardware.memory_bytes_per_second),
+        "host": _seconds(
+            max(cost.to_host_bytes, cost.to_device_bytes), hardware.host_bytes_per_second
+        ),  # both ways at once
     }
     bound_by = max(parts, key=lambda name: parts[name])
     seconds = parts[bound_by]
@@ -96,8 +100,10 @@ def step_time(cost: StepCost, hardware: Hardware) -> StepTime | None:
         hardware_flops_utilization=cost.flops / (seconds * peak),
         model_flops_utilization=cost.model_flops / (seconds * peak),
         run_days=None if num_steps is None else num_steps * seconds / SECONDS_PER_DAY,
-        write_seconds=_disk_seconds(checkpoint.total_bytes, checkpoint, per_machine, hardware.disk_write_bandwidth),
-        resume_seconds=_disk_seconds(read_bytes, checkpoint, per_machine, hardware.disk_read_bandwidth),
+        write_seconds=_disk_seconds(
+            checkpoint.total_bytes, checkpoint, per_machine, hardware.disk_write_bytes_per_second
+        ),
+        resume_seconds=_disk_seconds(read_bytes, checkpoint, per_machine, hardware.disk_read_bytes_per_second),
     )
 
 

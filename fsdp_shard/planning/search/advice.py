@@ -4,7 +4,7 @@ Changes that train the same come before those that do not. What the user chose s
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -110,12 +110,7 @@ def fitting(
     search = _Search(planner, run, memory_bytes, given)
     for trains_other in (False, True):
         for stays in ({*given, *fixed, "launch.ranks"}, {*fixed, "launch.ranks"}):
-            allowed = [saver.allowed(stays, may_change_training=trains_other) for saver in savers]
-
-            def is_wanted(candidate: Candidate, stays: set[str] = stays, trains_other: bool = trains_other) -> bool:
-                return bool(candidate.trains) == trains_other and not set(candidate.replaced) & stays
-
-            if found := [fits for _, fits in search.walk(allowed, limit, is_wanted)]:
+            if found := [fits for _, fits in search.walk(savers, stays, limit, trains_other=trains_other)]:
                 return found
     return []
 
@@ -132,26 +127,12 @@ class _Search:
     def first(
         self, savers: Sequence[MemorySaver], fixed: Collection[str], *, trains_other: bool, but: Sequence[Fitting] = ()
     ) -> list[Fitting]:
-        """The first few candidates that fit, none of which has all changes of an earlier one.
-
-        Args:
-            savers: What could be changed.
-            fixed: Names of settings that stay.
-            trains_other: Whether to look for candidates that change what is trained, and only those.
-            but: Candidates that were found before.
-        """
-        allowed = [saver.allowed(fixed, may_change_training=trains_other) for saver in savers]
+        """The first few candidates that fit, none of which has all changes of an earlier one; see `walk`."""
         found: list[Fitting] = []
         enough: list[_Choice] = []
-
-        def is_wanted(candidate: Candidate) -> bool:
-            if bool(candidate.trains) != trains_other or set(candidate.replaced) & set(fixed):
-                return False
-            changes = set(candidate.overrides)
-            return not any(changes >= set(fits.candidate.overrides) for fits in but)
-
         figures = {(fits.peak_bytes, fits.seconds) for fits in but}
-        for choice, fits in self.walk(allowed, self._planner.max_plans, is_wanted, enough):
+        limit = self._planner.max_plans
+        for choice, fits in self.walk(savers, fixed, limit, trains_other=trains_other, enough=enough, but=but):
             enough.append(choice)
             if (key := (fits.peak_bytes, fits.seconds)) in figures and fits.seconds is not None:
                 continue  # it costs more, and does nothing
@@ -164,18 +145,24 @@ class _Search:
     def walk(
         self,
         savers: Sequence[MemorySaver],
+        fixed: Collection[str],
         limit: int,
-        is_wanted: Callable[[Candidate], bool],
+        *,
+        trains_other: bool,
         enough: Sequence[_Choice] = (),
+        but: Sequence[Fitting] = (),
     ) -> Iterator[tuple[_Choice, Fitting]]:
         """Candidates that fit, by cost.
 
         Args:
             savers: What could be changed.
+            fixed: Names of settings that stay.
             limit: Number of plans.
-            is_wanted: Whether to plan a candidate.
+            trains_other: Whether to look for candidates that change what is trained, and only those.
             enough: Choices that leave out all that have their changes and more; may grow meanwhile.
+            but: Candidates that were found before, which leave out all that have their changes.
         """
+        savers = [saver.allowed(fixed, may_change_training=trains_other) for saver in savers]
         lengths = [len(saver.options) for saver in savers]
         last = self._planner.num_plans + limit
         for choice in _by_cost(savers):
@@ -184,7 +171,10 @@ class _Search:
             if any(all(n >= m for n, m in zip(choice, less, strict=True)) for less in enough):
                 continue
             candidate = self._candidate(savers, choice)
-            if candidate is None or not is_wanted(candidate) or self._is_too_large(candidate):
+            if candidate is None or bool(candidate.trains) != trains_other or {*candidate.replaced} & {*fixed}:
+                continue
+            is_known = any({*candidate.overrides} >= {*fits.candidate.overrides} for fits in but)
+            if is_known or self._is_too_large(candidate):
                 continue
             frugal = tuple(
                 length - 1 if saver.is_of_activations else number

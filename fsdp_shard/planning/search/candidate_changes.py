@@ -68,26 +68,41 @@ def memory_savers(run: PlannedRun, given: Collection[str], num_nodes: int = 1) -
         given: Names of the settings that the user chose, which a new optimizer or wrapper must have too.
         num_nodes: Number of machines.
     """
+    shard = run.shard
+    is_reshardable = shard.is_sharded and shard.reshard_after_forward is not True
+    is_chunkable = run.model.chunked_loss is not True and run.model.task != SEQUENCE_CLASSIFICATION
     savers = [
         MemorySaver(tuple(_wrappers(run, given))),
         MemorySaver(tuple(_ranks(run, num_nodes))),
-        MemorySaver(tuple(_replicas(run))),
+        MemorySaver(_if(shard.replicas > 1, _set("shard", {"replicas": 1}, 20.0))),
         MemorySaver(tuple(_divided(run, "tensor_parallel", _TENSOR_DOUBLING))),
         MemorySaver(tuple(_sequences(run)), is_of_activations=True),
         MemorySaver(tuple(_adapters(run))),
         MemorySaver(tuple(_optimizers(run, given))),
         MemorySaver(tuple(_dtypes(run))),
-        MemorySaver(tuple(_switched_on(run, "cpu_offload", 300.0))),
+        MemorySaver(_if(not shard.cpu_offload, _set("shard", {"cpu_offload": True}, 300.0))),
         MemorySaver(tuple(_references(run))),
         MemorySaver(tuple(_average(run))),
-        MemorySaver(tuple(_switched_on(run, "sync_every_micro_batch", 8.0)), is_of_activations=True),
-        MemorySaver(tuple(_resharding(run)), is_of_activations=True),
-        MemorySaver(tuple(_chunks(run)), is_of_activations=True),
+        MemorySaver(
+            _if(not shard.sync_every_micro_batch, _set("shard", {"sync_every_micro_batch": True}, 8.0)),
+            is_of_activations=True,
+        ),
+        MemorySaver(_if(is_reshardable, _set("shard", {"reshard_after_forward": True}, 8.0)), is_of_activations=True),
+        MemorySaver(_if(is_chunkable, _set("model", {"chunked_loss": True}, 3.0)), is_of_activations=True),
         MemorySaver(tuple(_recomputing(run)), is_of_activations=True),
         MemorySaver(tuple(_offloading(run)), is_of_activations=True),
         MemorySaver(tuple(_micro_batches(run)), is_of_activations=True),
     ]
     return [replace(saver, options=(Option(), *saver.options)) for saver in savers if saver.options]
+
+
+def _if(is_possible: bool, option: Option) -> tuple[Option, ...]:
+    return (option,) if is_possible else ()
+
+
+def _replace(cost: float, overrides: tuple[str, ...], trains: str = "", **values: Any) -> Option:
+    """The option of other values of a run."""
+    return Option(lambda run: replace(run, **values), cost, overrides, trains)
 
 
 def _set(section: str, values: dict[str, Any], cost: float, trains: str = "") -> Option:
@@ -123,17 +138,8 @@ def _ranks(run: PlannedRun, num_nodes: int) -> Iterator[Option]:
     factor = 2
     while run.num_ranks * factor <= max(MAX_RANKS, 2 * run.num_ranks):
         number = run.num_ranks * factor
-        yield Option(
-            lambda run, number=number: replace(run, num_ranks=number),  # type: ignore[misc]  # of a default
-            _DOUBLING * log2(factor),
-            (f"launch.ranks={number // num_nodes}",),
-        )
+        yield _replace(_DOUBLING * log2(factor), (f"launch.ranks={number // num_nodes}",), num_ranks=number)
         factor *= 2
-
-
-def _replicas(run: PlannedRun) -> Iterator[Option]:
-    if run.shard.replicas > 1:
-        yield _set("shard", {"replicas": 1}, 20.0)
 
 
 def _divided(run: PlannedRun, name: str, cost: float) -> Iterator[Option]:
@@ -149,15 +155,10 @@ def _sequences(run: PlannedRun) -> Iterator[Option]:
 
 def _adapters(run: PlannedRun) -> Iterator[Option]:
     if run.adapter.trains_all:
-        for words, settings, cost in (((), {}, 60.0), (("adapter.quantize=nf4",), {"quantize": "nf4"}, 90.0)):
-            adapter = LoraConfig(**settings)  # type: ignore[arg-type]  # of literal names
-            what = "trains an adapter" if not words else "trains an adapter of quantized weights"
-            yield Option(
-                lambda run, adapter=adapter: replace(run, adapter=adapter),  # type: ignore[misc]  # of a default
-                cost,
-                ("adapter=lora", *words),
-                what,
-            )
+        what = "trains an adapter"
+        yield _replace(60.0, ("adapter=lora",), what, adapter=LoraConfig())
+        overrides = ("adapter=lora", "adapter.quantize=nf4")
+        yield _replace(90.0, overrides, f"{what} of quantized weights", adapter=LoraConfig(quantize="nf4"))
     elif isinstance(run.adapter, LoraConfig) and run.adapter.quantize != "nf4":
         yield _set("adapter", {"quantize": "nf4"}, 40.0, "quantizes the frozen weights")
 
@@ -196,21 +197,6 @@ def _average(run: PlannedRun) -> Iterator[Option]:
     if run.train.ema_decay is not None:
         none = _set("train", {"ema_decay": None}, 20.0, "keeps no average")
         yield replace(none, overrides=("train.ema_decay=null",))
-
-
-def _switched_on(run: PlannedRun, name: str, cost: float) -> Iterator[Option]:
-    if getattr(run.shard, name) is False:
-        yield _set("shard", {name: True}, cost)
-
-
-def _resharding(run: PlannedRun) -> Iterator[Option]:
-    if run.shard.is_sharded and run.shard.reshard_after_forward is not True:
-        yield _set("shard", {"reshard_after_forward": True}, 8.0)
-
-
-def _chunks(run: PlannedRun) -> Iterator[Option]:
-    if run.model.chunked_loss is not True and run.model.task != SEQUENCE_CLASSIFICATION:
-        yield _set("model", {"chunked_loss": True}, 3.0)
 
 
 def _recomputing(run: PlannedRun) -> Iterator[Option]:

@@ -1,7 +1,7 @@
 """Bytes of an optimizer's state and of what a step takes for a moment, measured by the real one on fake tensors."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import zip_longest
 from math import prod
@@ -17,26 +17,6 @@ _LARGE = 1 << 16  # elements from which on rows and columns of a matrix do not m
 _SIDE = 256
 
 
-def optimizer_bytes(
-    optim: OptimConfig,
-    local: Mapping[str, tuple[int, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
-) -> int:
-    """Bytes of the state of `optim` on one rank.
-
-    Args:
-        optim: The optimizer settings.
-        local: The local shape of each parameter that the rank updates, by FQN.
-        shapes: The unsharded shape of every parameter.
-        dtypes: The dtype of every parameter.
-
-    Returns:
-        The bytes of the state after the first step.
-    """
-    return step_bytes(optim, local, shapes, dtypes)[0]
-
-
 def step_bytes(
     optim: OptimConfig,
     local: Mapping[str, tuple[int, ...]],
@@ -45,12 +25,16 @@ def step_bytes(
     *,
     uses_foreach: bool = False,
 ) -> tuple[int, int]:
-    """Bytes of the state, and the most that a step of all these parameters takes in addition.
+    """Bytes of the state on one rank, and the most that a step of all these parameters takes in addition.
 
     Of parameters that are alike, one is updated, unless a step takes all of them at one time.
 
-    The arguments are those of `optimizer_bytes`; `uses_foreach` is whether one call updates all parameters, which torch
-    chooses for plain tensors on a GPU.
+    Args:
+        optim: The optimizer settings.
+        local: The local shape of each parameter that the rank updates, by FQN.
+        shapes: The unsharded shape of every parameter.
+        dtypes: The dtype of every parameter.
+        uses_foreach: Whether one call updates all parameters, which torch chooses for plain tensors on a GPU.
     """
     with one_thread():
         _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao computes tables at first use
@@ -119,6 +103,18 @@ def whole_update_bytes(optim: OptimConfig, name: str, shape: tuple[int, ...], dt
         params = {name: nn.Parameter(torch.zeros(like, dtype=dtype))}
         found = _second_step(_step(optim, params, {name: shape}))
     return found * -(-size // max(1, prod(like)))
+
+
+def whole_updates(
+    optim: OptimConfig,
+    trained: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, int]:
+    """What the update of each whole parameter takes for a moment; those that are alike are measured once."""
+    alike = _alike({name: shapes[name] for name in trained}, shapes, dtypes)
+    sizes = [whole_update_bytes(optim, name, shapes[name], dtypes[name]) for name, *_ in alike]
+    return {name: size for names, size in zip(alike, sizes, strict=True) for name in names}
 
 
 def _needs_values(optim: OptimConfig) -> bool:

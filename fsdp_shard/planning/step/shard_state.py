@@ -1,7 +1,6 @@
 """The state of each shard of a planned run: parameters, gradients, optimizer state and averages, in bytes."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,11 +11,10 @@ from fsdp_shard import sharding
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.divided_model import divide_model, with_expert_units
-from fsdp_shard.planning.step.optimizer import exchange_bytes, state_bytes_of_each, step_bytes, whole_update_bytes
+from fsdp_shard.planning.step.optimizer import exchange_bytes, state_bytes_of_each, step_bytes, whole_updates
 from fsdp_shard.planning.step.recording.recorder import pinned_bytes
 from fsdp_shard.planning.step.unit_bytes import padded_elements
 from fsdp_shard.planning.step.unit_holdings import UnitShards
-from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import balanced_partition
 
 # A copy for a save has up to seven tensors of each parameter: its weights, their average, and of its optimizer state
@@ -121,7 +119,7 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
     updates: dict[str, int] = {}
     if run.optim.needs_full_params:
         in_order = [name for name, param in part.model.named_parameters() if param.requires_grad]
-        updates = _whole_updates(run.optim, in_order, shapes, dtypes)
+        updates = whole_updates(run.optim, in_order, shapes, dtypes)
 
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
@@ -197,20 +195,3 @@ def staged_bytes(part: RankPart, states: Sequence[ShardState], run: PlannedRun) 
             sizes[number % run.num_ranks] += of_param + _STAGED_APART
     buffers = states[0].staged - sum(sizes)
     return [size + buffers for size in sizes]
-
-
-def _whole_updates(
-    optim: OptimConfig,
-    trained: Iterable[str],
-    shapes: Mapping[str, sharding.Shape],
-    dtypes: Mapping[str, torch.dtype],
-) -> dict[str, int]:
-    """What the update of each whole parameter takes for a moment; those that are alike are measured once."""
-    known: dict[object, int] = {}
-    found = {}
-    for name in trained:
-        key = re.sub(r"\d+", "*", name), shapes[name], dtypes[name]
-        if key not in known:
-            known[key] = whole_update_bytes(optim, name, shapes[name], dtypes[name])
-        found[name] = known[key]
-    return found

@@ -35,3 +35,11 @@ class Snapshot:
 def highest(snapshots: Iterable[Snapshot]) -> Snapshot:
     """The snapshot with the most bytes."""
     return max(snapshots, key=lambda snapshot: snapshot.total_bytes)
+
+
+def highest_of_phases(snapshots: Iterable[Snapshot]) -> dict[str, Snapshot]:
+    """The highest snapshot of each phase, in order."""
+    by_phase: dict[str, list[Snapshot]] = {}
+    for snapshot in snapshots:
+        by_phase.setdefault(snapshot.phase, []).append(snapshot)
+    return {phase: highest(found) for phase, found in by_phase.items()}

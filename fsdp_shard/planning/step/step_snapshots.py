@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +25,19 @@ from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, ExtraPa
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
-from fsdp_shard.planning.step.snapshot import COMPLETIONS, EVA, GRADIENTS, TEACHER, Snapshot
+from fsdp_shard.planning.step.snapshot import (
+    ACTIVATIONS,
+    BUFFERS,
+    COMPLETIONS,
+    EVA,
+    GATHERED,
+    GRADIENTS,
+    LOSS_TERM,
+    TEACHER,
+    UNREDUCED,
+    Snapshot,
+    highest_of_phases,
+)
 from fsdp_shard.planning.step.teacher_pass import PlannedTeacher, teacher_of
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import DistillConfig, cross_entropy_chunk_bytes, use_loss_head
@@ -50,6 +62,24 @@ class SimulatedStep:
     uncounted: Mapping[str, str] = field(default_factory=dict)
     directions: Sequence[int] = ()
     teacher: PlannedTeacher | None = None
+
+    @cached_property
+    def highest_snapshots(self) -> tuple[Snapshot, ...]:
+        """The highest snapshot of each phase."""
+        return tuple(highest_of_phases(self.snapshots).values())
+
+    @cached_property
+    def unsharded_bytes(self) -> int:
+        """The most bytes that are unsharded, with buffers."""
+        return self._most(GATHERED, UNREDUCED, BUFFERS)
+
+    @cached_property
+    def activations_bytes(self) -> int | None:
+        """The most bytes of activations and of the loss; None if they could not be measured."""
+        return None if self.problem else self._most(ACTIVATIONS, LOSS_TERM)
+
+    def _most(self, *terms: str) -> int:
+        return max((sum(each.terms.get(term, 0) for term in terms) for each in self.snapshots), default=0)
 
 
 def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: PlanCache) -> SimulatedStep:

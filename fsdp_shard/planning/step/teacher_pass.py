@@ -64,25 +64,16 @@ def teacher_of(run: PlannedRun, cache: PlanCache) -> PlannedTeacher | None:
         cache: What plans of the model have in common.
 
     Raises:
-        ConfigError, ModelError, PlanError: As `plan_teacher` raises them.
+        ConfigError, ModelError, PlanError: The teacher is not there, cannot be built, or does not fit in its budgets.
     """
     distill = run.objective
     if not isinstance(distill, DistillConfig) or distill.is_precomputed:
         return None
     settings = (distill, run.num_read_rows, run.sequence_length, run.is_packed, run.on_gpu, run.model.trust_remote_code)
-    return cache.of("teacher", settings, lambda: plan_teacher(distill, run))
+    return cache.of("teacher", settings, lambda: _plan_teacher(distill, run))
 
 
-def plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
-    """Plan the teacher that runs alongside a run.
-
-    Args:
-        distill: The objective of the run.
-        run: Its settings.
-
-    Raises:
-        ConfigError, ModelError, PlanError: The teacher is not there, cannot be built, or does not fit in its budgets.
-    """
+def _plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
     source, trust = distill.locate(fetch_weights=False), run.model.trust_remote_code
     settings = DispatchConfig(max_memory=_budgets(distill, run), trust_remote_code=trust)
     try:

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from fsdp_shard.planning.step.optimizer import optimizer_bytes
+from fsdp_shard.planning.step.optimizer import step_bytes
 from fsdp_shard.sharding import Shape, Unit
 from fsdp_shard.training import OptimConfig
 
@@ -121,5 +121,5 @@ class UnitShards:
             return 0
         key = tuple((name.removeprefix(unit.fqn), shape, self.dtypes[name]) for name, shape in updated.items())
         if key not in known:
-            known[key] = optimizer_bytes(self.optim, updated, self.shapes, self.dtypes)
+            known[key], _ = step_bytes(self.optim, updated, self.shapes, self.dtypes)
         return known[key]

@@ -35,7 +35,7 @@ from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
 from fsdp_shard.planning.step.recording.recorder import tensors_in
-from fsdp_shard.planning.step.snapshot import Snapshot, highest
+from fsdp_shard.planning.step.snapshot import Snapshot, highest, highest_of_phases
 from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveSnapshot, LiveStorages, plain_parts, snapshots
 from fsdp_shard.training import (
     DistillConfig,
@@ -83,17 +83,9 @@ class StepTrace:
         return self.peak.total_bytes
 
     @property
-    def phase(self) -> str:
-        """The phase of the peak."""
-        return self.peak.phase
-
-    @property
     def peak_by_phase(self) -> dict[str, int]:
         """The most bytes that are live at one time in each phase."""
-        found: dict[str, int] = {}
-        for snapshot in self.snapshots:
-            found[snapshot.phase] = max(snapshot.total_bytes, found.get(snapshot.phase, 0))
-        return found
+        return {phase: snapshot.total_bytes for phase, snapshot in highest_of_phases(self.snapshots).items()}
 
 
 def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> StepTrace:

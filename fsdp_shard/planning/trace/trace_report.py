@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fsdp_shard.planning.step.snapshot import Snapshot
+from fsdp_shard.planning.step.snapshot import highest_of_phases
 from fsdp_shard.planning.trace.step_trace import StepTrace
 from fsdp_shard.utils import format_size, format_table
 
@@ -27,10 +27,7 @@ def trace_figures(trace: StepTrace, planned_bytes: int | None) -> dict[str, Any]
 
 def trace_report(trace: StepTrace, planned_bytes: int | None) -> str:
     """The trace as text: the highest snapshot of each phase by what is in memory, and its peak with the formula's."""
-    highest: dict[str, Snapshot] = {}
-    for snapshot in trace.snapshots:
-        if snapshot.phase not in highest or snapshot.total_bytes > highest[snapshot.phase].total_bytes:
-            highest[snapshot.phase] = snapshot
+    highest = highest_of_phases(trace.snapshots)
     terms = sorted(
         {name for snapshot in highest.values() for name, size in snapshot.terms.items() if size >= _SMALL_BYTES}
     )
@@ -38,7 +35,7 @@ def trace_report(trace: StepTrace, planned_bytes: int | None) -> str:
     for phase, snapshot in highest.items():
         sizes = [format_size(snapshot.terms.get(name, 0)) for name in terms]
         rows.append([phase, snapshot.where or "(root)", format_size(snapshot.total_bytes), *sizes])
-    line = f"Traced, rank {trace.rank} has at most {format_size(trace.peak_bytes)} at one time, in {trace.phase}"
+    line = f"Traced, rank {trace.rank} has at most {format_size(trace.peak_bytes)} at one time, in {trace.peak.phase}"
     if planned_bytes is not None:
         line += f"; the formula has {format_size(planned_bytes)}, {planned_bytes / trace.peak_bytes - 1:+.1%}"
     host = f"{format_size(trace.host_bytes)} of the state is in host memory." if trace.host_bytes else ""
