@@ -123,6 +123,9 @@ def _meeting_point(
 ) -> Iterator[Finding]:
     host, _, port = endpoint.rpartition(":")
     named = f"{setting}={endpoint}"
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        yield problem(f"{named}: {port} is not a port; give a number from 1 to 65535.")
+        return
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:

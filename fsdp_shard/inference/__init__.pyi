@@ -18,7 +18,6 @@ from .dispatch import (
     load_dispatched as load_dispatched,
     model_from_config as model_from_config,
     plan_dispatch as plan_dispatch,
-    plan_from_config as plan_from_config,
     with_adapters as with_adapters,
 )
 from .generation.batching import complete as complete

@@ -7,10 +7,10 @@ others are read again each time they run (see `offload`). Nothing is written, so
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint import Location, TensorIndex, locate
 from fsdp_shard.distributed import DistributedContext, gpu_number
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, PlanError, one_line
 from fsdp_shard.inference import available_memory, quantization, schedule, tensor_parallel_dispatch
-from fsdp_shard.inference.config import Device, DispatchConfig, parse_adapters
+from fsdp_shard.inference.config import Device, DispatchConfig, locate_adapters, parse_adapters
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
 from fsdp_shard.inference.device_map.strategies import plan_device_map
 from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes
@@ -29,7 +29,7 @@ from fsdp_shard.inference.named_adapters import adapters_bytes, add_adapters
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, keep_dtypes, load_config, no_split_blocks
-from fsdp_shard.utils import check, format_count, format_size, nearest
+from fsdp_shard.utils import check, format_count, format_size
 
 Log = Callable[[str], object]
 OnPlan = Callable[[DevicePlan], object]
@@ -41,15 +41,6 @@ _METHODS = (
 )
 
 
-class DispatchOptions(TypedDict, total=False):
-    """The options of `load_dispatched` other than where blocks go; see there."""
-
-    prefetch_blocks: int
-    quantize: str
-    trust_remote_code: bool
-    adapters: Mapping[str, str | os.PathLike[str]] | None
-
-
 def load_dispatched(
     path: str | os.PathLike[str],
     device_map: str | Mapping[str, Any] = "auto",
@@ -58,12 +49,15 @@ def load_dispatched(
     *,
     config: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
-    **options: Unpack[DispatchOptions],
+    prefetch_blocks: int = 2,
+    quantize: str = "none",
+    trust_remote_code: bool = False,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> PreTrainedModel:
     """Load a transformers model in eval mode, ready for `generate()`, its blocks spread over devices and disk.
 
-    Its parameters require no gradients; what is written to those of a block on disk is lost after its next pass.
-    `model.hf_device_map` has the device of each block. Inputs may be on the CPU or on the first device.
+    Parameters require no gradients; values written to a block on disk are lost after its next pass. Inputs may be on
+    the CPU or on the first device. `model.hf_device_map` maps each block to its device.
 
     Args:
         path: A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.
@@ -72,17 +66,16 @@ def load_dispatched(
         dtype: The dtype to load in; None or "keep" for that of the stored weights.
         config: Model directory or hub id whose config to use, for weights that have none, or instead of theirs.
         base: Base model of an adapter, if it is not where adapter_config.json says.
-        options: `prefetch_blocks`: blocks on disk to read while one computes (2). `quantize`: none, int8 or int4, for
-            the weights of linear layers. `trust_remote_code`: run Python code that comes with the model (False).
-            `adapters`: name -> adapter (LoRA) of this model, loaded over it and not merged; the first is active, and
-            `model.set_adapter(name)`, `disable_adapters()` and `enable_adapters()` switch.
+        prefetch_blocks: Blocks on disk to read while one computes.
+        quantize: none, int8 or int4, for the weights of linear layers.
+        trust_remote_code: Run Python code that comes with the model.
+        adapters: Name -> LoRA adapter, loaded over the model, not merged; the first is active, `set_adapter` switches.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: The checkpoint cannot be read, or does not match the model.
-        ModelError: There is no model at `path`.
+        CheckpointError, ModelError: The checkpoint cannot be read, does not match the model, or holds no model.
         PlanError: The blocks do not fit.
         ConfigError: An argument is invalid.
 
@@ -90,34 +83,28 @@ def load_dispatched(
         >>> model = load_dispatched("outputs/run", max_memory={"cpu": "2GB"})
         >>> model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
     """
-    _check_names(options)
-    adapters = {name: locate(adapter) for name, adapter in parse_adapters(options.get("adapters")).items()}
-    others: Any = {name: value for name, value in options.items() if name != "adapters"}
+    located = locate_adapters(parse_adapters(adapters))
+    devices = dict(device_map) if isinstance(device_map, Mapping) else device_map
+    budgets = dict(max_memory) if isinstance(max_memory, Mapping) else max_memory
+    precision = str(dtype or "keep").removeprefix("torch.")
     settings = DispatchConfig(
-        dict(device_map) if isinstance(device_map, Mapping) else device_map,
-        dict(max_memory) if isinstance(max_memory, Mapping) else max_memory,
-        str(dtype or "keep").removeprefix("torch."),
-        **others,
+        devices,
+        budgets,
+        precision,
+        prefetch_blocks=prefetch_blocks,
+        quantize=quantize,
+        trust_remote_code=trust_remote_code,
     )
     check(settings)
     # Blocks on disk are read as long as the model lives, whatever the working directory is then.
     local = checkpoint.local_path(path)
     source = locate(local.absolute() if local.exists() else path, base=base, config=config)
-    if adapters:
-        settings = with_adapters(settings, source, adapters)
+    settings = with_adapters(settings, source, located) if located else settings
     with torch.device("cpu"):  # where tensors are made that name no device; torch.set_default_device may be another
         model = dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
-        if adapters:
-            add_adapters(model, adapters, source)
+        if located:
+            add_adapters(model, located, source)
     return model
-
-
-def _check_names(options: Iterable[str]) -> None:
-    known = list(DispatchOptions.__annotations__)
-    if unknown := [name for name in options if name not in known]:
-        raise ConfigError(
-            f"load_dispatched has no option {unknown[0]}{nearest(unknown[0], known)}; give some of {', '.join(known)}."
-        )
 
 
 def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[str, Location]) -> DispatchConfig:
@@ -294,11 +281,6 @@ def check_gpu_budgets(budgets: Mapping[Device, int], gpus: Sequence[int], settin
             f"{setting} names GPU {min(named, key=str)}, but not GPU {missing[0]}, and each of the {len(gpus)} ranks "
             f"on a machine uses the GPU of its number; give {{{sizes}}} besides the CPU's size, or leave it out."
         )
-
-
-def plan_from_config(config: PretrainedConfig, settings: DispatchConfig, kv_cache: KVCacheBudget | None) -> DevicePlan:
-    """Plan the devices of a model from its config, without weights; with dtype `keep`, that of the config counts."""
-    return plan_dispatch(model_from_config(config, settings), settings, kv_cache)[1]
 
 
 def model_from_config(config: PretrainedConfig, settings: DispatchConfig) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from fsdp_shard.inference import (
     device_name,
     load_dispatched,
     model_from_config,
-    plan_from_config,
+    plan_dispatch,
 )
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.planning import plan_generation
@@ -177,7 +177,7 @@ def generation_peak(path: str, device_map: dict[str, Any], quantize: str, budget
     memory = {_HERE: "8GB"} | ({_THERE: "8GB"} if _THERE in device_map.values() and _THERE != "disk" else {})
     settings = DispatchConfig(device_map, memory, "bfloat16", quantize=quantize)  # type: ignore[arg-type]  # a word
     config = AutoConfig.from_pretrained(path)
-    devices = plan_from_config(config, settings, budget)
+    devices = plan_dispatch(model_from_config(config, settings), settings, budget)[1]
     plan = plan_generation(model_from_config(config, settings), devices, budget, quantize=quantize)
     assert plan.problem is None, plan.problem
     model = load_dispatched(path, device_map, memory, "bfloat16", quantize=quantize)

@@ -111,6 +111,8 @@ def _changed(before: str, now: str) -> str:
     """The names of the inputs that differ."""
     try:
         old, new = json.loads(before), json.loads(now)
-    except ValueError:
+    except (ValueError, RecursionError):
+        return "its settings"
+    if not isinstance(old, dict):
         return "its settings"
     return " and ".join(name for name in new if old.get(name) != new[name]) or "its settings"

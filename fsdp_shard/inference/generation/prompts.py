@@ -109,6 +109,8 @@ def _from_json(line: str, location: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{location} is not JSON: {error.msg} at column {error.colno}.") from error
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits, a thousand levels
+        raise DataError(f"{location} is not JSON: {error}.") from error
     text, messages = (row.get(name) if isinstance(row, dict) else None for name in ("prompt", "messages"))
     if isinstance(text, str) == (messages is not None):
         wanted = '{"prompt": "some text"} or {"messages": [...]}'
