@@ -94,7 +94,7 @@ def keep_freed_memory() -> None:
 def _proc_field(file: str, field: str) -> int | None:
     """The number after `field:` in a file of /proc/self; None if there is none."""
     try:
-        with open(f"/proc/self/{file}", encoding="ascii") as lines:
+        with open(f"/proc/self/{file}", encoding="ascii", errors="replace") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
     except (OSError, StopIteration):
         return None

@@ -1,4 +1,4 @@
-"""Memory that training frees and takes again stays with the process."""
+"""Memory of this process: its peak, and what training frees and takes again."""
 
 from __future__ import annotations
 
@@ -57,3 +57,13 @@ def test_tensors_that_come_and_go_while_training_take_no_new_pages() -> None:
     assert usual > 29_000_000
     assert mapped == 0
     assert pages < 1_000
+
+
+def test_a_process_whose_name_is_not_ascii_measures_its_memory() -> None:
+    program = (
+        "from pathlib import Path; from fsdp_shard.utils import peak_resident_bytes; "
+        "Path('/proc/self/comm').write_bytes('имя'.encode()); print(peak_resident_bytes())"
+    )
+    done = run([sys.executable, "-c", program], Path(__file__).parents[2])
+    assert done.status == 0, done.err
+    assert int(done.out) > 1 << 20
