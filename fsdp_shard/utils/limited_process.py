@@ -19,6 +19,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from fsdp_shard.errors import FsdpShardError
 from fsdp_shard.utils.file_limits import exceeded, limits
+from fsdp_shard.utils.process_memory import proc_field
 from fsdp_shard.utils.text import first_line
 
 A = TypeVar("A")
@@ -185,12 +186,8 @@ def _answer(work: Callable[[Any], Any], argument: Any, failure: Callable[[BaseEx
 
 
 def _memory_bytes(pid: int, field: str = "RssAnon") -> int:
-    """The private memory that a process uses, by default; 0 if that is not known."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:
-            return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)
-    except OSError:
-        return 0
+    """Return a process's memory, by default the private memory in RAM; 0 if unknown."""
+    return (proc_field("status", field, pid) or 0) << 10
 
 
 def _limit_memory(most_bytes: int, unlimited: tuple[int, int]) -> None:

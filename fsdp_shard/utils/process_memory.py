@@ -23,7 +23,7 @@ def peak_resident_bytes() -> int:
 
     It comes from /proc if there is one: `getrusage` also counts what the parent had when it started this process.
     """
-    if (kibibytes := _proc_field("status", "VmHWM")) is not None:
+    if (kibibytes := proc_field("status", "VmHWM")) is not None:
         return kibibytes * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -66,7 +66,7 @@ def reset_device_peak(device_type: str) -> None:
 
 def disk_bytes_read() -> int:
     """Return the bytes that this process has read from a disk, without the page cache; 0 if unknown."""
-    return _proc_field("io", "read_bytes") or 0
+    return proc_field("io", "read_bytes") or 0
 
 
 def give_back_free_memory() -> None:
@@ -91,10 +91,10 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
 
 
-def _proc_field(file: str, field: str) -> int | None:
-    """The number after `field:` in a file of /proc/self; None if there is none."""
+def proc_field(file: str, field: str, pid: int | str = "self") -> int | None:
+    """Return the number after `field:` in a file of /proc/PID; None if there is none."""
     try:
-        with open(f"/proc/self/{file}", encoding="ascii", errors="replace") as lines:
+        with open(f"/proc/{pid}/{file}", encoding="ascii", errors="replace") as lines:
             return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
     except (OSError, StopIteration):
         return None
