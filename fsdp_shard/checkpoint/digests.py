@@ -15,7 +15,8 @@ import xxhash
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import TensorSpec, itemsize, page_aligned
-from fsdp_shard.checkpoint.steps import FilePlan, FileRecord, TensorRecord
+from fsdp_shard.checkpoint.steps.file_plan import FilePlan
+from fsdp_shard.checkpoint.steps.manifest import FileRecord, TensorRecord
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.utils import limits, open_regular
 

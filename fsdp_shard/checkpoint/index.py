@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.io import FileHeader, itemsize
 from fsdp_shard.checkpoint.piece_reader import PieceReader
 from fsdp_shard.checkpoint.piece_table import PieceTable
-from fsdp_shard.checkpoint.steps import Manifest, read_manifest
+from fsdp_shard.checkpoint.steps.manifest import Manifest, read_manifest
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, Span, TensorEntry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import nearest

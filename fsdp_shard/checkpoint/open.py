@@ -11,7 +11,9 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import member
 from fsdp_shard.checkpoint.keys.tied_weights import usual_ties
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER, plain_names
-from fsdp_shard.checkpoint.steps import AVERAGE, MANIFEST, SHARD_INDEX, Manifest, read_manifest_of_folder
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest_of_folder
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX
+from fsdp_shard.checkpoint.steps.step_store import AVERAGE
 from fsdp_shard.checkpoint.tensor_entry import count
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import first_few

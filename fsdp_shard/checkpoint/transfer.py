@@ -19,7 +19,7 @@ from fsdp_shard.checkpoint.integrity.non_finite import find_non_finite
 from fsdp_shard.checkpoint.io import PAGE_BYTES, Handles, in_threads, page_aligned, pwrite_all, start_writeback
 from fsdp_shard.checkpoint.io.safetensors_format import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.sharded_state.write_shards import create_file
-from fsdp_shard.checkpoint.steps import Extent, FilePlan
+from fsdp_shard.checkpoint.steps.file_plan import Extent, FilePlan
 from fsdp_shard.checkpoint.tensor_entry import Span
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import fsync_path, name_in_errors

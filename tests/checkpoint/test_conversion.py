@@ -21,7 +21,8 @@ from fsdp_shard.checkpoint.integrity import verify as verification
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import atomicity
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
-from fsdp_shard.checkpoint.steps import Manifest, Store, read_manifest
+from fsdp_shard.checkpoint.steps.manifest import Manifest, read_manifest
+from fsdp_shard.checkpoint.steps.step_store import Store
 from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.models import ModelConfig

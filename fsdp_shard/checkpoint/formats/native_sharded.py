@@ -12,18 +12,9 @@ from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.formats.several_files import Agreement, files_by_rank, one_world_size, plan_ranks
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Header, TensorSpec, has_file, itemsize, member, read_header
-from fsdp_shard.checkpoint.steps import (
-    SHARD_INDEX,
-    FilePlan,
-    RankReport,
-    ShardInfo,
-    TargetPlan,
-    WriteRequest,
-    build_shard_index,
-    file_plan,
-    parse_shard_name,
-    read_shard_index,
-)
+from fsdp_shard.checkpoint.steps import file_plan
+from fsdp_shard.checkpoint.steps.file_plan import FilePlan, ShardInfo, TargetPlan, WriteRequest, parse_shard_name
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, build_shard_index, read_shard_index
 from fsdp_shard.checkpoint.tensor_entry import Piece, checked
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import TensorSpec, refuse_many_entries
-from fsdp_shard.checkpoint.steps import TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.steps.file_plan import TargetPlan, WriteRequest
 
 
 class Format(Protocol):

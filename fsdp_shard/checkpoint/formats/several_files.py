@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.io import TensorSpec, itemsize, page_aligned
 from fsdp_shard.checkpoint.piece_reader import PieceReader
-from fsdp_shard.checkpoint.steps import Extent, FilePlan, chunk_rows
+from fsdp_shard.checkpoint.steps.file_plan import Extent, FilePlan, chunk_rows
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count

@@ -18,7 +18,8 @@ from itertools import islice
 from pathlib import Path
 
 from fsdp_shard.checkpoint.io import has_file
-from fsdp_shard.checkpoint.steps import CHECKPOINTS, MANIFEST, Store, parse_step
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST
+from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, Store, parse_step
 from fsdp_shard.errors import CheckpointError
 
 IsCheckpoint = Callable[[Path], bool]

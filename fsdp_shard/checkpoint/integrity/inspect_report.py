@@ -18,7 +18,8 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.verify_report import size_problem
 from fsdp_shard.checkpoint.io import TensorSpec, member, torch_name
 from fsdp_shard.checkpoint.location import open_checkpoint
-from fsdp_shard.checkpoint.steps import AVERAGE, Manifest
+from fsdp_shard.checkpoint.steps.manifest import Manifest
+from fsdp_shard.checkpoint.steps.step_store import AVERAGE
 from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError, one_line
 from fsdp_shard.utils import first_few, format_count, format_size

@@ -13,7 +13,7 @@ from fsdp_shard.checkpoint.integrity.non_finite import NonFinite, find_non_finit
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
 from fsdp_shard.checkpoint.io import Checksum, in_threads, itemsize
 from fsdp_shard.checkpoint.piece_table import PieceTable
-from fsdp_shard.checkpoint.steps import Manifest
+from fsdp_shard.checkpoint.steps.manifest import Manifest
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.checkpoint.tensor_slices import flat_boxes
 

@@ -29,18 +29,11 @@ from fsdp_shard.checkpoint.location import (
     refuse_unused_base,
 )
 from fsdp_shard.checkpoint.model_files import CONFIG
-from fsdp_shard.checkpoint.steps import (
-    AVERAGE,
-    MANIFEST,
-    OPTIMIZER,
-    SHARD_INDEX,
-    Manifest,
-    has_described_headers,
-    read_kept,
-    read_manifest,
-    read_manifest_of_folder,
-    read_shard_index,
-)
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest, read_manifest_of_folder
+from fsdp_shard.checkpoint.steps.pruned_step import read_kept
+from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, read_shard_index
+from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER
 from fsdp_shard.errors import CheckpointError
 
 

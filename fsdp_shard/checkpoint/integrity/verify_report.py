@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_shard.checkpoint.io import member
-from fsdp_shard.checkpoint.steps import FileRecord
+from fsdp_shard.checkpoint.steps.manifest import FileRecord
 from fsdp_shard.errors import CheckpointError, one_line
 from fsdp_shard.utils import format_count, format_size
 

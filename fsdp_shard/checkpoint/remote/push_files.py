@@ -12,7 +12,8 @@ from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.checkpoint.location import Location
 from fsdp_shard.checkpoint.model_files import has_tokenizer, list_model_files, replace_tokenizer
 from fsdp_shard.checkpoint.remote.hub_push import CARD
-from fsdp_shard.checkpoint.steps import INDEX_FILE, MANIFEST, SINGLE_FILE, read_manifest
+from fsdp_shard.checkpoint.steps.file_plan import INDEX_FILE, SINGLE_FILE
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, read_manifest
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import read_bounded, say
 

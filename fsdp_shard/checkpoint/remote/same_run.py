@@ -3,7 +3,8 @@
 from typing import Any
 
 from fsdp_shard.checkpoint.remote.store import RemoteStore
-from fsdp_shard.checkpoint.steps import MANIFEST, TRAINER, Store, parse_manifest, read_manifest
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, parse_manifest, read_manifest
+from fsdp_shard.checkpoint.steps.step_store import TRAINER, Store
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import parse_json, read_bounded
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.io import fault_point
-from fsdp_shard.checkpoint.steps import BEST, MANIFEST, parse_step, step_name
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST
+from fsdp_shard.checkpoint.steps.step_store import BEST, parse_step, step_name
 from fsdp_shard.errors import ConfigError, FsdpShardError, RemoteError, SaveError
 from fsdp_shard.utils import missing_file_system, redact
 

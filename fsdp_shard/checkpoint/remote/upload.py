@@ -8,7 +8,8 @@ from pathlib import Path
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.remote.same_run import check_same_run
 from fsdp_shard.checkpoint.remote.store import RemoteStore
-from fsdp_shard.checkpoint.steps import MANIFEST, Store, parse_manifest, steps_to_delete
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, parse_manifest
+from fsdp_shard.checkpoint.steps.step_store import Store, steps_to_delete
 from fsdp_shard.distributed import Communicator, run_on_all, run_on_main
 from fsdp_shard.utils import balanced_partition
 

@@ -16,18 +16,10 @@ from typing import Any, cast
 from fsdp_shard.checkpoint.digests import chunk_digests, record_tensor
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
-from fsdp_shard.checkpoint.steps import (
-    AVERAGE,
-    OPTIMIZER,
-    SHARD_INDEX,
-    SINGLE_FILE,
-    TRAINER,
-    Manifest,
-    RankReport,
-    Store,
-    TensorRecord,
-    build_shard_index,
-)
+from fsdp_shard.checkpoint.steps.file_plan import SINGLE_FILE
+from fsdp_shard.checkpoint.steps.manifest import Manifest, TensorRecord
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, build_shard_index
+from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER, TRAINER, Store
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError
 

@@ -10,14 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.io import TensorSpec, from_torch_name
-from fsdp_shard.checkpoint.steps import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    FilePlan,
-    RankReport,
-    plan_gathered,
-    plan_sharded,
-)
+from fsdp_shard.checkpoint.steps.file_plan import INDEX_FILE, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
+from fsdp_shard.checkpoint.steps.shard_index import RankReport
 from fsdp_shard.distributed import LocalShard
 
 

@@ -18,7 +18,8 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Handles, aligned, allocate, fault_point, pwrite_all, start_writeback
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.write_plan import WritePlan, spec_of
-from fsdp_shard.checkpoint.steps import FilePlan, FileRecord
+from fsdp_shard.checkpoint.steps.file_plan import FilePlan
+from fsdp_shard.checkpoint.steps.manifest import FileRecord
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, StorageError

@@ -16,7 +16,7 @@ from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
 from fsdp_shard.checkpoint.io.safetensors_format import itemsize, to_torch
 from fsdp_shard.checkpoint.location import open_checkpoint
-from fsdp_shard.checkpoint.steps import read_manifest
+from fsdp_shard.checkpoint.steps.manifest import read_manifest
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import edit_header, random_tensor, raw_bytes, write_huggingface
 

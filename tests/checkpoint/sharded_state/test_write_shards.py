@@ -14,7 +14,7 @@ import torch
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, file_digest
 from fsdp_shard.checkpoint.sharded_state import write_shards
 from fsdp_shard.checkpoint.sharded_state.write_plan import LAYOUTS, Target, WritePlan, plan_folder_writes
-from fsdp_shard.checkpoint.steps import SHARD_INDEX, build_shard_index
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, build_shard_index
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import StorageError
 

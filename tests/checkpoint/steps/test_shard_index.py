@@ -21,18 +21,12 @@ from fsdp_shard.checkpoint.io import TensorSpec
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.sharded_state.load_shards import load_shards
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState, save_step
-from fsdp_shard.checkpoint.steps import (
-    MANIFEST,
-    SHARD_INDEX,
-    SHARD_KEY,
-    RankReport,
-    Store,
-    check_content,
-    chunk_rows,
-    has_described_headers,
-    plan_sharded,
-    read_shard_index,
-)
+from fsdp_shard.checkpoint.steps.file_plan import SHARD_KEY, chunk_rows, plan_sharded
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST
+from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
+from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, read_shard_index
+from fsdp_shard.checkpoint.steps.step_integrity import check_content
+from fsdp_shard.checkpoint.steps.step_store import Store
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import CheckpointError
 from tests.faults.corpus.edits import seal

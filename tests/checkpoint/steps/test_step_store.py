@@ -8,7 +8,8 @@ import pytest
 
 from fsdp_shard.checkpoint.formats.trainer_layouts import latest_step_directory
 from fsdp_shard.checkpoint.io import atomicity
-from fsdp_shard.checkpoint.steps import FileRecord, Manifest, Store, TensorRecord, read_manifest
+from fsdp_shard.checkpoint.steps.manifest import FileRecord, Manifest, TensorRecord, read_manifest
+from fsdp_shard.checkpoint.steps.step_store import Store
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
 
 MANIFEST = Manifest(

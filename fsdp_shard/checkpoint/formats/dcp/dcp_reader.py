@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Checksum, find_torch_name, has_file, itemsize, member
-from fsdp_shard.checkpoint.steps import DCP_METADATA
+from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
 from fsdp_shard.checkpoint.torch_pickle import (
     CRC_IN_ENTRY,

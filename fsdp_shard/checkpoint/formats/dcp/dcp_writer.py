@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.formats.several_files import plan_ranks
 from fsdp_shard.checkpoint.io import TensorSpec, itemsize, torch_name
-from fsdp_shard.checkpoint.steps import DCP_METADATA, FilePlan, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA, FilePlan, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.tensor_slices import flat_boxes
 from fsdp_shard.checkpoint.torch_pickle import Call, Global, Instance, Items, dumps, frame
 
