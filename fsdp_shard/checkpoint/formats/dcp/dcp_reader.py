@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.index import TensorIndex
@@ -41,42 +41,20 @@ def recognize(path: Path) -> bool:
 
 def read(path: Path) -> TensorIndex:
     """The index of the weights in a directory that `recognize` accepts."""
-    table, where = _table(path), path / DCP_METADATA
-    selection = torch_pickle.select_weights({key: _keys(where, table, key) for key in table.tensors}, where)
-    found = _entries(path, {fqn: table.tensors[key] for key, fqn in selection.names.items()})
+    metadata, where = _metadata(path), path / DCP_METADATA
+    tensors = {k: item for k, item in metadata.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
+    num_pieces, num_stored = sum(len(item.chunks) for item in tensors.values()), len(metadata.storage_data)
+    if num_pieces > 1000 + num_stored:  # if only a few are missing, `_entries` names the first of them
+        raise CheckpointError(f"{where} has {num_pieces} pieces of tensors, but only {num_stored} in files.")
+    selection = torch_pickle.select_weights({key: _keys(where, metadata, key) for key in tensors}, where)
+    found = _entries(path, {fqn: (key, tensors[key]) for key, fqn in selection.names.items()}, metadata.storage_data)
     kept, aliases = torch_pickle.without_copies(found, path)
-    extras = {kind: _extra(path, keys, table.tensors) for kind, keys in selection.extras.items()}
+    extras = {kind: _extra(path, keys, tensors) for kind, keys in selection.extras.items()}
     writers = {piece.file for entry in kept.values() for piece in entry.pieces}
     return TensorIndex(path, NAME, kept, aliases, world_size=len(writers), extras=extras)
 
 
-class _Item(NamedTuple):
-    """The bytes of a piece: its file, the first one, and their number."""
-
-    file: str
-    offset: int
-    num_bytes: int
-
-
-class _TensorTable(NamedTuple):
-    """A tensor: torch's name of its dtype, its shape, and the offsets, the shape and the item of each piece.
-
-    A piece of which the metadata does not say where it is has no item.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: list[tuple[tuple[int, ...], tuple[int, ...], _Item | None]]
-
-
-class _MetadataTable(NamedTuple):
-    """What a `.metadata` says: its tensors, and the keys of each in the nested state dict."""
-
-    tensors: dict[str, _TensorTable]
-    keys: dict[str, Any] | None
-
-
-def _table(path: Path) -> _MetadataTable:
+def _metadata(path: Path) -> Metadata:
     where = member(path, DCP_METADATA)
     metadata = torch_pickle.load(read_bounded(where, "metadata_bytes"), str(where))
     if not isinstance(metadata, Metadata):
@@ -91,45 +69,17 @@ def _table(path: Path) -> _MetadataTable:
         isinstance(key, MetadataIndex) and isinstance(info, StorageInfo) for key, info in storage.items()
     ):
         raise CheckpointError(f"{where} does not say where its tensors are: it is not of torch's file system writer.")
-    items = {key: item for key, item in metadata.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
-    num_pieces = sum(len(item.chunks) for item in items.values())
-    if num_pieces > 1000 + len(storage):  # of a few that are missing, the first is named when it is read
-        raise CheckpointError(f"{where} has {num_pieces} pieces of tensors, but only {len(storage)} in files.")
-    stored = {(index.fqn, index.offset): info for index, info in storage.items()}  # tuples are hashed faster
-    tensors = {
-        key: _TensorTable(
-            str(item.properties.dtype),
-            item.size,
-            [
-                (chunk.offsets, chunk.sizes, _item(where, key, stored.get((key, chunk.offsets))))
-                for chunk in item.chunks
-            ],
-        )
-        for key, item in items.items()
-    }
-    planned = metadata.planner_data
-    return _MetadataTable(tensors, dict(planned) if isinstance(planned, Mapping) and planned else None)
+    return metadata
 
 
-def _item(where: Path, key: str, info: StorageInfo | None) -> _Item | None:
-    if info is None:
-        return None
-    if info.transform_descriptors:
-        raise CheckpointError(
-            f"{where}: tensor {key} was written through {info.transform_descriptors!r}; only plain files are read. "
-            f"Load it with torch and save it without compression."
-        )
-    return _Item(info.relative_path, info.offset, info.length)
-
-
-def _keys(where: Path, table: _MetadataTable, key: str) -> Sequence[object]:
+def _keys(where: Path, metadata: Metadata, key: str) -> Sequence[object]:
     """The keys of a tensor in the nested state dict; only its flat name where DCP did not record any.
 
     DCP's name of a tensor is its keys with dots between them: other keys would make a weight of an optimizer's state.
     """
-    if table.keys is None:
+    if not isinstance(planned := metadata.planner_data, Mapping) or not planned:
         return (key,)
-    recorded = table.keys.get(key)
+    recorded = planned.get(key)
     if not isinstance(recorded, tuple) or ".".join(map(str, recorded)) != key:
         raise CheckpointError(
             f"{where} has tensor {key}, but its planner data has it under the keys {str(recorded)[:200]}: the metadata "
@@ -152,17 +102,17 @@ class _Known:
     to_crc: int
 
     @classmethod
-    def of(cls, handle: int, item: _Item, offsets: tuple[int, ...], tensor: StoredTensor) -> _Known:
+    def of(cls, handle: int, item: StorageInfo, offsets: tuple[int, ...], tensor: StoredTensor) -> _Known:
         """An item of an open file, which was found to hold `tensor`."""
         head, member = os.pread(handle, tensor.start - item.offset, item.offset), tensor.member
-        piece = torch_pickle.piece_of(item.file, tensor, offsets)
+        piece = torch_pickle.piece_of(item.relative_path, tensor, offsets)
         if member is None:
             return cls(head, b"", piece, 0, 0, 0)
         rest = _crc_and_rest(os.pread(handle, ENTRY_BYTES, member.crc_at - CRC_IN_ENTRY))[1]
         at = member.crc_at - CRC_IN_ENTRY
         return cls(head, rest, piece, member.num_bytes, member.start - item.offset, at - item.offset)
 
-    def piece_in(self, handle: int, item: _Item, offsets: tuple[int, ...]) -> Piece | None:
+    def piece_in(self, handle: int, item: StorageInfo, offsets: tuple[int, ...]) -> Piece | None:
         """The piece in another item, if that one is alike."""
         start, head = item.offset, self.head
         if os.pread(handle, len(head), start) != head:
@@ -174,7 +124,7 @@ class _Known:
                 return None
             if crc:
                 checksum = Checksum(start + self.to_storage, self.num_bytes, crc)
-        return Piece(item.file, start + len(head), offsets, self.piece.shape, self.piece.codec, checksum)
+        return Piece(item.relative_path, start + len(head), offsets, self.piece.shape, self.piece.codec, checksum)
 
 
 def _crc_and_rest(entry: bytes) -> tuple[int, bytes]:
@@ -191,7 +141,7 @@ class _Job(NamedTuple):
     dtype: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    item: _Item
+    item: StorageInfo
 
 
 _NO_PIECE = Piece("", 0, (), ())
@@ -213,7 +163,7 @@ class _Items:
         with os.fdopen(open_regular(member(self._root, file)), "rb", buffering=0) as opened:
             handle, size = opened.fileno(), os.fstat(opened.fileno()).st_size
             for job in jobs:
-                end = job.item.offset + job.item.num_bytes
+                end = job.item.offset + job.item.length
                 if end > size:
                     raise CheckpointError(
                         f"{self._root / file} has {size} bytes, but tensor {job.name} ends at byte {end} of it: the "
@@ -223,13 +173,13 @@ class _Items:
 
     def _piece(self, handle: int, job: _Job) -> Piece:
         name, _, dtype, offsets, shape, item = job
-        known = self._known.setdefault((item.num_bytes, dtype, shape), [])
+        known = self._known.setdefault((item.length, dtype, shape), [])
         for one in known:
             if (same := one.piece_in(handle, item, offsets)) is not None:
                 return same
-        where = self._root / item.file
+        where = self._root / item.relative_path
         what = f"{where} (tensor {name}, from byte {item.offset} on)"
-        found = torch_pickle.read_torch_bytes(handle, item.offset, item.num_bytes, what)
+        found = torch_pickle.read_torch_bytes(handle, item.offset, item.length, what)
         found = torch_pickle.readable(found, name, where)
         if (found.dtype, found.shape) != (dtype, shape):
             raise CheckpointError(
@@ -240,31 +190,41 @@ class _Items:
         return known[-1].piece
 
 
-def _entries(path: Path, tensors: Mapping[str, _TensorTable]) -> dict[str, TensorEntry]:
-    """The entries of tensors by name: each file is opened once, however many of them it has a piece of."""
-    dtypes = {name: _dtype(path, name, tensor) for name, tensor in tensors.items()}
+def _entries(
+    path: Path, tensors: Mapping[str, tuple[str, TensorStorageMetadata]], storage: Mapping[MetadataIndex, StorageInfo]
+) -> dict[str, TensorEntry]:
+    """The entries of tensors by name, each with its key: each file is opened once, whatever it has pieces of."""
+    where = path / DCP_METADATA
+    stored = {(at.fqn, at.offset): info for at, info in storage.items()}  # tuples are hashed faster
+    dtypes = {name: _dtype(path, name, tensor) for name, (_, tensor) in tensors.items()}
     by_file: dict[str, list[_Job]] = {}
-    for name, tensor in tensors.items():
-        for number, (offsets, shape, item) in enumerate(tensor.pieces):
-            if item is None:
+    for name, (key, tensor) in tensors.items():
+        for number, chunk in enumerate(tensor.chunks):
+            if (item := stored.get((key, chunk.offsets))) is None:
+                raise CheckpointError(f"{where} has tensor {name} at {list(chunk.offsets)}, but does not say where.")
+            if item.transform_descriptors:
                 raise CheckpointError(
-                    f"{path / DCP_METADATA} has tensor {name} at {list(offsets)}, but does not say where."
+                    f"{where}: tensor {name} was written through {item.transform_descriptors!r}; only plain files are "
+                    f"read. Load it with torch and save it without compression."
                 )
-            by_file.setdefault(item.file, []).append(_Job(name, number, dtypes[name], offsets, shape, item))
-    items, pieces = _Items(path), {name: [_NO_PIECE] * len(tensor.pieces) for name, tensor in tensors.items()}
+            job = _Job(name, number, dtypes[name], chunk.offsets, chunk.sizes, item)
+            by_file.setdefault(item.relative_path, []).append(job)
+    items, pieces = _Items(path), {name: [_NO_PIECE] * len(tensor.chunks) for name, (_, tensor) in tensors.items()}
     for file, jobs in by_file.items():
         for job, piece in items.pieces(file, jobs):
             pieces[job.name][job.number] = piece
-    return {name: checked(path, name, dtypes[name], tensor.shape, pieces[name]) for name, tensor in tensors.items()}
+    return {name: checked(path, name, dtypes[name], of.size, pieces[name]) for name, (_, of) in tensors.items()}
 
 
-def _dtype(path: Path, name: str, tensor: _TensorTable) -> str:
-    found = find_torch_name(tensor.dtype)
+def _dtype(path: Path, name: str, tensor: TensorStorageMetadata) -> str:
+    found = find_torch_name(tensor.properties.dtype)
     if found is None:
-        raise CheckpointError(f"{path / DCP_METADATA}: tensor {name} is of {tensor.dtype}, which is not supported.")
+        raise CheckpointError(
+            f"{path / DCP_METADATA}: tensor {name} is of {tensor.properties.dtype}, which is not supported."
+        )
     return found
 
 
-def _extra(path: Path, keys: Iterable[str], tensors: Mapping[str, _TensorTable]) -> Extra:
-    sizes = [math.prod(tensors[key].shape) * itemsize(_dtype(path, key, tensors[key])) for key in keys]
+def _extra(path: Path, keys: Iterable[str], tensors: Mapping[str, TensorStorageMetadata]) -> Extra:
+    sizes = [math.prod(tensors[key].size) * itemsize(_dtype(path, key, tensors[key])) for key in keys]
     return Extra(len(sizes), sum(sizes))
