@@ -41,6 +41,7 @@ from .formats.trainer_layouts import latest_step_directory as latest_step_direct
 from .index import TensorIndex as TensorIndex
 from .integrity.content_digest import (
     config_digest as config_digest,
+    describe_model as describe_model,
     describe_weights as describe_weights,
     model_digests as model_digests,
     weights_digest as weights_digest,

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint import model_digests
 from fsdp_shard.distributed import run_on_main
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import Figures
 from fsdp_shard.evaluation.earlier_results import SAMPLES, remove_earlier
 from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.harness_model import wrap_for_harness
-from fsdp_shard.evaluation.model_digests import digests
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.utils import format_count, json_digest, nearest, only_errors_of, shipped
 
@@ -107,8 +107,9 @@ class LmEval(EvaluationInputs):
     def _cache(self, known: dict[str, Any]) -> str:
         """The beginning of the names of the files with answers of these weights, computed in this way."""
         settings = {"dispatch": known["settings"]["dispatch"], "lm_eval": importlib.metadata.version("lm_eval")}
-        parts = [digests(known["weights"]), known["generation_config"], known["tokenizer"], settings, known["versions"]]
-        digest = json_digest([*parts, self.settings.batch_size])
+        model, versions = model_digests(known["weights"]), known["versions"]
+        parts = [model, known["generation_config"], known["tokenizer"], settings, versions, self.settings.batch_size]
+        digest = json_digest(parts)
         return str(self.run_dir / "lm_eval_cache" / digest)
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fsdp_shard.checkpoint import Location
+from fsdp_shard.checkpoint import Location, model_digests
 from fsdp_shard.distributed import Communicator, run_on_all
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.earlier_results import remove_earlier
-from fsdp_shard.evaluation.model_digests import digests
 from fsdp_shard.utils import report_progress, say
 
 
@@ -39,7 +38,11 @@ def open_log(
         ConfigError: Another process works in the run directory.
     """
     settings = {name: value for name, value in provenance["settings"].items() if name != "num_resamples"}
-    inputs = {"weights": digests(weights), "data": provenance["data"]["digest"], "versions": provenance["versions"]}
+    inputs = {
+        "weights": model_digests(weights),
+        "data": provenance["data"]["digest"],
+        "versions": provenance["versions"],
+    }
     log = BatchLog(path, inputs | {"settings": settings}, batches, names)
     if log.finished:
         done = f"{len(log.finished):,} of {len(batches):,} batches"

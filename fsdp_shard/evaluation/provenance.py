@@ -10,11 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard import __version__
-from fsdp_shard.checkpoint import Location, config_digest, has_file
+from fsdp_shard.checkpoint import Location, config_digest, describe_model, has_file
 from fsdp_shard.data import tokenizer_state
 from fsdp_shard.evaluation.config import GENERATION, LM_EVAL, SPEED
 from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
-from fsdp_shard.evaluation.model_digests import describe_model
 from fsdp_shard.utils import json_digest
 
 _PACKAGES = ("transformers", "tokenizers", "numpy")

@@ -1,5 +1,6 @@
 """Which weights lie at a path, by a digest of their content that does not depend on the layout. Imports no torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from fsdp_shard.checkpoint.digests import read_chunks
 from fsdp_shard.checkpoint.formats.peft import read_adapter_config
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.location import Location
-from fsdp_shard.utils import json_digest, parse_json, read_bounded, report_progress
+from fsdp_shard.utils import json_digest, read_json, report_progress
 
 # Of adapter_config.json: where the base is, and who wrote it for what.
 _NOT_OF_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
@@ -53,16 +54,17 @@ def _adapter_digest(source: Location) -> str:
 
 def config_digest(directory: Path, name: str = "config.json") -> str:
     """Return the xxh3_128 of a model's config, without what changes no figure: who wrote it, and from where."""
-    file = directory / name
-    found = parse_json(read_bounded(file, "config_bytes"), str(file))
+    found = read_json(directory / name)
     kept = {key: value for key, value in found.items() if key not in _OF_WRITERS} if isinstance(found, dict) else found
     return json_digest(kept)
 
 
-def model_digests(source: Location) -> list[str]:
-    """Return the digests that say which model lies at `source`: of its config, its weights, and those of its base."""
-    found, digests = describe_weights(source), [config_digest(source.directory)]
-    while found:
-        digests += [found["digest"], *([found["adapter"]] if "adapter" in found else [])]
-        found = found.get("base", {})
-    return digests
+def describe_model(source: Location) -> dict[str, Any]:
+    """Return what `describe_weights` does, and the digest of the config that the model is built from."""
+    return describe_weights(source) | {"config": config_digest(source.directory)}
+
+
+def model_digests(model: Mapping[str, Any]) -> list[str]:
+    """Return the digests in what `describe_model` returns: of config, weights, adapter settings and base model."""
+    own = [model[name] for name in ("config", "digest", "adapter") if name in model]
+    return [*own, *(model_digests(model["base"]) if "base" in model else [])]

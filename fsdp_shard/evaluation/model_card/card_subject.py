@@ -62,7 +62,7 @@ class CardSubject:
 
     def of_pushed(self, pushed: Location) -> CardSubject:
         """The same, with the digest of what the checkpoint was converted to; all weights are read for it."""
-        return dataclasses.replace(self, pushed_digest=describe_weights(pushed)["digest"])
+        return dataclasses.replace(self, pushed_digest=weights_digest(pushed.index))
 
     @property
     def num_steps(self) -> int | None:

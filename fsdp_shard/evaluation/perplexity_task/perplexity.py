@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedModel
 
-from fsdp_shard.checkpoint import Location
+from fsdp_shard.checkpoint import Location, describe_model
 from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
@@ -22,7 +22,6 @@ from fsdp_shard.evaluation.config import DOCUMENTS, EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE
 from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
-from fsdp_shard.evaluation.model_digests import describe_model
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
     ScoredText,

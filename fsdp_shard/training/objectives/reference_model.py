@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
-from fsdp_shard.checkpoint import Location, model_digests
+from fsdp_shard.checkpoint import Location, describe_model, model_digests
 from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, cache_key, with_extras
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
@@ -248,7 +248,7 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
     """The files of the cache for the samples of each source under the reference's weights, of which all are read."""
     model, shard, source = config.model, config.shard, _began_from(config)
     try:
-        digests = model_digests(source)
+        digests = model_digests(describe_model(source))
     except InputError as error:
         raise ConfigError(
             f"The reference needs the model that training began from, also in a run that is resumed: "

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_shard.checkpoint import model_digests
+from fsdp_shard.checkpoint import describe_model, model_digests
 from fsdp_shard.data import (
     MASKED,
     Ints,
@@ -142,7 +142,7 @@ def _extended(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
 def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[SourceDataset]) -> list[TeacherCache]:
     """The caches of each source under the teacher's weights, of which all are read."""
     k, teacher = num_tokens(distill, config), distill.source
-    model = model_digests(teacher)
+    model = model_digests(describe_model(teacher))
     names = [cache_key([_VERSION, model, k, source.identity]) for source in sources]
     return [TeacherCache(cache_directory(config.data) / f"teacher-{name}", k) for name in names]
 
