@@ -1,6 +1,6 @@
 """`diff`: the differences of two checkpoints, tensor by tensor. Tensors of equal bytes only cost the comparison.
 
-Imports no torch.
+Imports torch only if the values of float8 tensors differ.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def _errors(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> dict[s
         return {}
     from fsdp_shard.checkpoint.integrity.numeric_errors import Errors, decode  # loads numpy
 
+    if any(entry.dtype.startswith("F8") for pair in pairs for entry in (pair.one, pair.two)):
+        import torch  # noqa: F401  # by one thread, before the others start
     jobs = [(pair, start) for pair in pairs if pair.one.shape == pair.two.shape for start in _starts(pair)]
     parts: list[tuple[str, int, Errors]] = []
 

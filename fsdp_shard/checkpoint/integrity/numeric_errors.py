@@ -1,6 +1,6 @@
 """Numeric errors between two tensors, from their bytes: largest absolute and relative error, and cosine similarity.
 
-Computes in float64 with numpy; imports no torch.
+Computes in float64 with numpy. Only float8 numbers need torch.
 """
 
 from __future__ import annotations
@@ -8,22 +8,17 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
+
+from fsdp_shard.checkpoint.io import to_torch
 
 _BLOCK = 1 << 14  # elements at a time, so that the temporaries of a block stay in the cache
 _NATIVE = {"C64": "<c8", "BOOL": "u1"} | {
     f"{letter}{8 * size}": f"<{kind}{size}"
     for letter, kind, sizes in (("F", "f", (2, 4, 8)), ("I", "i", (1, 2, 4, 8)), ("U", "u", (1, 2, 4, 8)))
     for size in sizes
-}
-# dtype -> (bits of the exponent, of the mantissa, bias, patterns that are NaN). Source: see `non_finite`.
-_SMALL = {
-    "F8_E4M3": (4, 3, 7, (0x7F, 0xFF)),
-    "F8_E4M3FNUZ": (4, 3, 8, (0x80,)),
-    "F8_E5M2FNUZ": (5, 2, 16, (0x80,)),
 }
 
 
@@ -33,25 +28,9 @@ def decode(dtype: str, data: memoryview) -> Any:
         return np.frombuffer(data, _NATIVE[dtype])
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-    if dtype == "F8_E5M2":
-        return (np.frombuffer(data, "u1").astype("<u2") << 8).view("<f2")
-    if dtype == "F8_E8M0":
-        exponents = np.frombuffer(data, "u1")
-        return np.where(exponents == 0xFF, np.nan, np.ldexp(1.0, exponents.astype("i4") - 127))
-    return _table(dtype)[np.frombuffer(data, "u1")]
+    import torch
 
-
-@cache
-def _table(dtype: str) -> Any:
-    exponent_bits, mantissa_bits, bias, nans = _SMALL[dtype]
-    values = []
-    for pattern in range(256):
-        mantissa = pattern & ((1 << mantissa_bits) - 1)
-        exponent = (pattern >> mantissa_bits) & ((1 << exponent_bits) - 1)
-        fraction = mantissa + ((1 << mantissa_bits) if exponent else 0)
-        value = math.ldexp(fraction, max(exponent, 1) - bias - mantissa_bits)
-        values.append(math.nan if pattern in nans else -value if pattern & 0x80 else value)
-    return np.array(values)
+    return torch.frombuffer(data, dtype=to_torch(dtype)).float().numpy()
 
 
 @dataclass

@@ -35,7 +35,7 @@ def differences(tmp_path: Path, one: Tensors, two: Tensors) -> dict[str, TensorD
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_numbers_are_decoded_as_torch_does(dtype: torch.dtype) -> None:
     tensor = random_tensor((777,), dtype)
-    found = decode(from_torch_name(str(dtype)), memoryview(raw_bytes(tensor)))
+    found = decode(from_torch_name(str(dtype)), memoryview(bytearray(raw_bytes(tensor))))
     wide = "complex128" if dtype.is_complex else "float64"
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         numbers = torch.from_numpy(found.astype(wide))
