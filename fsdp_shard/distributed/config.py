@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Protocol
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import setting
@@ -78,3 +79,11 @@ class LaunchConfig:
     def num_ranks(self) -> int:
         """Smallest number of ranks that the run may have: each has the most to do then."""
         return self.ranks * self.min_nodes
+
+
+class Launchable(Protocol):
+    """A config of a run that may have several ranks."""
+
+    run_dir: str
+    launch: LaunchConfig
+    debug: bool

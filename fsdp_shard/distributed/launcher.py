@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from fsdp_shard.distributed.config import LaunchConfig
+from fsdp_shard.distributed.config import Launchable, LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus, num_cores
 from fsdp_shard.distributed.numa_binding import can_bind
 from fsdp_shard.errors import ConfigError, RunError
@@ -38,14 +38,6 @@ _GPU_VARIABLES = {
 # Of a process that is no rank of others, in the place of what schedulers set for machines, or another program has left.
 _ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _computed: list[str] = []  # the runs of which this process has been the only rank
-
-
-class Launchable(Protocol):
-    """A config of a run that may have several ranks."""
-
-    run_dir: str
-    launch: LaunchConfig
-    debug: bool
 
 
 C = TypeVar("C", bound=Launchable)
@@ -115,21 +107,14 @@ def variables_for_torch(settings: LaunchConfig) -> dict[str, str]:
 def _start_ranks(work: Callable[[C], None], config: C, *, may_fork: bool) -> None:
     from fsdp_shard.distributed.local_workers import run_ranks
 
-    def agree_on_run_dir(agree: Callable[[str, str], str]) -> None:
-        # Named after the time, it would differ on each machine, and after a restart.
-        config.run_dir = agree("run_dir", config.run_dir)
-
     settings = config.launch
     run_ranks(
         work,
         config,
-        settings,
         # A CUDA context does not survive a fork, nor do the threads of OpenMP, which an earlier job of a sweep with one
         # rank has left in this process. Otherwise forked ranks share what is imported, and start ten times faster.
         start_method="fork" if may_fork and shares_memory(settings) and not _computed else "spawn",
         num_threads=_num_threads(settings),
-        log=config.debug,
-        prepare=agree_on_run_dir,
     )
 
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from fsdp_shard.distributed.agent import Agent
-from fsdp_shard.distributed.config import LaunchConfig
+from fsdp_shard.distributed.config import Launchable, LaunchConfig
 from fsdp_shard.distributed.numa_binding import can_bind, wants_binding
 from fsdp_shard.distributed.process_group import attempt
 from fsdp_shard.distributed.rank_reports import (
@@ -33,43 +33,31 @@ from fsdp_shard.distributed.signals import STOP_SIGNALS, interrupt_on_signals, s
 from fsdp_shard.errors import FsdpShardError, RunError
 from fsdp_shard.utils import make_output_printable, set_environment
 
-C = TypeVar("C")
-Agree = Callable[[str, str], str]
+C = TypeVar("C", bound=Launchable)
 
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing", "torch.numa")
 
 
-def run_ranks(
-    work: Callable[[C], None],
-    config: C,
-    settings: LaunchConfig,
-    *,
-    start_method: str,
-    num_threads: int,
-    log: bool = False,
-    prepare: Callable[[Agree], None] = lambda agree: None,
-) -> None:
+def run_ranks(work: Callable[[C], None], config: C, *, start_method: str, num_threads: int) -> None:
     """Call `work(config)` on the ranks of this machine, together with those of other machines.
 
-    After a failure all ranks of all machines are started again, up to `settings.max_restarts` times, unless it would
-    happen again: wrong input, or a signal. Signals that ask to stop are passed to the ranks, which have
-    `settings.grace_seconds` to save and exit.
+    All machines first agree on `config.run_dir`. After a failure all ranks of all machines are started again, up to
+    `launch.max_restarts` times, unless it would happen again: wrong input, or a signal. Signals that ask to stop are
+    passed to the ranks, which have `launch.grace_seconds` to save and exit.
 
     Args:
         work: What each rank does; must be picklable if they are spawned.
-        config: Argument of `work`.
-        settings: Ranks, machines, restarts and timeouts.
+        config: Argument of `work`. With `debug`, torch's elastic launcher may log.
         start_method: fork or spawn.
         num_threads: Threads of each rank, for torch and OpenMP.
-        log: Whether torch's elastic launcher may log.
-        prepare: Called before any rank starts with `agree(name, value)`, which returns the value of the first machine.
 
     Raises:
         FsdpShardError: The first failure: an error of this package as the rank raised it, RankError for any other,
             Interrupted after a signal.
     """
+    settings = config.launch
     with (
-        _torch_launcher(log, num_threads),
+        _torch_launcher(config.debug, num_threads),
         reports_directory() as reports,
         ExitStack() as cleanup,
     ):
@@ -77,7 +65,8 @@ def run_ranks(
             rendezvous = Rendezvous.create(settings)
             cleanup.callback(rendezvous.leave)
             _keep_handlers(cleanup)
-            prepare(rendezvous.first_value)
+            # Named after the time, it would differ on each machine, and after a restart.
+            config.run_dir = rendezvous.first_value("run_dir", config.run_dir)
             spec = WorkerSpec(
                 role="rank",
                 local_world_size=settings.ranks,

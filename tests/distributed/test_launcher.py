@@ -356,12 +356,13 @@ def test_ranks_that_all_stopped_were_interrupted() -> None:
 _PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.distributed.local_workers import run_ranks
 from fsdp_shard.errors import FsdpShardError
 
-def work(here):
-    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+def work(config):
+    here, attempt, rank = config.run_dir, os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
     (Path(here) / f"attempt-{{attempt}}-rank-{{rank}}").write_text(os.environ["OMP_NUM_THREADS"])
     {body}
 
@@ -370,7 +371,8 @@ if __name__ == "__main__":
     start_method = settings.pop("start_method")
     os.environ["OMP_NUM_THREADS"] = "3"  # is for what comes after, not for these ranks
     try:
-        run_ranks(work, sys.argv[1], LaunchConfig(**settings), start_method=start_method, num_threads=1)
+        config = SimpleNamespace(run_dir=sys.argv[1], launch=LaunchConfig(**settings), debug=False)
+        run_ranks(work, config, start_method=start_method, num_threads=1)
     except FsdpShardError as error:
         print(f"{{type(error).__name__}}: {{error}}")
     assert os.environ["OMP_NUM_THREADS"] == "3"
@@ -386,15 +388,18 @@ def test_loggers_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
     """Its launcher's loggers are disabled while ranks run only: the caller may want them afterwards."""
     program = (tmp_path / "check.py").resolve()
     program.write_text(
-        "import logging, sys\n"
+        "import logging\n"
+        "from types import SimpleNamespace\n"
         "from fsdp_shard.distributed import LaunchConfig\n"
         "from fsdp_shard.distributed.local_workers import run_ranks\n"
-        "run_ranks(print, 'work', LaunchConfig(ranks=1), start_method='fork', num_threads=1)\n"
+        "config = SimpleNamespace(run_dir='run', launch=LaunchConfig(ranks=1), debug=False)\n"
+        "work = lambda config: print(config.run_dir)\n"
+        "run_ranks(work, config, start_method='fork', num_threads=1)\n"
         "names = [name for name in logging.root.manager.loggerDict if name.startswith('torch.distributed')]\n"
         "assert names and not any(logging.getLogger(name).disabled for name in names), names\n"
     )
     done = run([sys.executable, str(program)], tmp_path)
-    assert (done.status, done.out, done.err) == (0, "work\n", "")
+    assert (done.status, done.out, done.err) == (0, "run\n", "")
 
 
 @pytest.mark.long
