@@ -105,7 +105,6 @@ def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
     """
     manifest = _manifest(directory) if part else check_files(directory)
     with open_weights(directory) as index:
-        _check_names(index, manifest)
         jobs = [*_file_jobs(directory, manifest, part, num_parts), *_tensor_jobs(index, manifest, part, num_parts)]
         in_threads(_run, jobs)
 
@@ -122,17 +121,6 @@ def drop_cache(directory: Path, rank: int) -> None:
 def _run(jobs: Iterator[Job]) -> None:
     for check in jobs:
         check()
-
-
-def _check_names(index: TensorIndex, manifest: Manifest) -> None:
-    stored = {name: (entry.dtype, entry.shape) for name, entry in index.tensors.items()}
-    written = {name: (record.dtype, record.shape) for name, record in manifest.tensors.items()}
-    wrong = sorted({name for name, _ in stored.items() ^ written.items()})
-    if wrong:
-        raise CheckpointError(
-            f"{index.root}: dtype or shape of tensor {wrong[0]} in its files and in its manifest differ ({len(wrong)} "
-            f"tensors do): the checkpoint is damaged."
-        )
 
 
 def _file_jobs(directory: Path, manifest: Manifest, part: int, num_parts: int) -> Iterator[Job]:
