@@ -264,15 +264,15 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
     with source.model_index as stored, _to_write(stored, settings) as index:
         _refuse(settings, source, index)
         notes = _compare_with_named(settings, source, index)
-        plan = plan_conversion(index, settings, source.model_files)
+        plan, model_files = plan_conversion(index, settings), source.model_files
         warnings = _wrong_ties(settings, index, plan.aliases)
         settings_of_adapter = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
-        check_side_files({**plan.model_files, **settings_of_adapter})
+        check_side_files({**model_files, **settings_of_adapter})
         stamps = _stamps(index)
         _refuse_damage(index)
-        num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in plan.model_files.values())
+        num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in model_files.values())
         with atomicity.new_directory(target, num_bytes, replace=settings.overwrite, sync=settings.sync) as temporary:
-            _write(index, plan, temporary)
+            _write(index, settings, plan, model_files, temporary)
             if changed := sorted(name for name, _ in _stamps(index).items() ^ stamps.items()):
                 raise CheckpointError(
                     f"{changed[0]} was changed while it was converted, so what was read may be of two saves; nothing "
@@ -295,16 +295,12 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What will be written, which tensors go where, and how it is checked; pure data."""
+    """The files of the target, and where each range of each tensor goes; pure data."""
 
     target: TargetPlan
     moves: tuple[Move, ...]
     aliases: Mapping[str, str]
-    model_files: Mapping[str, Path]
-    verify: bool
-    sync: bool
-    is_dequantized: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def num_weight_bytes(self) -> int:
@@ -312,15 +308,12 @@ class ConversionPlan:
         return sum(move.target.num_bytes for move in self.moves)
 
 
-def plan_conversion(
-    index: TensorIndex, settings: ConvertSettings, model_files: Mapping[str, Path] | None = None
-) -> ConversionPlan:
+def plan_conversion(index: TensorIndex, settings: ConvertSettings) -> ConversionPlan:
     """Plan the files of the target and where each range of each tensor goes, without writing any.
 
     Args:
         index: The source.
         settings: What to write.
-        model_files: Config and tokenizer to copy, by name.
 
     Raises:
         CheckpointError: The source has no tensors.
@@ -336,17 +329,8 @@ def plan_conversion(
     phases = {spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)}
     request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest, phases)
     target = writer(settings.format).plan(specs, request)
-    moves = [Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs]
-    return ConversionPlan(
-        target=target,
-        moves=tuple(moves),
-        aliases=aliases,
-        model_files=model_files or {},
-        verify=settings.verify,
-        sync=settings.sync,
-        is_dequantized=settings.dequantize,
-        notes=() if note is None else (note,),
-    )
+    moves = tuple(Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs)
+    return ConversionPlan(target, moves, aliases, notes=() if note is None else (note,))
 
 
 def _is_copied(index: TensorIndex, target: TensorSpec) -> bool:
@@ -377,24 +361,26 @@ def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
     return TensorSpec(spec.name, from_torch_name(dtype), spec.shape)
 
 
-def _write(index: TensorIndex, plan: ConversionPlan, root: Path) -> None:
-    """Fill the temporary directory `root`."""
+def _write(
+    index: TensorIndex, settings: ConvertSettings, plan: ConversionPlan, model_files: Mapping[str, Path], root: Path
+) -> None:
+    """Fill the temporary directory `root`; `model_files` are config and tokenizer, by name."""
     for name, content in plan.target.small_files.items():
         write_file(root / name, content, sync=False)
-    names = copy_model_files(plan.model_files, root, _written_dtype(index, plan), is_dequantized=plan.is_dequantized)
-    with report_progress(plan.num_weight_bytes * (2 if plan.verify else 1), "convert", "B") as progress:
+    names = copy_model_files(model_files, root, _written_dtype(index, plan), is_dequantized=settings.dequantize)
+    with report_progress(plan.num_weight_bytes * (2 if settings.verify else 1), "convert", "B") as progress:
         digests = move_tensors(
-            index, plan.moves, plan.target.files, root, _known_digests(index), progress, sync=plan.sync
+            index, plan.moves, plan.target.files, root, _known_digests(index), progress, sync=settings.sync
         )
         index.finish_checksums()
         manifest = _manifest(index, plan, root, names, digests)
-        write_file(root / MANIFEST, manifest.to_json(), sync=plan.sync)
-        if plan.verify:
+        write_file(root / MANIFEST, manifest.to_json(), sync=settings.sync)
+        if settings.verify:
             with open_weights(root) as written:
                 problem = compare_with(written, digests, progress)
             if problem is not None:
                 raise SaveError(f"{problem}; the disk or the memory of this machine is at fault. Nothing was kept.")
-    if plan.sync:
+    if settings.sync:
         for name in names:
             fsync_path(root / name)
         atomicity.sync_directories(root)
