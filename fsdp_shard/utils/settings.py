@@ -49,23 +49,21 @@ def setting(
     Returns:
         The dataclass field.
     """
-    metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
-    metadata["warning"] = warning
-    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
-        field: T = dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
-        return field
-    return dataclasses.field(default=default, metadata=metadata)
+    return _field(default, help=help, minimum=minimum, above=above, maximum=maximum, choices=choices, warning=warning)
 
 
 def free_text(help: str) -> Any:
     """Declare an optional text that can be any text: on the command line, `null` is that word and unsets nothing."""
-    return dataclasses.field(default=None, metadata={"help": help, "free_text": True, "is_prose": True})
+    return _field(None, help=help, free_text=True, is_prose=True)
 
 
 def prose(default: T, help: str) -> T:
     """Declare text for a model, or a list of such texts, as of prompts: in a file of settings, `${` is part of it."""
-    metadata = {"help": help, "is_prose": True}
-    if isinstance(default, list):
+    return _field(default, help=help, is_prose=True)
+
+
+def _field(default: T, **metadata: Any) -> T:
+    if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
         field: T = dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
         return field
     return dataclasses.field(default=default, metadata=metadata)
