@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.io import find_torch_name, member
-from fsdp_shard.checkpoint.torch_pickle import Placement, StoredDTensor, StoredTensor, Unreadable, counts
+from fsdp_shard.checkpoint.torch_pickle import Placement, StoredDTensor, StoredTensor, Unreadable, counts, text
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import limits, open_regular, parse_json, read_bounded
 
@@ -99,7 +99,7 @@ def read_metadata(path: Path) -> dict[str, ItemMetadata]:
         )
     try:
         parser = _Parser(where)
-        return {_text(name): parser.item(item) for name, item in document["metadata"].items()}
+        return {text(name): parser.item(item) for name, item in document["metadata"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} is malformed: {type(error).__name__}: {str(error)[:200]}.") from None
 
@@ -148,8 +148,8 @@ class _Parser:
 
     def _all_keys(self, paths: Mapping[Any, Any]) -> list[Keys]:
         """The keys that the paths of all tensors stand for, each a list in JSON; all at once, which is faster."""
-        text = ",".join(map(_text, paths))
-        found = parse_json(f"[{text}]".encode(), f"the paths of tensors in {self._where}")
+        joined = ",".join(map(text, paths))
+        found = parse_json(f"[{joined}]".encode(), f"the paths of tensors in {self._where}")
         if len(found) != len(paths):
             raise ValueError(f"{len(found)} paths of {len(paths)} tensors")
         for keys in found:
@@ -169,7 +169,7 @@ class _Parser:
         return self._shardings[id(packed)]
 
     def _of_dtensor(self, data: Any) -> Sharding:
-        dtype = find_torch_name(_text(data["dtype"]))
+        dtype = find_torch_name(text(data["dtype"]))
         if dtype is None:
             raise ValueError(f"{data['dtype'][:100]} as a dtype")
         mesh_shape, mesh_ranks = self._mesh(data["mesh_spec"])
@@ -201,10 +201,4 @@ def _file(layout: Any) -> ItemFile | None:
     """The file of a rank's part of an item; None if it has the default name."""
     if layout is None:
         return None
-    return ItemFile(_text(layout["file_path"]), _text(layout["serialization_format"]["type"]))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} instead of a name")
-    return value
+    return ItemFile(text(layout["file_path"]), text(layout["serialization_format"]["type"]))
