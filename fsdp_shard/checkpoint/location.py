@@ -328,9 +328,10 @@ def _locate_named_by_file(path: str, revision: str | None, fetch_weights: bool) 
 
 def _locate_in(root: Path, path: str | os.PathLike[str]) -> Location:
     """Locate the checkpoint in a directory or file of this machine, which `path` names."""
-    found = find_checkpoint(latest_step_directory(root), lambda candidate: recognize(candidate) is not None)
-    known = recognize(found.weights)
-    return Location(os.fspath(path), found.weights, known.NAME if known else None, found.side, found.step)
+    root = latest_step_directory(root)
+    weights, side, step = find_checkpoint(root, lambda candidate: recognize(candidate) is not None)
+    known = recognize(weights)
+    return Location(os.fspath(path), weights, known.NAME if known else None, side, step)
 
 
 def _check_hub_id(path: str | os.PathLike[str], root: Path) -> None:

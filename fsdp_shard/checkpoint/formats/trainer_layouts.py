@@ -12,7 +12,6 @@ The caller decides what a checkpoint is (`is_checkpoint`); this module looks at 
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,19 +35,7 @@ _SIDE_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _MAX_DEPTH, _MAX_DIRECTORIES = 16, 400
 
 
-@dataclass(frozen=True)
-class CheckpointLocation:
-    """The path of the weights (a directory or a file), the directory with config and tokenizer, and the step.
-
-    `side` is None if that is the directory of the weights itself, or there is no config.
-    """
-
-    weights: Path
-    side: Path | None = None
-    step: int | None = None
-
-
-def find_checkpoint(path: Path, is_checkpoint: IsCheckpoint) -> CheckpointLocation:
+def find_checkpoint(path: Path, is_checkpoint: IsCheckpoint) -> tuple[Path, Path | None, int | None]:
     """Follow the known layouts from `path` down to a checkpoint.
 
     Of numbered directories the newest that holds a checkpoint is taken: an interrupted save leaves a later one without.
@@ -58,7 +45,8 @@ def find_checkpoint(path: Path, is_checkpoint: IsCheckpoint) -> CheckpointLocati
         is_checkpoint: Whether a path is a checkpoint itself.
 
     Returns:
-        The checkpoint; `path` itself if no layout leads to one.
+        (weights, side, step). The path of the weights, a directory or a file, is `path` itself if no layout leads to a
+        checkpoint. The directory with config and tokenizer is None if it is that of the weights, or there is no config.
 
     Raises:
         CheckpointError: There are several candidates, which it lists, or a link leads out of `path`.
@@ -74,7 +62,7 @@ def find_checkpoint(path: Path, is_checkpoint: IsCheckpoint) -> CheckpointLocati
         raise CheckpointError(
             f"{trail[-1]} is a link to {real}, outside {path}; it is not followed. Give that path itself."
         )
-    return CheckpointLocation(trail[-1], _side(path, trail), _step(path, trail))
+    return trail[-1], _side(path, trail), _step(path, trail)
 
 
 def is_numbered(name: str) -> bool:

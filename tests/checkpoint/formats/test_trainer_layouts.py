@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.formats.registry import recognize
-from fsdp_shard.checkpoint.formats.trainer_layouts import CheckpointLocation, find_checkpoint
+from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.checkpoint.model_files import list_model_files
 from fsdp_shard.distributed import DistributedContext
@@ -25,10 +25,10 @@ from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, save_model
 
 
-def found_at(path: Path) -> CheckpointLocation:
+def found_at(path: Path) -> tuple[Path, Path | None, int | None]:
     """Where `locate` finds what `path` leads to."""
     found = locate(path)
-    return CheckpointLocation(found.weights, found.side, found.step)
+    return found.weights, found.side, found.step
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -93,19 +93,17 @@ def test_what_accelerate_leaves(state: Path) -> None:
     inner = state / "checkpoint-7" / "pytorch_model_fsdp_0"
     assert inner.is_dir()
     assert (state / "checkpoint-7" / "optimizer_0" / ".metadata").is_file()
-    assert find_checkpoint(state, is_checkpoint) == CheckpointLocation(inner, state, 7)
-    assert find_checkpoint(state / "checkpoint-7", is_checkpoint) == CheckpointLocation(inner, state, 7)
-    assert find_checkpoint(inner, is_checkpoint) == CheckpointLocation(inner, None, None), (
-        "nothing two levels up is looked at"
-    )
+    assert find_checkpoint(state, is_checkpoint) == (inner, state, 7)
+    assert find_checkpoint(state / "checkpoint-7", is_checkpoint) == (inner, state, 7)
+    assert find_checkpoint(inner, is_checkpoint) == (inner, None, None), "nothing two levels up is looked at"
     full = state / "full" / "checkpoint-9"
-    assert find_checkpoint(state / "full", is_checkpoint).weights in (full, full / "pytorch_model_fsdp.bin")
+    assert find_checkpoint(state / "full", is_checkpoint)[0] in (full, full / "pytorch_model_fsdp.bin")
 
 
 def test_an_optimizer_is_never_taken_for_weights(state: Path, tmp_path: Path) -> None:
     shutil.copytree(state / "checkpoint-7" / "optimizer_0", tmp_path / "checkpoint-7" / "optimizer_0")
-    assert find_checkpoint(tmp_path, is_checkpoint) == CheckpointLocation(tmp_path)
-    assert find_checkpoint(tmp_path / "checkpoint-7", is_checkpoint).weights == tmp_path / "checkpoint-7"
+    assert find_checkpoint(tmp_path, is_checkpoint) == (tmp_path, None, None)
+    assert find_checkpoint(tmp_path / "checkpoint-7", is_checkpoint)[0] == tmp_path / "checkpoint-7"
 
 
 def test_accelerate_to_a_model_directory(state: Path, tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ def test_newest_step_by_number(tmp_path: Path) -> None:
         weights(tmp_path / "outputs" / "checkpoint" / f"step-{step}", step)
     newest = tmp_path / "outputs" / "checkpoint" / "step-1000"
     for path in (tmp_path / "outputs", tmp_path / "outputs" / "checkpoint", newest):
-        assert found_at(path) == CheckpointLocation(newest, None, 1000)
+        assert found_at(path) == (newest, None, 1000)
     (newest / "model.safetensors").unlink()  # as an interrupted save leaves it
     with open_checkpoint(tmp_path / "outputs") as index:
         assert (index.step, index.read("w").tolist()) == (500, [500.0] * 3)
@@ -145,9 +143,9 @@ def test_a_dcp_directory_by_torch(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         for step in (9, 10):
             dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "checkpoint" / f"step-{step}", no_dist=True)
-    assert find_checkpoint(tmp_path, is_checkpoint) == CheckpointLocation(tmp_path / "checkpoint" / "step-10", None, 10)
+    assert find_checkpoint(tmp_path, is_checkpoint) == (tmp_path / "checkpoint" / "step-10", None, 10)
     touch(tmp_path / "checkpoint" / "step-11", "__0_0.distcp")  # no .metadata: the save did not end
-    assert find_checkpoint(tmp_path, is_checkpoint).step == 10
+    assert find_checkpoint(tmp_path, is_checkpoint)[2] == 10
 
 
 def test_verl(tmp_path: Path) -> None:
@@ -200,7 +198,7 @@ def test_trainer_directory_itself_comes_first(tmp_path: Path) -> None:
 def test_parts_left_over_by_an_interrupted_consolidation(tmp_path: Path) -> None:
     config(tmp_path / "step-5")
     weights(tmp_path / "step-5" / "sharded", 5)
-    assert found_at(tmp_path) == CheckpointLocation(tmp_path / "step-5" / "sharded", tmp_path / "step-5", 5)
+    assert found_at(tmp_path) == (tmp_path / "step-5" / "sharded", tmp_path / "step-5", 5)
 
 
 def test_config_one_level_up_only_of_known_layouts(tmp_path: Path) -> None:
