@@ -6,6 +6,7 @@ chunks can be hashed in any order on any rank, and damage is located to within o
 forgery: xxh3 is not a cryptographic hash.
 """
 
+import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,21 +87,15 @@ def chunk_digests(data: memoryview, start: int, num_bytes: int) -> dict[int, byt
 
 def file_digest(path: Path) -> str:
     """The digest of a whole file, 32 hex digits: for the small files that are not weights."""
-    hasher = xxhash.xxh3_128()
     with os.fdopen(open_regular(path), "rb") as file:
-        while data := file.read(CHUNK_BYTES):
-            hasher.update(data)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def header_digest(path: Path) -> str:
     """The digest of a safetensors file's first bytes, up to where its tensors begin."""
     with os.fdopen(open_regular(path), "rb") as file:
-        start = file.read(8)
-        hasher, left = xxhash.xxh3_128(start), min(int.from_bytes(start, "little"), limits().metadata_bytes)
-        while data := file.read(min(CHUNK_BYTES, left)):
-            hasher.update(data)
-            left -= len(data)
+        hasher = xxhash.xxh3_128(start := file.read(8))
+        hasher.update(file.read(min(int.from_bytes(start, "little"), limits().metadata_bytes)))
     return hasher.hexdigest()
 
 
