@@ -76,6 +76,11 @@ def flat_start(shape: Sequence[int], offsets: Sequence[int]) -> int:
     return position
 
 
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor, in elements; dimensions of size 0 count as 1, as in torch."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 class FlatOrder(NamedTuple):
     """Boxes in flat order: the flat position of the first element of each, and the longest way to the end of one."""
 

@@ -5,7 +5,6 @@ Where items have a resharder, `metadata.pkl` describes their files and shardings
 safetensors of local tensors. Without it other names are not known. Imports no torch, runs no pickle.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from fsdp_shard.checkpoint.formats.torch_checkpointing_metadata import (
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file, member, read_header
 from fsdp_shard.checkpoint.tensor_entry import Extra
+from fsdp_shard.checkpoint.tensor_slices import row_major_strides
 from fsdp_shard.checkpoint.torch_pickle import AnyTensor, StoredDTensor, StoredTensor, Unreadable, is_torch_file
 from fsdp_shard.errors import CheckpointError
 
@@ -147,7 +147,8 @@ def _local_tensors(where: Path, rank: int, described: ItemMetadata) -> Iterator[
             raise CheckpointError(f"{where}: {METADATA} describes tensor {name} as something else than a DTensor.")
         if stored.dtype != sharding.dtype:
             raise CheckpointError(f"{where}: tensor {name} is {stored.dtype}, but {sharding.dtype} in {METADATA}.")
-        yield keys, sharding.part(StoredTensor(stored.dtype, stored.shape, _strides(stored.shape), stored.start))
+        strides = row_major_strides(stored.shape)
+        yield keys, sharding.part(StoredTensor(stored.dtype, stored.shape, strides, stored.start))
 
 
 def _compare(where: Path, keys: Keys, rank: int, tensor: AnyTensor, described: ItemMetadata) -> None:
@@ -175,11 +176,6 @@ def _described(where: Path, keys: Keys, rank: int, described: ItemMetadata) -> S
             f"{where} holds tensor {'.'.join(keys)}, which {METADATA} does not have for rank {rank}: these are files "
             "of different saves."
         ) from None
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a row-major tensor, in elements."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _words(description: tuple[object, ...]) -> str:

@@ -4,11 +4,11 @@ A zip archive of uncompressed members (`torch.serialization`; PKZIP APPNOTE 6.3)
 member, but does not check those of storages: they are zero here, since the data is not known yet. Imports no torch.
 """
 
-import itertools
 import struct
 import zlib
 
 from fsdp_shard.checkpoint.io import TensorSpec, torch_name
+from fsdp_shard.checkpoint.tensor_slices import row_major_strides
 from fsdp_shard.checkpoint.torch_pickle.pickler import Call, Global, Persistent, dumps
 from fsdp_shard.checkpoint.torch_pickle.tensor import TYPED_STORAGES
 
@@ -46,15 +46,11 @@ def _tensor_pickle(spec: TensorSpec) -> bytes:
     storage = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
     size = spec.num_elements if typed else spec.num_bytes
     hooks = Call(Global("collections", "OrderedDict"), ())
-    view = (Persistent(("storage", storage, "0", "cpu", size)), 0, spec.shape, _strides(spec.shape), False, hooks)
+    strides = row_major_strides(spec.shape)
+    view = (Persistent(("storage", storage, "0", "cpu", size)), 0, spec.shape, strides, False, hooks)
     if typed:
         return dumps(Call(Global("torch._utils", "_rebuild_tensor_v2"), view))
     return dumps(Call(Global("torch._utils", "_rebuild_tensor_v3"), (*view, Global("torch", torch_name(spec.dtype)))))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    sizes = [max(size, 1) for size in shape[:0:-1]]
-    return tuple(itertools.accumulate(sizes, lambda a, b: a * b, initial=1))[::-1] if shape else ()
 
 
 def _padding(at: int, name: str, num_bytes: int) -> bytes:
