@@ -32,13 +32,14 @@ from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.hub_push import HubTarget, open_repository
 from fsdp_shard.checkpoint.remote.push_requests import require_hub
+from fsdp_shard.checkpoint.sharded_state.write_shards import Digests
 from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA, INDEX_FILE, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest
 from fsdp_shard.checkpoint.steps.pruned_step import read_kept
 from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, read_shard_index
 from fsdp_shard.checkpoint.steps.step_integrity import check_side_files
-from fsdp_shard.checkpoint.transfer import Digests, Move, compare_with, move_tensors
+from fsdp_shard.checkpoint.transfer import Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.models import check_model_config
 from fsdp_shard.utils import (

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.non_finite import find_non_finite
 from fsdp_shard.checkpoint.io import PAGE_BYTES, Handles, in_threads, page_aligned, pwrite_all, start_writeback
 from fsdp_shard.checkpoint.io.safetensors_format import TensorSpec, itemsize, to_torch, torch_name
-from fsdp_shard.checkpoint.sharded_state.write_shards import create_file
+from fsdp_shard.checkpoint.sharded_state.write_shards import Digests, create_file
 from fsdp_shard.checkpoint.steps.file_plan import Extent, FilePlan
 from fsdp_shard.checkpoint.tensor_entry import Span
 from fsdp_shard.errors import CheckpointError
@@ -28,7 +28,6 @@ _STEP_BYTES = 4 << 20  # read, hashed and written at a time
 _JOB_BYTES = 32 << 20  # what a thread takes at a time: adjacent bytes, so that each file is read and written in order
 
 Progress = Callable[[int], None]
-Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,11 @@ from fsdp_shard.checkpoint.integrity.verify_report import size_problem
 from fsdp_shard.checkpoint.io import TensorSpec, member, torch_name
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.steps.manifest import Manifest
-from fsdp_shard.checkpoint.steps.step_store import AVERAGE
+from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER
 from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError, one_line
 from fsdp_shard.utils import first_few, format_count, format_size
 
-OPTIMIZER = "optimizer"  # the kind of extras, and the directory in a step of ours
 _SHOWN, _FILES_SHOWN = 3, 16
 
 
