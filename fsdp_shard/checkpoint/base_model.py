@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
-from fsdp_shard.checkpoint.model_files import CLASSIFIER_ENTRIES, CONFIG
+from fsdp_shard.checkpoint.model_files import CLASSIFIER_ENTRIES, read_config
 from fsdp_shard.errors import CheckpointError, InputError
 from fsdp_shard.utils import json_digest, read_json
 
@@ -110,8 +110,8 @@ def is_base_model(index: TensorIndex, recorded: BaseModel, directory: Path) -> b
 
 def computation(directory: Path) -> dict[str, Any] | None:
     """Return the entries of config.json in a directory that change what its model computes; None without one."""
-    values = read_json(member(directory, CONFIG)) if has_file(directory, CONFIG) else None
-    return _computed(values) if isinstance(values, dict) else None
+    config = read_config(directory)
+    return _computed(config) if config else None
 
 
 def _computed(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,12 @@ _TOKENIZER = (
 )
 
 
+def read_config(directory: Path) -> Mapping[str, Any]:
+    """Return the parsed config.json in a directory; empty if there is none, or it is not an object."""
+    config = read_json(member(directory, CONFIG)) if has_file(directory, CONFIG) else {}
+    return config if isinstance(config, Mapping) else {}
+
+
 def list_files(root: Path) -> list[str]:
     """List the names in a directory, sorted; instead of a directory of chat templates, those in it."""
     names = [entry.name for entry in root.iterdir()]

@@ -35,7 +35,8 @@ from fsdp_shard.checkpoint.keys.model_names import (
     names_of_files,
     names_of_model,
 )
-from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, read_config
+from fsdp_shard.checkpoint.keys.tied_weights import absent_ties
+from fsdp_shard.checkpoint.model_files import read_config
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError, InputError, one_line
 from fsdp_shard.utils import first_few

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import find_torch_name, itemsize, to_torch
 from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization, quantization_settings
-from fsdp_shard.checkpoint.keys.tied_weights import read_config
-from fsdp_shard.checkpoint.model_files import CONFIG
+from fsdp_shard.checkpoint.model_files import CONFIG, read_config
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.errors import CheckpointError
 

@@ -2,8 +2,7 @@
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import from_torch_name, has_file, to_torch
-from fsdp_shard.checkpoint.keys.tied_weights import read_config
-from fsdp_shard.checkpoint.model_files import CONFIG
+from fsdp_shard.checkpoint.model_files import CONFIG, read_config
 from fsdp_shard.errors import ModelError
 from fsdp_shard.utils import first_line, format_count
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.keys.tied_weights import read_config
+from fsdp_shard.checkpoint.model_files import read_config
 from fsdp_shard.errors import CheckpointError
 
 # What only a quantized model has, by the names that transformers' quantizers and their libraries give it.

@@ -11,10 +11,9 @@ from typing import Any
 
 from fsdp_shard.checkpoint.digests import read_chunks
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import has_file, member
-from fsdp_shard.checkpoint.model_files import CONFIG
+from fsdp_shard.checkpoint.io import has_file
+from fsdp_shard.checkpoint.model_files import CONFIG, read_config
 from fsdp_shard.errors import CheckpointError, ModelError
-from fsdp_shard.utils import read_json
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
@@ -98,12 +97,6 @@ def has_same_bytes(index: TensorIndex, first: str, second: str) -> bool:
         return False
     chunks = zip(read_chunks(index, first), read_chunks(index, second), strict=True)
     return all(part.tobytes() == other.tobytes() for part, other in chunks)  # memoryviews compare item by item
-
-
-def read_config(side: Path) -> Mapping[str, Any]:
-    """The parsed config.json; empty if there is none, or it is not an object."""
-    config = read_json(member(side, CONFIG)) if has_file(side, CONFIG) else {}
-    return config if isinstance(config, Mapping) else {}
 
 
 def _ties_in_config(index: TensorIndex, config: Mapping[str, Any]) -> dict[str, str] | None:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint.formats.several_files import Agreement, one_world_size
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Header, has_file, member, read_header
+from fsdp_shard.checkpoint.io import Header, member, read_header
+from fsdp_shard.checkpoint.model_files import read_config
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import open_regular, parse_json, read_json
+from fsdp_shard.utils import open_regular, parse_json
 
 NAME = "torch_huggingface"
 INFO_KEY = "DCP_SHARDING_INFO"
@@ -158,9 +159,9 @@ def _entry(root: Path, name: str, dtype: str, pieces: list[Piece]) -> TensorEntr
 
 def _check_vocabulary(root: Path, entries: Iterable[TensorEntry]) -> None:
     """Refuse an embedding with fewer rows than in config.json: the symptom of a lost last rank."""
-    config = read_json(member(root, "config.json")) if has_file(root, "config.json") else None
-    part = config.get("text_config", config) if isinstance(config, dict) else None
-    size = part.get("vocab_size") if isinstance(part, dict) else None
+    config = read_config(root)
+    part = config.get("text_config", config)
+    size = part.get("vocab_size") if isinstance(part, Mapping) else None
     for entry in entries:
         module = entry.name.rpartition(".")[0].rpartition(".")[2]
         is_vocabulary = len(entry.shape) == 2 and module in _VOCABULARY
