@@ -48,6 +48,11 @@ from .integrity.content_digest import (
 )
 from .integrity.diff import diff as diff
 from .integrity.inspect_report import summarize_checkpoint as summarize_checkpoint
+from .integrity.step_integrity import (
+    check_content as check_content,
+    check_files as check_files,
+    drop_cache as drop_cache,
+)
 from .integrity.verify import verify as verify
 from .io.fault_points import (
     FAULTS as FAULTS,
@@ -130,7 +135,6 @@ from .steps.manifest import (
     read_manifest as read_manifest,
 )
 from .steps.shard_index import SHARD_INDEX as SHARD_INDEX
-from .steps.step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
 from .steps.step_store import (
     AVERAGE as AVERAGE,
     CHECKPOINTS as CHECKPOINTS,

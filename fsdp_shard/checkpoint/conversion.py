@@ -22,6 +22,7 @@ from fsdp_shard.checkpoint.formats.registry import recognize, writer
 from fsdp_shard.checkpoint.formats.several_files import num_files
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import damage, scan
+from fsdp_shard.checkpoint.integrity.step_integrity import check_side_files
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.kept_dtypes import FLOAT32, kept_in_float32
@@ -38,7 +39,6 @@ from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest
 from fsdp_shard.checkpoint.steps.pruned_step import read_kept
 from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, read_shard_index
-from fsdp_shard.checkpoint.steps.step_integrity import check_side_files
 from fsdp_shard.checkpoint.transfer import Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.models import check_model_config

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+from fsdp_shard.checkpoint.integrity.step_integrity import check_content
 from fsdp_shard.checkpoint.io import atomicity, has_file
 from fsdp_shard.checkpoint.remote.same_run import check_same_run
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, parse_manifest
-from fsdp_shard.checkpoint.steps.step_integrity import check_content
 from fsdp_shard.checkpoint.steps.step_reference import choose_step
 from fsdp_shard.checkpoint.steps.step_store import Store, parse_step, step_name
 from fsdp_shard.errors import CheckpointError, SaveError

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fsdp_shard.checkpoint.formats import native_sharded
+from fsdp_shard.checkpoint.integrity.step_integrity import check_content
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import TensorSpec
 from fsdp_shard.checkpoint.location import open_checkpoint
@@ -25,7 +26,6 @@ from fsdp_shard.checkpoint.steps.file_plan import SHARD_KEY, chunk_rows, plan_sh
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
 from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, read_shard_index
-from fsdp_shard.checkpoint.steps.step_integrity import check_content
 from fsdp_shard.checkpoint.steps.step_store import Store
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import CheckpointError
