@@ -1,9 +1,9 @@
 """Merges a LoRA adapter into its base model: W + scale * B @ A, computed range by range as the weights are read.
 
-So everything that reads through the index reads the merged model, and needs memory only for the ranges it reads.
-Computed in float32 and rounded once to the base's dtype. With DoRA (Liu et al., 2024), the weights of each output are
-scaled to the norm that was trained. A new head of a classifier is in the adapter as a whole. Other kinds of adapters
-are refused.
+Everything that reads through the index therefore reads the merged model, and needs memory only for those ranges.
+The product is computed in float32 and rounded once to the base's dtype. With DoRA (Liu et al., 2024), the weights of
+each output are scaled to the trained norm. The adapter stores a classifier's new head as a whole. Other kinds of
+adapters are rejected.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
 # Types of models that store some linear layers transposed (transformers' Conv1D), and the names of these layers.
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
-_IN_LAYER = re.compile(r"\.\d+\.")  # the name of a tensor in one of several layers: those are not tied
+_IN_LAYER = re.compile(r"\.\d+\.")  # the name of a tensor in one of several layers, which are never tied
 
 
 def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
-    """Merge a LoRA adapter into its base model; of the weights, only what identifies the base is read.
+    """Merge a LoRA adapter into its base model; reads only the weights that identify the base.
 
-    Tensors and settings that contradict each other are refused or left out where peft refuses them or leaves them out.
+    Contradictory tensors and settings are rejected or dropped as in peft.
 
     Args:
-        adapter: The adapter's own tensors.
-        base: The weights of the model that it is for.
+        adapter: The adapter's tensors.
+        base: The base model's weights.
         side: The directory with the config of the base.
 
     Returns:
-        The index of the merged model; its notes say what was left out.
+        The index of the merged model; its notes list what was dropped.
 
     Raises:
         CheckpointError: The adapter is not for this base, or it is neither LoRA nor DoRA.
@@ -100,7 +100,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         world_size=None,
         side=side,
         parts=(adapter, base),
-        notes=(*base.notes, *map(one_line, notes)),  # which have names of the file
+        notes=(*base.notes, *map(one_line, notes)),  # whose names are those in the file
     )
 
 
@@ -113,10 +113,10 @@ def _names(
     *,
     has_new_head: bool,
 ) -> ModelNames:
-    """The names that the model has for the tensors of the base.
+    """Return the model's names for the base's tensors.
 
-    Its class is asked only if the adapter has others, or adapts parameters: their order in a module decides which is
-    which in the adapter.
+    The model class is consulted only if the adapter has other names or adapts parameters: the order of parameters in a
+    module identifies them in the adapter.
     """
     names = names_of_files(base)
     whole = {_in_base(fqn): name for fqn, name in parts.whole.items()}
@@ -126,28 +126,28 @@ def _names(
     head = {fqn: adapter.tensors[name]._replace(name=fqn) for fqn, name in whole.items() if not _find(names, fqn)}
     try:
         return names_of_model(base, side, head if has_new_head else {})
-    except (InputError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # what odd configs raise
+    except (InputError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # raised by odd configs
         if settings.parameters:
             raise CheckpointError(
                 f"{settings.where}: target_parameters needs the model of the base, which cannot be had: {error}"
             ) from error
-        return names  # then the tensors that it lacks are named
+        return names  # the error then names the missing tensors
 
 
 def _in_base(fqn: str) -> str:
-    """The name that the base has for a tensor of an adapted module."""
+    """Return the base's name for a tensor of an adapted module."""
     return fqn.replace(".base_layer.", ".")
 
 
 def _find(names: ModelNames, fqn: str) -> list[str]:
-    """Which of the names the adapter may mean by `fqn`; a checkpoint of the bare model lacks the model's prefix."""
+    """Find the name that `fqn` means; a checkpoint of the bare model lacks the model's prefix."""
     if fqn in names.tensors:
         return [fqn]
     return [name for name in names.tensors if fqn.endswith(f".{name}") or name.endswith(f".{fqn}")]
 
 
 def _without(base: TensorIndex, names: Sequence[str]) -> TensorIndex:
-    """The base without tensors that a new head replaces."""
+    """Return the base without tensors that a new head replaces."""
     dropped = set(names)
     return replace(
         base,
@@ -165,7 +165,7 @@ def _left_out(adapter: TensorIndex, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Merge:
-    """Makes entries of the merged model; `has_new_head` is whether the adapter has tensors that its base lacks."""
+    """Makes the merged model's entries; `has_new_head` is true if the adapter has tensors that its base lacks."""
 
     adapter: TensorIndex
     base: TensorIndex
@@ -175,20 +175,20 @@ class _Merge:
     has_new_head: bool
 
     def is_read(self, fqn: str) -> bool:
-        """Whether peft reads a whole tensor: it wraps adapted modules, and keeps the base's below `base_layer`."""
+        """Return whether peft reads a whole tensor: it wraps adapted modules and keeps the base's as `base_layer`."""
         owner = fqn.rpartition(".")[0]
         module = owner.removesuffix(".base_layer")
         return not module.endswith(".modules_to_save.default") and self.is_target(module) == (owner != module)
 
     def is_target(self, module: str) -> bool:
-        """Whether the settings have a module of the base adapted."""
+        """Return whether the settings adapt a module of the base."""
         if not self.settings.is_all_linear:
             return self.settings.is_target(module)
         is_linear = self._is_layer(module) if self.names.linear is None else module in self.names.linear
         return is_linear and self.settings.is_target(module)
 
     def replaced(self, name: str, fqn: str) -> TensorEntry:
-        """A tensor that the adapter has as a whole (modules_to_save, biases, embeddings with more rows)."""
+        """Return a tensor that the adapter stores whole (modules_to_save, biases, embeddings with more rows)."""
         entry = self.adapter.tensors[name]
         codec = CopiedTensor(self.adapter, name)
         if self.has_new_head and not _find(self.names, fqn):
@@ -204,7 +204,7 @@ class _Merge:
         return kept._replace(dtype=entry.dtype).with_codec(codec)
 
     def adapted(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
-        """The weight of a module, which may be `replaced`, plus the product of its factors: `names` in the adapter."""
+        """Return a module's weight, which may be `replaced`, plus the product of its factors `names` in the adapter."""
         adapter, kept = self.adapter, self._base_entry(f"{module}.weight")
         kept = self._castable(replaced.get(kept.name, kept))
         columns, rows = adapter.shapes[names["A"]][1], adapter.shapes[names["B"]][0]
@@ -228,9 +228,9 @@ class _Merge:
 
     @functools.cached_property
     def wrapped(self) -> dict[str, str]:
-        """Name of a module in the adapter -> the adapted parameter whose factors it has.
+        """Return {module name in the adapter: the adapted parameter whose factors it holds}.
 
-        peft puts a module around that of each parameter in turn: the last one is the outermost, and has its name.
+        peft wraps a module around that of each parameter in turn: the last one is the outermost and keeps its name.
         """
         found: dict[str, list[str]] = {}
         for name in self.names.tensors:
@@ -245,10 +245,10 @@ class _Merge:
     def adapted_parameter(
         self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]
     ) -> Iterator[TensorEntry]:
-        """The stored tensors of a parameter, which may be `replaced`, plus the products of its factors.
+        """Yield the stored tensors of a parameter, which may be `replaced`, plus the products of its factors.
 
-        It has a matrix for each expert, or is one itself. A has the ranks of one expert after those of another; B has
-        rank 0 of all experts, then rank 1 of all (peft's `ParamWrapper`).
+        The parameter holds a matrix for each expert, or is a single matrix. A stores expert after expert; B stores rank
+        0 of all experts, then rank 1 of all (peft's `ParamWrapper`).
         """
         adapter, fqn = self.adapter, self.wrapped[module]
         shape, parts = self.names.tensors[fqn]
@@ -304,12 +304,12 @@ class _Merge:
         """Compare the modules that the settings name with the tensors; returns notes.
 
         Raises:
-            CheckpointError: A module cannot be adapted, or must be in the adapter and is not.
+            CheckpointError: A module cannot be adapted, or is missing from the adapter.
         """
         names = self.names.tensors
         owners = {name.rpartition(".")[0] for name in names}
         if not all(module in owners or module in self.wrapped for module in parts.factors):
-            return []  # the base has another prefix, or lacks one: of its names peft's rules say nothing
+            return []  # the base has another prefix or none: peft's rules do not cover its names
         settings, where = self.settings, self.settings.where
         modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
         settings.try_patterns([*modules, *self.wrapped.values()])
@@ -336,7 +336,7 @@ class _Merge:
         )
 
     def _castable(self, kept: TensorEntry) -> TensorEntry:
-        """The entry; CheckpointError if no product can be added to it."""
+        """Return the entry; CheckpointError if no product can be added to it."""
         if kept.dtype not in CASTABLE:
             raise CheckpointError(
                 f"{self.adapter.root} changes {kept.name}, which {self.base.path} stores as {kept.dtype}; an adapter "
@@ -345,12 +345,12 @@ class _Merge:
         return kept
 
     def _is_layer(self, module: str) -> bool:
-        """Whether a module of the base has a weight of at least two dimensions."""
+        """Return whether a module of the base has a weight of at least two dimensions."""
         found = self.names.tensors.get(f"{module}.weight")
         return found is not None and len(found.shape) > 1
 
     def _base_entry(self, fqn: str) -> TensorEntry:
-        """The base's tensor that the adapter calls `fqn`."""
+        """Return the base's tensor that the adapter calls `fqn`."""
         self._refuse_tied(fqn)
         names = _find(self.names, fqn)
         if len(names) != 1:
@@ -375,15 +375,16 @@ class _Merge:
 
     @functools.cached_property
     def _ties(self) -> Mapping[str, str]:
-        """What the base ties; without an entry in its config, its class is asked, which imports transformers."""
+        """Return the base's ties; without an entry in its config, from its class, which imports transformers."""
         if self.names.ties is not None:
             return self.names.ties
         return self.base.aliases or absent_ties(self.base, self.side)
 
     def _is_conv1d(self, module: str, rows: int, shape: tuple[int, ...]) -> bool:
-        """Whether a weight of the base is stored transposed, as in transformers' Conv1D.
+        """Return whether a weight of the base is stored transposed, as in transformers' Conv1D.
 
-        peft asks the class of the module and corrects `fan_in_fan_out` by it. Models with such layers name these alike.
+        peft looks at the class of the module and corrects `fan_in_fan_out`. Models with such layers give them the same
+        names.
         """
         types = _model_types(read_config(self.side))
         if types:
@@ -403,7 +404,7 @@ class _Merge:
 
 
 def _model_types(config: Mapping[str, Any]) -> set[str]:
-    """The types of a model and of its parts, such as a decoder; empty unless transformers defines all of them."""
+    """Return the types of a model and its parts, such as a decoder; empty unless transformers defines them all."""
     found: set[str] = set()
     left: list[Mapping[str, Any]] = [config] if isinstance(config.get("model_type"), str) else []
     while left:

@@ -1,8 +1,8 @@
-"""Weights in floating point, computed from quantized ones as they are read: fp8 with block scales, and MXFP4.
+"""Dequantizes weights as they are read: fp8 with block scales, and MXFP4.
 
-These are the forms in which DeepSeek and gpt-oss are published. The values are bit-equal to those of transformers'
-`from_pretrained` with `dequantize=True` (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`), but are made a
-range or an expert at a time. torch is imported only to decode.
+DeepSeek and gpt-oss are published in these forms. The values are bit-equal to those of transformers' `from_pretrained`
+with `dequantize=True` (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`), but are computed one range or
+expert at a time. torch is imported only to decode.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _MXFP4_BLOCK = (16, 32)  # bytes and elements of a block
-_NUM_EXPERTS_KEPT = 4  # two threads read neighboring ranges, and each may lie in two experts
+_NUM_EXPERTS_KEPT = 4  # two threads read neighboring ranges, each of which may lie in two experts
 
 
 def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
-    """The same model with its quantized weights in floating point, without their scales.
+    """Return the same model with its quantized weights in floating point, without their scales.
 
     Args:
-        index: Weights that are quantized as fp8 with block scales, or as MXFP4.
-        dtype: safetensors name of the dtype of those weights; None: that in config.json, else BF16.
+        index: Weights in fp8 with block scales, or in MXFP4.
+        dtype: safetensors name of the new dtype; None: that in config.json, else BF16.
 
     Raises:
-        CheckpointError: They are not quantized, by another method, or scales do not fit their weights.
+        CheckpointError: The weights are not quantized by either method, or scales do not fit their weights.
     """
     method = quantization(index)
     if method not in DEQUANTIZED:
@@ -83,7 +83,7 @@ class _Dequantization:
         self._expert = functools.lru_cache(maxsize=_NUM_EXPERTS_KEPT)(self._decode_expert)
 
     def fp8(self, name: str) -> TensorEntry:
-        """A weight of one byte per element, of which each block has a scale: [..., rows, columns]."""
+        """Return the entry of an fp8 weight [..., rows, columns], of which each block has a scale."""
         weight, scale = self._entry(name), self._entry(name + _SCALE)
         if weight.dtype not in _FP8 or len(weight.shape) < 2 or scale.dtype not in _SCALE_DTYPES:
             raise self._misfit(weight, scale)
@@ -94,7 +94,7 @@ class _Dequantization:
         return weight._replace(dtype=self._dtype).with_codec(codec)
 
     def mxfp4(self, name: str) -> TensorEntry:
-        """Experts of 4 bits per element: blocks [experts, columns, groups, 16] -> [experts, groups * 32, columns]."""
+        """Return the entry of MXFP4 experts: [experts, columns, groups, 16] -> [experts, groups * 32, columns]."""
         blocks, scales = self._entry(name + _BLOCKS), self._entry(name + _SCALES)
         is_packed = {blocks.dtype, scales.dtype} == {"U8"} and len(blocks.shape) == 4
         if not is_packed or blocks.shape[3] != _MXFP4_BLOCK[0] or blocks.shape[:3] != scales.shape:
@@ -105,10 +105,10 @@ class _Dequantization:
         return TensorEntry(name, self._dtype, shape, blocks.pieces).with_codec(codec)
 
     def _block(self, weight: TensorEntry, scale: TensorEntry, grid: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of a block; the last of a row or column may be smaller.
+        """Return rows and columns of a block; the last of a row or column may be smaller.
 
-        config.json has it, since the numbers of rows and scales do not define it: 192 rows with 2 scales are blocks of
-        128 and 64. They do if all rows share a scale, or each has its own.
+        They come from config.json, as rows and scales do not determine them: 192 rows with 2 scales are blocks of 128
+        and 64. If all rows share a scale, or each has its own, they do.
         """
         sizes = (weight.shape[-2], weight.shape[-1])
         block = self._configured_block
@@ -126,7 +126,7 @@ class _Dequantization:
         )
 
     def _decode_expert(self, name: str, expert: int) -> torch.Tensor:
-        """One expert, [groups * 32, columns], in the final dtype."""
+        """Decode one expert, [groups * 32, columns], to the final dtype."""
         import torch
 
         blocks, scales = self._index.read(name + _BLOCKS, expert), self._index.read(name + _SCALES, expert)
@@ -161,7 +161,7 @@ def _cast(name: str, values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Fp8:
-    """Decodes ranges of a weight; `grid` is the shape of its scales, and `block` the elements that share one."""
+    """Decodes ranges of a weight; `grid` is the shape of its scales, `block` the elements that share one."""
 
     index: TensorIndex
     weight: TensorEntry
@@ -192,7 +192,7 @@ class _Fp8:
         torch.frombuffer(out, dtype=to_torch(self.dtype)).copy_(_cast(self.weight.name, values, self.dtype))
 
     def _read(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
-        """The flat elements [start, stop) of a stored tensor."""
+        """Return the flat elements [start, stop) of a stored tensor."""
         import torch
 
         data = bytearray((stop - start) * itemsize(entry.dtype))
@@ -202,7 +202,7 @@ class _Fp8:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """Decodes ranges of a stack of experts, each of which is decoded as a whole."""
+    """Decodes ranges of a stack of experts; each expert is decoded as a whole."""
 
     num_bytes: int
     num_elements: int

@@ -1,4 +1,4 @@
-"""Tensors that a model keeps in float32 where its weights are in 16 bits, as DeepSeek's routers do."""
+"""Finds tensors that a model keeps in float32 while its weights are in 16 bits, such as DeepSeek's routers."""
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import from_torch_name, has_file, to_torch
@@ -9,8 +9,8 @@ from fsdp_shard.utils import first_line, format_count
 FLOAT32 = "float32"
 _IN_16_BITS = ("bfloat16", "float16")
 _WIDER = ("F32", "F64")
-# Common types of models without exceptions, for which a cast does not import transformers and build the model, which
-# takes seconds. A test compares them with their classes.
+# Common model types without exceptions: a cast need not import transformers and build the model, which takes seconds. A
+# test compares them with their classes.
 WITHOUT_EXCEPTIONS = frozenset({
     "bert", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi3",
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "roberta", "smollm3",
@@ -18,7 +18,7 @@ WITHOUT_EXCEPTIONS = frozenset({
 
 
 def kept_in_float32(index: TensorIndex, dtype: str) -> tuple[frozenset[str], str | None]:
-    """Find the stored tensors that `from_pretrained` loads in float32 where it loads the model in `dtype`.
+    """Find the stored tensors that `from_pretrained` loads in float32 while it loads the model in `dtype`.
 
     The model is built on the meta device, which imports transformers, unless its type is known to have none.
 
@@ -27,8 +27,8 @@ def kept_in_float32(index: TensorIndex, dtype: str) -> tuple[frozenset[str], str
         dtype: torch's name of a dtype.
 
     Returns:
-        The names of those that are stored in more than 16 bits, none without a config; and a line that says which they
-        are, or why that is not known.
+        The names of those stored in more than 16 bits, none without a config; and a line that lists them, or explains
+        why they are unknown.
     """
     wide = [name for name, entry in index.tensors.items() if entry.dtype in _WIDER]
     if dtype not in _IN_16_BITS or not wide or not has_file(index.model_directory, CONFIG):
@@ -39,7 +39,7 @@ def kept_in_float32(index: TensorIndex, dtype: str) -> tuple[frozenset[str], str
 
     try:
         model = build_on_meta(load_config(index.model_directory), dtype)
-    except (ModelError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # what odd configs raise
+    except (ModelError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # raised by odd configs
         return (
             frozenset(),
             f"all tensors are cast, as which the model keeps in float32 is not known: {first_line(error)}",

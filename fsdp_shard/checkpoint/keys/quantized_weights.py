@@ -1,4 +1,4 @@
-"""Detects quantized weights by the scales and codes that are stored with them. Imports no torch."""
+"""Detects quantized weights by the scales and codes stored with them. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.model_files import read_config
 from fsdp_shard.errors import CheckpointError
 
-# What only a quantized model has, by the names that transformers' quantizers and their libraries give it.
+# Tensors that only quantized models have, under the names of transformers' quantizers and their libraries.
 _MARKS = {
     "fp8": r"_scale_inv$",
     "mxfp4": r"_blocks$",
@@ -21,13 +21,13 @@ _MARKS = {
     "compressed-tensors": r"\.weight_(packed|scale)$",
 }
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})
-"""The methods that `convert dequantize=true` knows."""
+"""The methods that `convert dequantize=true` supports."""
 
 _PACKED = frozenset({"U8", "I8", "I32", "F8_E4M3", "F8_E5M2"})
-# Codes of AQLM, HIGGS, SpQR and MLX; alone they are no sign, since models have buffers of integers.
+# Codes of AQLM, HIGGS, SpQR and MLX; not a sign by themselves, since models have integer buffers.
 _WIDE_CODES = frozenset({"I16", "U16", "U32", "I64", "U64"})
 _POSITIONS = re.compile(r"position_ids$|position_index$")
-# Methods that quantize weights in each forward pass, where the config has one of these entries: stored, they are plain.
+# Methods that quantize in each forward pass if the config has one of these entries; the stored weights are plain.
 _IN_FORWARD: dict[str, dict[str, Any]] = {
     "bitnet": {"linear_class": "autobitlinear", "quantization_mode": "online"},
     "fp_quant": {"store_master_weights": True},
@@ -37,14 +37,14 @@ _TEXT_CONFIGS = ("text_config", "decoder", "generator")  # where transformers lo
 
 
 def quantization(index: TensorIndex) -> str | None:
-    """The method that the weights of a checkpoint are quantized by, such as fp8; None if they are plain numbers.
+    """Return the method that quantized a checkpoint's weights, such as fp8; None if they are plain numbers.
 
-    Weights of a GGUF file are plain, as they are dequantized when they are read. A config that names a method for plain
-    weights is an old one, unless that method quantizes them in each forward pass: then they are of another model.
+    Weights of a GGUF file are plain, as reading dequantizes them. A config that names a method for plain weights is
+    outdated, unless that method quantizes in each forward pass: then the weights are of another model.
     """
     try:
         settings = quantization_settings(index.model_directory)
-    except CheckpointError:  # whoever needs the config reports what is wrong with it; the weights can be read without
+    except CheckpointError:  # code that needs the config reports its errors; the weights can be read without it
         settings = {}
     configured = _method(settings)
     names = "\n".join(index.names)
@@ -64,12 +64,12 @@ def quantization(index: TensorIndex) -> str | None:
 
 
 def configured_quantization(directory: Path) -> str | None:
-    """The method that the config.json in a directory names, if it names one."""
+    """Return the method named in a directory's config.json, if any."""
     return _method(quantization_settings(directory))
 
 
 def quantization_settings(directory: Path) -> Mapping[str, Any]:
-    """`quantization_config` in the config.json in a directory, or of its text model; empty if neither has it."""
+    """Return `quantization_config` of a directory's config.json, or of its text model; empty if neither has it."""
     config = read_config(directory)
     for part in (config, *(config.get(name) for name in _TEXT_CONFIGS)):
         found = part.get("quantization_config") if isinstance(part, Mapping) else None
@@ -84,7 +84,7 @@ def _method(settings: Mapping[str, Any]) -> str | None:
 
 
 def _scales_of(name: str) -> str:
-    """The name that MLX gives the scales of a weight."""
+    """Return MLX's name of the scales of a weight."""
     return f"{name.removesuffix('weight')}scales"
 
 

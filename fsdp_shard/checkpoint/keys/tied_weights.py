@@ -1,7 +1,7 @@
-"""Tied weights of a checkpoint that does not record which of its tensors are tied.
+"""Finds tied weights of a checkpoint that does not record them.
 
-A Hugging Face directory leaves tied tensors out and its model adds them again; a DCP directory holds each of them
-twice. Only the model's config and class define them, so these are read, and only if it matters.
+A Hugging Face directory omits tied tensors and its model adds them again; a DCP directory holds each of them twice.
+Only the model's config and class define the ties, so these are read, and only if it matters.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ HEADS = (_HEAD, "output.weight", "embed_out.weight", "proj_out.weight")
 
 
 def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
-    """Find the names that a model ties to stored tensors, and that are not stored themselves.
+    """Find names that are not stored because the model ties them to stored tensors.
 
-    If config.json alone does not decide it, the model is built on the meta device, which imports transformers.
+    If config.json alone is not enough, the model is built on the meta device, which imports transformers.
 
     Args:
         index: The checkpoint.
@@ -41,15 +41,16 @@ def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
 
     try:
         model = build_on_meta(load_config(side), "float32")
-    except (ModelError, ArithmeticError, AttributeError, TypeError, ValueError):  # what odd configs raise
+    except (ModelError, ArithmeticError, AttributeError, TypeError, ValueError):  # raised by odd configs
         return {}
     names = tied_names(model)
     return {alias: kept for alias, kept in names.items() if kept in index.tensors and alias not in index.tensors}
 
 
 def with_own_head(index: TensorIndex, side: Path) -> TensorIndex:
-    """`index` with the output head stored as well, if it shares storage with an embedding that config.json does not tie
-    it to: transformers then requires both.
+    """Return `index` with a separate output head if that shares storage with an embedding, but config.json ties none.
+
+    transformers then requires both.
     """
     if _HEAD not in index.aliases or _ties_in_config(index, read_config(side)) != {}:
         return index
@@ -58,15 +59,15 @@ def with_own_head(index: TensorIndex, side: Path) -> TensorIndex:
 
 
 def usual_ties(index: TensorIndex, side: Path) -> dict[str, str]:
-    """The output head that a decoder's config ties to its embedding, if it is not stored: {alias: kept name}."""
+    """Return the unstored output head that a decoder's config ties to its embedding: {alias: kept name}."""
     try:
         return _ties_in_config(index, read_config(side)) or {}
-    except CheckpointError:  # whoever needs the config reports what is wrong with it; the weights can be read without
+    except CheckpointError:  # code that needs the config reports its errors; the weights can be read without it
         return {}
 
 
 def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
-    """Output heads that are stored, byte for byte the same as the embedding that config.json ties them to."""
+    """Find stored output heads that equal, byte for byte, the embedding to which config.json ties them."""
     heads = [name for name in index.names if name.endswith(HEADS)]
     if len(heads) != 1 or read_config(side).get("tie_word_embeddings") is not True:
         return {}
@@ -76,12 +77,12 @@ def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
 
 
 def may_contradict(index: TensorIndex, side: Path, ties: Mapping[str, str]) -> bool:
-    """Whether config.json seems to tie an output head otherwise than the tensors do; decided without reading them.
+    """Return whether config.json seems to contradict the tensors about a tied output head; reads no tensors.
 
     Args:
         index: The checkpoint.
         side: The directory of config.json.
-        ties: What is tied, known names and those that `stored_twice` has found.
+        ties: The ties, both recorded ones and those that `stored_twice` found.
     """
     config = read_config(side)
     heads = [name for name in (*index.tensors, *index.aliases) if name.endswith(HEADS)]
@@ -91,7 +92,7 @@ def may_contradict(index: TensorIndex, side: Path, ties: Mapping[str, str]) -> b
 
 
 def has_same_bytes(index: TensorIndex, first: str, second: str) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes; reads them only if the first two agree."""
+    """Return whether two tensors have equal dtypes, shapes and bytes; reads them only if the first two are equal."""
     one, two = index.entry(first), index.entry(second)
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
@@ -100,7 +101,7 @@ def has_same_bytes(index: TensorIndex, first: str, second: str) -> bool:
 
 
 def _ties_in_config(index: TensorIndex, config: Mapping[str, Any]) -> dict[str, str] | None:
-    """The ties of a decoder with the usual names, {} if it has none; None if the config alone does not decide it."""
+    """Return a decoder's ties with the usual names, {} if it has none; None if the config alone does not decide it."""
     is_tied = config.get("tie_word_embeddings")
     if not _is_decoder(config) or config.get("is_encoder_decoder"):
         return None
