@@ -1,5 +1,6 @@
-"""Format `sharded`: `shard-0000R-of-0000W.safetensors`, one per rank, with a flat range of each tensor, and an index of
-all of them. What was written before there was one has none.
+"""Format `sharded`: one `shard-0000R-of-0000W.safetensors` per rank with a flat range of each tensor, and their index.
+
+Checkpoints of earlier versions have no index.
 """
 
 import dataclasses
@@ -25,12 +26,12 @@ LISTS_TIED_NAMES = False
 
 
 def recognize(path: Path) -> bool:
-    """A directory with at least one rank file."""
+    """Return whether `path` is a directory with at least one rank file."""
     return path.is_dir() and any(parse_shard_name(entry.name) for entry in path.iterdir())
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of all ranks' files, each of which must exist: from the index file, without which headers are read."""
+    """Return the index of all ranks' files, which must exist: from the index file if there is one, or from headers."""
     if not has_file(path, SHARD_INDEX):
         return read_headers(path)
     files, found = _files(path), read_shard_index(path)
@@ -46,7 +47,7 @@ def read(path: Path) -> TensorIndex:
 
 
 def read_headers(path: Path) -> TensorIndex:
-    """The index as the headers of all ranks' files say, which must be of one save and hold every tensor."""
+    """Return the index from the headers of all rank files, which must be of one save and hold every tensor."""
     files = _files(path)
     pieces: dict[str, list[Piece]] = {}
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -76,7 +77,7 @@ def read_headers(path: Path) -> TensorIndex:
 
 
 def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
-    """One file per rank (`request.ranks`, one by default), dim 0 of each tensor chunked as by FSDP2."""
+    """Plan one file per rank (`request.ranks`, one by default), dim 0 of each tensor chunked as by FSDP2."""
     ranks, save = request.ranks or 1, uuid.uuid4().hex
     reports = []
 
@@ -95,7 +96,7 @@ def _no_tensors(path: Path) -> CheckpointError:
 
 
 def _files(path: Path) -> list[str]:
-    """The names of the rank files in the order of ranks."""
+    """Return the names of the rank files in the order of ranks."""
     found = {entry.name: parsed for entry in path.iterdir() if (parsed := parse_shard_name(entry.name))}
     if not found:
         raise CheckpointError(f"{path} has no rank file, though its {SHARD_INDEX} lists some: they are missing.")
@@ -108,12 +109,12 @@ def _files(path: Path) -> list[str]:
 def _rank_pieces(
     where: Path, file: str, header: Header, info: ShardInfo
 ) -> Iterator[tuple[str, str, tuple[int, ...], list[Piece]]]:
-    """(name, dtype, full shape, pieces) of each tensor of one file."""
+    """Yield (name, dtype, full shape, pieces) of each tensor of one file."""
     if differing := sorted(set(header.tensors) ^ set(info.ranges)):
         raise CheckpointError(f"{where}: tensor {differing[0]} is only in one of header and fsdp_shard metadata.")
     for name, (shape, start) in info.ranges.items():
         stored = header.tensors[name]
-        if name in info.offsets:  # whether it is inside the shape is checked with all other pieces
+        if name in info.offsets:  # later checked against the shape, with all other pieces
             yield name, stored.dtype, shape, [Piece(file, stored.start, info.offsets[name], stored.shape)]
             continue
         count, total = math.prod(stored.shape), math.prod(shape)

@@ -1,15 +1,15 @@
-"""The registry of checkpoint formats: what a format's module has to offer, and the list of all formats.
+"""The registry of checkpoint formats: the interface of a format's module, and the list of all formats.
 
-To add a format, write one module in this folder with the names of `Format` (and of `Writer`, if it can be written),
-then add its module name to `FORMATS` (and to `WRITERS`). A module that reads looks like this:
+To add a format, write a module in this folder with the names of `Format` (and of `Writer`, if it can be written), then
+add its name to `FORMATS` (and to `WRITERS`). A module that reads looks like this:
 
     NAME = "myformat"
 
     def recognize(path: Path) -> bool: ...
     def read(path: Path) -> TensorIndex: ...
 
-Formats deal with files, tensors and bytes, never with a process group: a `TensorIndex` lists the tensors with the byte
-ranges of their pieces, a `TargetPlan` lists the files to write with the byte ranges of their tensors.
+Formats deal with files, tensors and bytes, never with a process group. A `TensorIndex` lists the tensors with the byte
+ranges of their pieces, a `TargetPlan` the files to write with the byte ranges of their tensors.
 """
 
 import importlib
@@ -23,44 +23,43 @@ from fsdp_shard.checkpoint.steps.file_plan import TargetPlan, WriteRequest
 
 
 class Format(Protocol):
-    """The module of a format that can be read.
+    """The module of a readable format.
 
-    It may set `KEEPS_NAMES = True` if the stored names are to be kept as they are (an adapter's, or our own shards).
-    Without it, prefixes and nesting that wrappers and trainers add to names (`module.`, `_orig_mod.`, `model.model.`)
-    are removed after `read`.
+    `KEEPS_NAMES = True` keeps the stored names unchanged (an adapter's, or our own shards). Otherwise the prefixes and
+    nesting that wrappers and trainers add (`module.`, `_orig_mod.`, `model.model.`) are stripped after `read`.
     """
 
     NAME: str
-    """The name of the format, as in `TensorIndex.format` and in the output of `inspect`."""
+    """The format's name, as in `TensorIndex.format` and the output of `inspect`."""
 
     def recognize(self, path: Path) -> bool:
-        """Whether `path` (a file or a directory) looks like this format. Cheap; raises nothing."""
+        """Return whether `path` (a file or a directory) looks like this format. Cheap; raises nothing."""
 
     def read(self, path: Path) -> TensorIndex:
-        """The index of a path that `recognize` accepts, from headers alone.
+        """Return the index of a path that `recognize` accepts, from headers alone.
 
         Raises:
-            CheckpointError: A file is missing, damaged or of another save; the message names it.
+            CheckpointError: A file, which the message names, is missing, damaged or of another save.
         """
 
 
 class Writer(Protocol):
-    """The module of a format that can be written, too."""
+    """The module of a format that can also be written."""
 
     LISTS_TIED_NAMES: bool
     """Whether tied weights are listed under all of their names, for readers that load a state dict in place (DCP).
 
-    Otherwise each is stored under one name, and readers tie the others again (`from_pretrained`, our own).
+    Otherwise each is stored under one name, and readers (`from_pretrained`, our own) tie the others again.
     """
 
     def plan(self, specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
-        """Every file to write, and the byte range in it of every range of every tensor. Pure: writes nothing."""
+        """Plan every file to write, and the byte range in it of every range of every tensor. Pure: writes nothing."""
 
 
-# In the order in which they are asked to `recognize` a path: frequent and fast ones first. Modules are imported only
-# when they are asked, which halves the time that `inspect` takes to start.
+# In the order in which they try to `recognize` a path: frequent and fast ones first. Importing each module only then
+# halves the start-up time of `inspect`.
 FORMATS = (
-    "peft",  # before native_sharded: averages of an adapter are rank files
+    "peft",  # before native_sharded: an adapter's averages are rank files
     "native_sharded",
     "dcp.dcp_safetensors",
     "huggingface",
@@ -76,13 +75,13 @@ WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dc
 
 
 def recognize(path: Path) -> Format | None:
-    """The format of exactly this file or directory, or None if it is none; CheckpointError if it has too many files."""
+    """Return the format of this file or directory, or None; CheckpointError if it has too many files."""
     refuse_many_entries(path)
     return next((known for known in map(_module, FORMATS) if known.recognize(path)), None)
 
 
 def writer(name: str) -> Writer:
-    """The writer of a format, by one of the values of `ConvertSettings.format`."""
+    """Return the writer for a value of `ConvertSettings.format`."""
     found: Writer = _module(WRITERS[name])
     return found
 

@@ -1,7 +1,8 @@
-"""Checks that the files of a checkpoint are complete and of one save, and the plan of one file per rank.
+"""Checks that a checkpoint's files are complete and of one save, and plans one file per rank.
 
-What several files hold must be the same in each (`Replicas`), as which of two values is right is not known. Where files
-have CRCs, as those of torch.save do, equal ones say so, and nothing is read; what has none is compared byte by byte.
+Replicas of a tensor in several files must be equal (`Replicas`), as nothing says which of two values is right. Where
+files have CRCs, as those of torch.save do, equal CRCs suffice and nothing is read; other replicas are compared byte by
+byte.
 """
 
 import re
@@ -21,9 +22,9 @@ _ONE_OF_SEVERAL = re.compile(r"-\d{4,}-of-(\d{4,})\.\w+$")
 
 
 def num_files(name: str) -> int:
-    """The number of files of a model, according to the name of one of them: 2 for `model-00001-of-00002.safetensors`.
+    """Return the number of a model's files from the name of one: 2 for `model-00001-of-00002.safetensors`.
 
-    1 for other names.
+    Return 1 for other names.
     """
     found = _ONE_OF_SEVERAL.search(name)
     return 1 if found is None else int(found[1])
@@ -32,13 +33,13 @@ def num_files(name: str) -> int:
 def files_by_rank(
     root: Path, found: Iterable[tuple[int, str]], world_size: int | None = None, kind: str = "file"
 ) -> list[str]:
-    """The names of rank files in the order of ranks, after checking that each rank has exactly one.
+    """Return the rank files' names in the order of ranks; an error unless each rank has exactly one.
 
     Args:
         root: The directory of the files.
         found: (rank, name) of each file.
-        world_size: The number of ranks that wrote the checkpoint; None if it is only known from the files.
-        kind: What the files are, for messages.
+        world_size: The number of ranks that wrote the checkpoint; None if only the files show it.
+        kind: The kind of files, for messages.
     """
     names: dict[int, str] = {}
     for rank, name in sorted(found):
@@ -60,7 +61,7 @@ def files_by_rank(
 
 
 def one_world_size(root: Path, sizes: Iterable[int | None], unit: str = "ranks") -> int | None:
-    """The number of ranks (or another `unit`) that the names of all files agree on."""
+    """Return the number of ranks (or another `unit`) on which all file names agree."""
     first, *others = set(sizes)
     if others:
         some = " and ".join(sorted(str(size or "an unknown number of") for size in (first, *others)))
@@ -69,13 +70,13 @@ def one_world_size(root: Path, sizes: Iterable[int | None], unit: str = "ranks")
 
 
 class Agreement:
-    """What all files of a save must agree on: a CheckpointError names the first file that does not."""
+    """Properties that all files of a save must share; a CheckpointError names the first file that differs."""
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[Path, tuple[object, ...]]] = {}
 
     def check(self, subject: str, where: Path, *description: object) -> None:
-        """Compare the `description` of `subject` in file `where` with that in the first file that had one."""
+        """Compare `subject`'s `description` in file `where` with that in the first file that had one."""
         by, known = self._first.setdefault(subject, (where, description))
         if known != description:
             raise CheckpointError(
@@ -89,10 +90,10 @@ def _words(description: Sequence[object]) -> str:
 
 
 class Replicas:
-    """The pieces that were found of each part of each tensor of a checkpoint in `root`.
+    """The pieces found for each part of each tensor of a checkpoint in `root`.
 
     Attributes:
-        pieces: The pieces that hold what one before them holds.
+        pieces: The pieces that repeat an earlier one.
     """
 
     def __init__(self, root: Path) -> None:
@@ -102,7 +103,7 @@ class Replicas:
         self._to_read: list[tuple[str, str, Piece, Piece]] = []
 
     def add(self, name: str, dtype: str, piece: Piece) -> None:
-        """Take note of a piece of the tensor `name`; its other pieces must be of the same `dtype`."""
+        """Record a piece of the tensor `name`; all of its pieces must have the same `dtype`."""
         first = self._first.setdefault((name, piece.offsets, piece.shape), piece)
         if first is piece:
             return
@@ -111,7 +112,7 @@ class Replicas:
             self._to_read.append((name, dtype, first, piece))
 
     def compare(self) -> None:
-        """Read those whose checksums are not the same.
+        """Read and compare the pieces whose checksums differ.
 
         Raises:
             CheckpointError: Two differ.
@@ -128,7 +129,7 @@ class Replicas:
 
 
 def _have_equal_checksums(one: Piece, two: Piece) -> bool:
-    """Whether both are the same part of storages with the same CRC."""
+    """Return whether both are the same part of storages with equal CRCs."""
     a, b = one.checksum, two.checksum
     if a is None or b is None:
         return False
@@ -136,7 +137,7 @@ def _have_equal_checksums(one: Piece, two: Piece) -> bool:
 
 
 def _read(reader: PieceReader, dtype: str, piece: Piece) -> Iterator[bytes]:
-    """The values of a piece, some at a time."""
+    """Yield the values of a piece, some at a time."""
     alone = TensorEntry("", dtype, piece.shape, (piece._replace(offsets=(0,) * len(piece.shape)),))
     step = _STEP_BYTES // itemsize(dtype)
     buffer = page_aligned(min(_STEP_BYTES, alone.num_bytes))
@@ -147,7 +148,7 @@ def _read(reader: PieceReader, dtype: str, piece: Piece) -> Iterator[bytes]:
 
 
 def add_entry(tensors: dict[str, TensorEntry], entry: TensorEntry, root: Path) -> None:
-    """Add an entry to those of the files before it, none of which may have a tensor of this name."""
+    """Add an entry to those of earlier files, none of which may have a tensor of this name."""
     other = tensors.setdefault(entry.name, entry)
     if other is not entry:
         files = f"{other.pieces[0].file} and in {entry.pieces[0].file}"
@@ -155,7 +156,7 @@ def add_entry(tensors: dict[str, TensorEntry], entry: TensorEntry, root: Path) -
 
 
 def sum_extras(extras: Mapping[str, Extra], more: Mapping[str, Extra]) -> dict[str, Extra]:
-    """The extras of two files, by kind."""
+    """Add up the extras of two files, by kind."""
     none = Extra(0, 0)
     both = {kind: (extras.get(kind, none), more.get(kind, none)) for kind in (*extras, *more)}
     return {kind: Extra(a.num_tensors + b.num_tensors, a.num_bytes + b.num_bytes) for kind, (a, b) in both.items()}
@@ -166,7 +167,7 @@ def plan_ranks(
     ranks: int,
     plan_file: Callable[[int, Sequence[tuple[TensorSpec, int, int]]], FilePlan],
 ) -> tuple[tuple[FilePlan, ...], Mapping[str, tuple[Extent, ...]]]:
-    """The files of a `TargetPlan` of one file per rank, and its extents; dim 0 of each tensor is chunked as by FSDP2.
+    """Plan the files and extents of one file per rank; dim 0 of each tensor is chunked as by FSDP2.
 
     Args:
         specs: The tensors.

@@ -1,8 +1,8 @@
-"""Format `torch_checkpointing`: what Meta's library of that name writes, a file per item of the state and rank.
+"""Format `torch_checkpointing` of Meta's library of that name: one file per item of the state and rank.
 
-By default `ITEM_RANK.pt` (`model_0.pt`, `optimizer_0.pt`), torch.save's, with DTensors that say which part they are.
-Where items have a resharder, `metadata.pkl` describes their files and shardings; they may then have other names, and be
-safetensors of local tensors. Without it other names are not known. Imports no torch, runs no pickle.
+The default is `ITEM_RANK.pt` (`model_0.pt`, `optimizer_0.pt`) of torch.save, with DTensors that record which part they
+are. For items with a resharder, `metadata.pkl` describes files and shardings; the files may then have other names and
+be safetensors of local tensors. Other names require it. Imports no torch, runs no pickle.
 """
 
 import re
@@ -33,12 +33,12 @@ from fsdp_shard.errors import CheckpointError
 NAME = "torch_checkpointing"
 
 _MODEL = "model"  # the item with the weights in the library's own tutorials, and in torchtitan
-# torchtune's shards of a full model, hf_model_0001_0.pt, are no ranks.
+# torchtune's shards of a full model, hf_model_0001_0.pt, are not rank files.
 _FILE = re.compile(r"(?P<item>.*?(?<!_\d{4}))_(?P<rank>0|[1-9]\d{0,6})\.pt")
 
 
 def recognize(path: Path) -> bool:
-    """A directory with its metadata, or with files of an item `model` and of other items, or of several ranks."""
+    """Return whether `path` has the metadata, or files of `model` and other items, or of several ranks."""
     if not path.is_dir():
         return False
     if has_metadata(path):
@@ -53,7 +53,7 @@ def recognize(path: Path) -> bool:
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of all ranks' files; each must exist, and together they must hold every tensor."""
+    """Return the index of all ranks' files; each must exist, and together they must hold every tensor."""
     described = read_metadata(path) if has_metadata(path) else {}
     items = _listed(path) | {name: _files(name, item) for name, item in described.items()}
     others = {name for name in items if NO_WEIGHTS.search(name) or (_MODEL in items and name != _MODEL)}
@@ -83,7 +83,7 @@ _Ranks = Mapping[int, ItemFile]
 
 
 def _listed(path: Path) -> dict[str, _Ranks]:
-    """The files with default names: item -> rank -> file."""
+    """Return the files with default names: item -> rank -> file."""
     items: dict[str, dict[int, ItemFile]] = {}
     for entry in sorted(path.iterdir()):
         if (match := _FILE.fullmatch(entry.name)) and has_file(path, entry.name):
@@ -96,7 +96,7 @@ def _files(name: str, item: ItemMetadata) -> _Ranks:
 
 
 def _require_ranks(path: Path, name: str, ranks: _Ranks) -> None:
-    """CheckpointError unless all ranks have a file of the item, each its own."""
+    """Raise CheckpointError unless each rank has its own file of the item."""
     if not ranks:
         raise CheckpointError(f"{path / METADATA} has item {name}, but no tensors in it.")
     files_by_rank(path, [(rank, item_file.file) for rank, item_file in ranks.items()], kind=f"file of item {name}")
@@ -107,7 +107,7 @@ def _require_ranks(path: Path, name: str, ranks: _Ranks) -> None:
 def _parts(
     path: Path, name: str, rank: int, item_file: ItemFile, described: ItemMetadata | None
 ) -> Iterator[tuple[Keys, Part]]:
-    """The tensors in the file of a rank with their keys, the first of which is the item."""
+    """Yield the tensors in a rank's file with their keys, the first of which is the item."""
     where = member(path, item_file.file)
     if item_file.serialization not in (TORCH, SAFETENSORS):
         if described is not None and described.num_tensors[rank]:
@@ -127,7 +127,7 @@ def _parts(
 def _stored(
     where: Path, item_file: ItemFile, rank: int, described: ItemMetadata | None
 ) -> Iterator[tuple[Keys, AnyTensor]]:
-    """The tensors in a file with the keys in its item, as the metadata describes them."""
+    """Yield the tensors in a file with their keys in its item, checked against the metadata."""
     if item_file.serialization == SAFETENSORS:
         assert described is not None, "only the metadata says that a file is safetensors"
         yield from _local_tensors(where, rank, described)
@@ -139,7 +139,7 @@ def _stored(
 
 
 def _local_tensors(where: Path, rank: int, described: ItemMetadata) -> Iterator[tuple[Keys, AnyTensor]]:
-    """The local tensors in a safetensors file, whose names are their keys with dots between them."""
+    """Yield the local tensors in a safetensors file, whose names are their keys, joined with dots."""
     for name, stored in read_header(where).tensors.items():
         keys = described.keys.get(name, (name,))
         sharding = _described(where, keys, rank, described)
@@ -152,7 +152,7 @@ def _local_tensors(where: Path, rank: int, described: ItemMetadata) -> Iterator[
 
 
 def _compare(where: Path, keys: Keys, rank: int, tensor: AnyTensor, described: ItemMetadata) -> None:
-    """CheckpointError if a tensor of torch.save is not the one that the metadata describes."""
+    """Raise CheckpointError if a tensor of torch.save contradicts the metadata."""
     sharding = _described(where, keys, rank, described)
     if sharding is None or isinstance(tensor, Unreadable):
         return
@@ -183,7 +183,7 @@ def _words(description: tuple[object, ...]) -> str:
 
 
 def _other(path: Path, name: str, ranks: _Ranks) -> dict[str, Extra]:
-    """What an item that holds no weights has, as far as its files are there."""
+    """Return the extras of an item without weights, as far as its files exist."""
     kind = "optimizer" if "optim" in name else "other"
     extras: dict[str, Extra] = {}
     for item_file in ranks.values():

@@ -1,4 +1,4 @@
-"""The `metadata.pkl` of torch_checkpointing: the file of each rank's part of an item, and how its tensors are sharded.
+"""The `metadata.pkl` of torch_checkpointing: each rank's file of an item, and how its tensors are sharded.
 
 It is a pickle of plain dictionaries, read through our own allow-list. Source: `distributed_metadata.py` and
 `dtensor_metadata.py` of torch_checkpointing 0.1.1.
@@ -20,14 +20,14 @@ from fsdp_shard.utils import limits, open_regular, parse_json, read_bounded
 METADATA = "metadata.pkl"
 TORCH, SAFETENSORS = "TorchSerialization", "SafetensorsSerialization"
 _VERSION = "2.0"
-_MARK, _MARK_BYTES = b"nested_path_to_metadata", 4096  # a key that stands close to the beginning
-_MAX_GROUPS = 1024  # of ranks, each of which has a tensor on a mesh of its own
+_MARK, _MARK_BYTES = b"nested_path_to_metadata", 4096  # a key close to the beginning
+_MAX_GROUPS = 1024  # groups of ranks, each with the tensor on its own mesh
 
 Keys = tuple[str, ...]
 
 
 class ItemFile(NamedTuple):
-    """The file that holds a rank's part of an item, relative to the checkpoint, and how it is serialized."""
+    """The file with a rank's part of an item, relative to the checkpoint, and its serialization."""
 
     file: str
     serialization: str = TORCH
@@ -44,7 +44,7 @@ class Sharding:
     placements: tuple[Placement, ...]
 
     def part(self, local: StoredTensor | Unreadable) -> StoredDTensor:
-        """A rank's part of the tensor, as torch.save would have written it."""
+        """Return a rank's part of the tensor, as torch.save would have written it."""
         return StoredDTensor(local, self.shape, self.mesh_shape, self.mesh_ranks, None, self.placements)
 
 
@@ -53,13 +53,13 @@ Groups = Sequence[tuple[frozenset[int], Sharding | None]]
 
 @dataclass(frozen=True)
 class ItemMetadata:
-    """What the metadata says of an item.
+    """The metadata of an item.
 
     Attributes:
-        files: The file of each rank that has tensors of the item; None where it has the default name.
+        files: The file of each rank with tensors of the item; None if it has the default name.
         num_tensors: The number of tensors that each rank has.
-        keys: The keys of a tensor by its name, which is the keys with dots between them.
-        groups: Keys of a tensor -> (ranks, its sharding on them); None for a sharding of another kind than a DTensor's.
+        keys: A tensor's keys by its name, which is the keys joined with dots.
+        groups: Keys of a tensor -> (ranks, its sharding on them); None for shardings other than a DTensor's.
     """
 
     files: dict[int, ItemFile | None]
@@ -68,7 +68,7 @@ class ItemMetadata:
     groups: dict[Keys, Groups]
 
     def sharding(self, keys: Keys, rank: int) -> Sharding | None:
-        """How a rank's tensor is sharded; KeyError if it has none of these keys."""
+        """Return how a rank's tensor is sharded; KeyError if the rank has none with these keys."""
         for ranks, sharding in self.groups.get(keys, ()):
             if rank in ranks:
                 return sharding
@@ -76,7 +76,7 @@ class ItemMetadata:
 
 
 def has_metadata(path: Path) -> bool:
-    """Whether the directory has a `metadata.pkl` of torch_checkpointing; raises nothing."""
+    """Return whether the directory has a `metadata.pkl` of torch_checkpointing; raises nothing."""
     try:
         with open(open_regular(path / METADATA), "rb") as file:
             return _MARK in file.read(_MARK_BYTES)
@@ -85,10 +85,10 @@ def has_metadata(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> dict[str, ItemMetadata]:
-    """The items that the metadata of the checkpoint in `path` describes.
+    """Return the items in the metadata of the checkpoint in `path`.
 
     Raises:
-        CheckpointError: It is malformed, of another version, or names something that is not on the allow-list.
+        CheckpointError: The metadata is malformed, of another version, or names something outside the allow-list.
     """
     where = member(path, METADATA)
     document = torch_pickle.load(read_bounded(where, "metadata_bytes"), str(where))
@@ -105,11 +105,11 @@ def read_metadata(path: Path) -> dict[str, ItemMetadata]:
 
 
 class _Parser:
-    """Parses items. A pickle can refer to one object many times, and does: each is parsed once."""
+    """Parses items. A pickle refers to one object many times; each is parsed once."""
 
     def __init__(self, where: Path) -> None:
         self._where = where
-        self._ranks: dict[int, frozenset[int]] = {}  # these by the id of the object
+        self._ranks: dict[int, frozenset[int]] = {}  # this and the following by object id
         self._meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._shardings: dict[int, Sharding | None] = {}
         self._groups: dict[int, Groups] = {}
@@ -117,13 +117,13 @@ class _Parser:
     def item(self, item: Any) -> ItemMetadata:
         groups: dict[Keys, Groups] = {}
         lists: dict[int, Any] = {}
-        uses: Counter[int] = Counter()  # of a list of groups, by its id
+        uses: Counter[int] = Counter()  # of each list of groups, by its id
         described = item["nested_path_to_metadata"]
         for keys, stored in zip(self._all_keys(described), described.values(), strict=True):
             groups[keys] = self._parsed(stored)
             lists[id(stored)] = stored
             uses[id(stored)] += 1
-        num_of: Counter[int] = Counter()  # tensors on a list of ranks, by its id
+        num_of: Counter[int] = Counter()  # tensors on each list of ranks, by its id
         for key, stored in lists.items():
             for group in stored:
                 num_of[id(group["ranks"])] += uses[key]
@@ -147,7 +147,7 @@ class _Parser:
         return self._groups[id(groups)]
 
     def _all_keys(self, paths: Mapping[Any, Any]) -> list[Keys]:
-        """The keys that the paths of all tensors stand for, each a list in JSON; all at once, which is faster."""
+        """Parse the paths of all tensors, each a list in JSON, into keys; doing it all at once is faster."""
         joined = ",".join(map(text, paths))
         found = parse_json(f"[{joined}]".encode(), f"the paths of tensors in {self._where}")
         if len(found) != len(paths):
@@ -198,7 +198,7 @@ def _placement(spec: Any) -> Placement:
 
 
 def _file(layout: Any) -> ItemFile | None:
-    """The file of a rank's part of an item; None if it has the default name."""
+    """Return the file of a rank's part of an item; None if it has the default name."""
     if layout is None:
         return None
     return ItemFile(text(layout["file_path"]), text(layout["serialization_format"]["type"]))

@@ -1,13 +1,13 @@
 """Finds the weights, config and tokenizer in the directories that training stacks write.
 
-Known by the names that these writers give:
+It knows the names that these writers give:
 
     accelerate, Trainer     checkpoint-500/ or checkpoints/checkpoint_3/, with pytorch_model_fsdp_0/ or .bin inside
     torchtitan              checkpoint/step-500/, after consolidation with sharded/ inside
     torchtune               epoch_0/, step_100/
     verl                    global_step_200/actor/, with config and tokenizer in actor/huggingface/
 
-The caller decides what a checkpoint is (`is_checkpoint`); this module looks at names only and opens no file.
+The caller decides what is a checkpoint (`is_checkpoint`); this module only looks at names and opens no file.
 """
 
 import re
@@ -23,7 +23,7 @@ from fsdp_shard.errors import CheckpointError
 
 IsCheckpoint = Callable[[Path], bool]
 
-# Directories of one step or epoch, of which the one with the highest number is the newest.
+# Directories of one step or epoch; the highest number is the newest.
 _FAMILIES = ("step-", "step_", "checkpoint-", "checkpoint_", "global_step_", "epoch_")
 _NUMBERED = re.compile(rf"({'|'.join(_FAMILIES)})(\d+)")
 _FSDP = re.compile(r"pytorch_model_fsdp(_\d+)?(\.bin)?")  # accelerate.utils.constants.FSDP_MODEL_NAME
@@ -31,17 +31,17 @@ _INNER = ("actor", "huggingface", "sharded")
 _OUTER = ("checkpoint", "checkpoints")
 _SIDE_DIRECTORY = "huggingface"  # verl
 _SIDE_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
-# What is looked at before a search ends: no layout nests so deeply, and no run keeps so many steps without weights.
+# Limits of the search: no layout nests so deeply, and no run keeps so many steps without weights.
 _MAX_DEPTH, _MAX_DIRECTORIES = 16, 400
 
 
 def find_checkpoint(path: Path, is_checkpoint: IsCheckpoint) -> tuple[Path, Path | None, int | None]:
     """Follow the known layouts from `path` down to a checkpoint.
 
-    Of numbered directories the newest that holds a checkpoint is taken: an interrupted save leaves a later one without.
+    The newest numbered directory with a checkpoint wins: an interrupted save leaves a later one without.
 
     Args:
-        path: What the user named.
+        path: The path from the user.
         is_checkpoint: Whether a path is a checkpoint itself.
 
     Returns:
@@ -49,7 +49,7 @@ def find_checkpoint(path: Path, is_checkpoint: IsCheckpoint) -> tuple[Path, Path
         checkpoint. The directory with config and tokenizer is None if it is that of the weights, or there is no config.
 
     Raises:
-        CheckpointError: There are several candidates, which it lists, or a link leads out of `path`.
+        CheckpointError: There are several candidates, which the message lists, or a link leads out of `path`.
     """
     trail = _lead(path, is_checkpoint, set())
     if trail is None:
@@ -66,12 +66,12 @@ def find_checkpoint(path: Path, is_checkpoint: IsCheckpoint) -> tuple[Path, Path
 
 
 def is_numbered(name: str) -> bool:
-    """Whether a directory of this name is one step or epoch of some training stack."""
+    """Return whether a directory of this name is one step or epoch of some training stack."""
     return _NUMBERED.fullmatch(name) is not None
 
 
 def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path], depth: int = 0) -> list[Path] | None:
-    """The directories from `path` down to a checkpoint, or None. `seen` stops at links that form a cycle."""
+    """Return the directories from `path` down to a checkpoint, or None. `seen` stops at links that form a cycle."""
     real = path.resolve()
     if real not in seen and is_checkpoint(path):
         return [path]
@@ -92,7 +92,7 @@ def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path], depth: int =
 
 
 def _fsdp_models(path: Path) -> list[Path]:
-    """accelerate numbers the models that were prepared together; more than one is a question to the user."""
+    """Return accelerate's model; CheckpointError if there are several, as it numbers those prepared together."""
     found = sorted(entry for entry in path.iterdir() if _FSDP.fullmatch(entry.name))
     if len(found) > 1:
         raise _ambiguous(path, found)
@@ -115,7 +115,7 @@ def _newest_first(path: Path) -> list[Path]:
 
 
 def _other_checkpoints(path: Path, is_checkpoint: IsCheckpoint) -> list[Path]:
-    """Checkpoints directly below that no rule leads to; optimizer states do not count."""
+    """List checkpoints directly below that no rule leads to; optimizer states do not count."""
     if not path.is_dir():
         return []
     children = (entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("optim"))
@@ -140,7 +140,7 @@ def _step(path: Path, trail: list[Path]) -> int | None:
 
 
 def _side(path: Path, trail: list[Path]) -> Path | None:
-    """The nearest directory with a config (else with a tokenizer), from the weights outwards; None for their own."""
+    """Return the nearest directory with a config (else a tokenizer), from the weights outwards; None for their own."""
     home = trail[-1] if trail[-1].is_dir() else trail[-1].parent
     directories = list(_side_directories(path, trail))
     for name in _SIDE_FILES:
@@ -151,7 +151,7 @@ def _side(path: Path, trail: list[Path]) -> Path | None:
 
 
 def _side_directories(path: Path, trail: list[Path]) -> Iterator[Path]:
-    """Nothing outside of what the user named, except the directory around an inner one of a known layout."""
+    """Yield directories inside `path`, and its parent if `path` is an inner directory of a known layout."""
     base = path.resolve()
     for directory in reversed([entry for entry in trail if entry.is_dir()]):
         yield directory
@@ -163,7 +163,7 @@ def _side_directories(path: Path, trail: list[Path]) -> Iterator[Path]:
 
 
 def latest_step_directory(path: Path) -> Path:
-    """The latest committed step of a run directory or of its checkpoints/; any other path is returned as it is.
+    """Return the latest committed step of a run directory or of its checkpoints/; any other path is returned as it is.
 
     Raises:
         CheckpointError: The run has no committed step yet.
@@ -178,7 +178,7 @@ def latest_step_directory(path: Path) -> Path:
     store = Store(path)
     latest = store.latest()
     if latest is None and any(is_numbered(entry.name) for entry in path.iterdir()):
-        return given  # steps of another training stack: ours have a manifest as soon as they have their name
+        return given  # steps of another training stack: ours get their manifest before their name
     if latest is None:
         raise CheckpointError(f"{path} has no finished checkpoint yet: no step directory in it has a {MANIFEST}.")
     return store.path(latest)

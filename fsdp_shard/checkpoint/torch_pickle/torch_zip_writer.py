@@ -1,7 +1,7 @@
-"""The bytes around a tensor in a file of `torch.save(tensor)`, so that the tensor's own bytes can be copied in later.
+"""Makes the bytes around a tensor in a file of `torch.save(tensor)`, into which the tensor is copied later.
 
-A zip archive of uncompressed members (`torch.serialization`; PKZIP APPNOTE 6.3). torch writes a checksum of each
-member, but does not check those of storages: they are zero here, since the data is not known yet. Imports no torch.
+The file is a zip archive of uncompressed members (`torch.serialization`; PKZIP APPNOTE 6.3). torch writes a checksum of
+each member but does not check those of storages: they are zero here, as the data is not known yet. Imports no torch.
 """
 
 import struct
@@ -13,7 +13,7 @@ from fsdp_shard.checkpoint.torch_pickle.pickler import Call, Global, Persistent,
 from fsdp_shard.checkpoint.torch_pickle.tensor import TYPED_STORAGES
 
 _ALIGNMENT = 64  # as torch aligns storages, so that they can be mapped
-_LIMIT = 0xFFFFFFFF  # from this value on a size or position is stored in 8 bytes (zip64)
+_LIMIT = 0xFFFFFFFF  # sizes and positions from this value on take 8 bytes (zip64)
 _VERSION, _VERSION_64 = 20, 45
 _UTF8 = 0x800
 
@@ -21,7 +21,7 @@ _STORAGE_NAMES = {dtype: name for name, dtype in TYPED_STORAGES.items()}
 
 
 def frame(spec: TensorSpec) -> tuple[bytes, bytes]:
-    """The bytes before and after the data of a contiguous tensor of this dtype and shape."""
+    """Return the bytes before and after the data of a contiguous tensor of this dtype and shape."""
     records: list[bytes] = []
     before = _member(records, 0, "archive/data.pkl", _tensor_pickle(spec))
     before += _member(records, len(before), "archive/byteorder", b"little")
@@ -34,14 +34,14 @@ def frame(spec: TensorSpec) -> tuple[bytes, bytes]:
 
 
 def _member(records: list[bytes], at: int, name: str, data: bytes) -> bytes:
-    """A member at byte `at`; its entry of the central directory is appended to `records`."""
+    """Return a member at byte `at`; its entry of the central directory is appended to `records`."""
     crc = zlib.crc32(data)
     records.append(_record(name, len(data), crc, at))
     return _local(name, len(data), crc, b"") + data
 
 
 def _tensor_pickle(spec: TensorSpec) -> bytes:
-    """The pickle of `torch.save` for a tensor: a call that rebuilds it as a view of storage 0."""
+    """Return the pickle of `torch.save` for a tensor: a call that rebuilds it as a view of storage 0."""
     typed = _STORAGE_NAMES.get(spec.dtype)
     storage = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
     size = spec.num_elements if typed else spec.num_bytes
@@ -54,14 +54,14 @@ def _tensor_pickle(spec: TensorSpec) -> bytes:
 
 
 def _padding(at: int, name: str, num_bytes: int) -> bytes:
-    """An extra field (id `FB`, as torch's) that aligns the data after it."""
+    """Return an extra field (id `FB`, as torch's) that aligns the data after it."""
     start = at + len(_local(name, num_bytes, 0, b"")) + 4
     size = -start % _ALIGNMENT
     return struct.pack("<2sH", b"FB", size) + b"Z" * size
 
 
 def _local(name: str, num_bytes: int, crc: int, extra: bytes) -> bytes:
-    """The header in front of a member."""
+    """Return the header in front of a member."""
     is_large = num_bytes >= _LIMIT
     if is_large:
         extra = struct.pack("<HHQQ", 1, 16, num_bytes, num_bytes) + extra
@@ -71,7 +71,7 @@ def _local(name: str, num_bytes: int, crc: int, extra: bytes) -> bytes:
 
 
 def _record(name: str, num_bytes: int, crc: int, at: int) -> bytes:
-    """The entry of a member in the directory at the end."""
+    """Return the entry of a member in the directory at the end."""
     extra = b""
     size, offset = num_bytes, at
     if num_bytes >= _LIMIT or at >= _LIMIT:
@@ -84,7 +84,7 @@ def _record(name: str, num_bytes: int, crc: int, at: int) -> bytes:
 
 
 def _end(records: list[bytes], at: int) -> bytes:
-    """The central directory and the records that locate it."""
+    """Return the central directory and the records that locate it."""
     directory, count = b"".join(records), len(records)
     large = b""
     offset = at

@@ -1,7 +1,7 @@
 """Format `dcp`: directories of torch.distributed.checkpoint, with a `.metadata` and `.distcp` files.
 
-`.metadata` is a pickle; it and the header of each item are read through our own allow-list (`torch_pickle`). Weights
-are distinguished from optimizer and trainer states by the nesting that DCP records. torch is not imported.
+The pickle `.metadata` and each item's header are read through our own allow-list (`torch_pickle`). The nesting that DCP
+records distinguishes weights from optimizer and trainer states. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NAME = "dcp"
 
 
 def recognize(path: Path) -> bool:
-    """A directory with a `.metadata` file."""
+    """Return whether `path` is a directory with a `.metadata` file."""
     return path.is_dir() and has_file(path, DCP_METADATA)
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of the weights in a directory that `recognize` accepts."""
+    """Return the index of the weights in a directory that `recognize` accepts."""
     metadata, where = _metadata(path), path / DCP_METADATA
     tensors = {k: item for k, item in metadata.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
     num_pieces, num_stored = sum(len(item.chunks) for item in tensors.values()), len(metadata.storage_data)
@@ -73,9 +73,9 @@ def _metadata(path: Path) -> Metadata:
 
 
 def _keys(where: Path, metadata: Metadata, key: str) -> Sequence[object]:
-    """The keys of a tensor in the nested state dict; only its flat name where DCP did not record any.
+    """Return a tensor's keys in the nested state dict; only its flat name if DCP did not record any.
 
-    DCP's name of a tensor is its keys with dots between them: other keys would make a weight of an optimizer's state.
+    DCP names a tensor by its keys, joined with dots: other keys could turn optimizer state into a weight.
     """
     if not isinstance(planned := metadata.planner_data, Mapping) or not planned:
         return (key,)
@@ -90,8 +90,9 @@ def _keys(where: Path, metadata: Metadata, key: str) -> Sequence[object]:
 
 @dataclass(frozen=True)
 class _Known:
-    """An item whose archive was parsed: the bytes before its tensor, and the rest of the directory entry that has the
-    tensor's CRC. Another item with the same bytes has its tensor at the same position.
+    """A parsed item: the bytes before its tensor, and the rest of the directory entry with the tensor's CRC.
+
+    Another item with the same bytes has its tensor at the same position.
     """
 
     head: bytes
@@ -103,7 +104,7 @@ class _Known:
 
     @classmethod
     def of(cls, handle: int, item: StorageInfo, offsets: tuple[int, ...], tensor: StoredTensor) -> _Known:
-        """An item of an open file, which was found to hold `tensor`."""
+        """Describe an item of an open file in which `tensor` was found."""
         head, member = os.pread(handle, tensor.start - item.offset, item.offset), tensor.member
         piece = torch_pickle.piece_of(item.relative_path, tensor, offsets)
         if member is None:
@@ -113,7 +114,7 @@ class _Known:
         return cls(head, rest, piece, member.num_bytes, member.start - item.offset, at - item.offset)
 
     def piece_in(self, handle: int, item: StorageInfo, offsets: tuple[int, ...]) -> Piece | None:
-        """The piece in another item, if that one is alike."""
+        """Return the piece in another item, or None if that item differs."""
         start, head = item.offset, self.head
         if os.pread(handle, len(head), start) != head:
             return None
@@ -128,13 +129,13 @@ class _Known:
 
 
 def _crc_and_rest(entry: bytes) -> tuple[int, bytes]:
-    """The CRC in the directory entry of a member, and the entry without it."""
+    """Return the CRC in the directory entry of a member, and the entry without it."""
     stop = CRC_IN_ENTRY + 4
     return int.from_bytes(entry[CRC_IN_ENTRY:stop], "little"), entry[:CRC_IN_ENTRY] + entry[stop:]
 
 
 class _Job(NamedTuple):
-    """A piece to find: the name of its tensor, its number among the pieces of that, and what is known of it."""
+    """A piece to find: its tensor's name, its number among that tensor's pieces, and what the metadata says of it."""
 
     name: str
     number: int
@@ -150,8 +151,9 @@ _NO_PIECE = Piece("", 0, (), ())
 class _Items:
     """Finds the tensor in each item of the `.distcp` files.
 
-    Items of one writer begin with the same bytes if dtype and shape are the same. So the archive around a tensor is
-    parsed once per such header, and recognized after that: a hundred times faster, and most items of a model are alike.
+    Items of one writer with the same dtype and shape begin with the same bytes. The archive around a tensor is
+    therefore parsed once per header and recognized afterwards. That is a hundred times faster, as most items of a model
+    are alike.
     """
 
     def __init__(self, root: Path) -> None:
@@ -159,7 +161,7 @@ class _Items:
         self._known: dict[tuple[int, str, tuple[int, ...]], list[_Known]] = {}  # by length, dtype and shape
 
     def pieces(self, file: str, jobs: Iterable[_Job]) -> Iterator[tuple[_Job, Piece]]:
-        """The pieces in one file, each of which must be one plain tensor of the dtype and shape of its job."""
+        """Yield the pieces in one file, each of which must be one plain tensor of the dtype and shape of its job."""
         with os.fdopen(open_regular(member(self._root, file)), "rb", buffering=0) as opened:
             handle, size = opened.fileno(), os.fstat(opened.fileno()).st_size
             for job in jobs:
@@ -193,7 +195,7 @@ class _Items:
 def _entries(
     path: Path, tensors: Mapping[str, tuple[str, TensorStorageMetadata]], storage: Mapping[MetadataIndex, StorageInfo]
 ) -> dict[str, TensorEntry]:
-    """The entries of tensors by name, each with its key: each file is opened once, whatever it has pieces of."""
+    """Return the entries of `tensors`, (key, metadata) by name; opens each file once, however many pieces it holds."""
     where = path / DCP_METADATA
     stored = {(at.fqn, at.offset): info for at, info in storage.items()}  # tuples are hashed faster
     dtypes = {name: _dtype(path, name, tensor) for name, (_, tensor) in tensors.items()}

@@ -3,9 +3,9 @@
 `save_pretrained(distributed_checkpoint=True)` of transformers and the last step of torchtitan use that writer. A file
 `shard-RANK-model-PART-of-PARTS.safetensors` holds at most one piece of a tensor, whose offsets are in the metadata
 (`DCP_SHARDING_INFO`). Neither the number of ranks nor a full shape is stored: a tensor ends where its last piece does.
-So files that are missing at the end of the ranks have two symptoms only: a hole, where a mesh cuts along two dims, and
-a vocabulary smaller than config.json's. Without either (one dim, every tensor cut, no config.json) a lost last rank
-looks like a smaller model, in this reader and in torch's own. Imports no torch.
+Missing files of the last ranks therefore have only two symptoms: a hole, where a mesh cuts along two dims, and a
+vocabulary smaller than config.json's. Without either (one dim, every tensor cut, no config.json) a lost last rank looks
+like a smaller model, to this reader and to torch's own. Imports no torch.
 """
 
 import os
@@ -25,7 +25,7 @@ from fsdp_shard.utils import open_regular, parse_json
 NAME = "torch_huggingface"
 INFO_KEY = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
-_ZIP = b"PK\x03\x04"  # the first bytes of torch.save
+_ZIP = b"PK\x03\x04"  # first bytes of a torch.save archive
 # The modules whose weight has one row per token, by the last name before `.weight`.
 _VOCABULARY = frozenset(
     {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "lm_head", "embed_out"}
@@ -33,7 +33,7 @@ _VOCABULARY = frozenset(
 
 
 class ShardFile(NamedTuple):
-    """The numbers in the name of a file, all of which count from 1."""
+    """The numbers in a file name; all count from 1."""
 
     rank: int
     part: int
@@ -41,25 +41,25 @@ class ShardFile(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The file name with these numbers."""
+        """The file name."""
         return f"shard-{self.rank:05d}-model-{self.part:05d}-of-{self.num_parts:05d}.safetensors"
 
 
 def parse_name(name: str) -> ShardFile | None:
-    """The numbers in the name of a rank file, or None for any other name."""
+    """Return the numbers in the name of a rank file, or None for any other name."""
     match = re.fullmatch(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors", name)
     return ShardFile(*map(int, match.groups())) if match else None
 
 
 def recognize(path: Path) -> bool:
-    """A directory with at least one rank file, or such a file (which `read` refuses, since it is only a part)."""
+    """Return whether `path` is a directory with a rank file, or a rank file, which `read` rejects as only a part."""
     if path.is_file():
         return parse_name(path.name) is not None
     return path.is_dir() and any(parse_name(entry.name) for entry in path.iterdir())
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of all ranks' files; a missing, mixed or overlapping file is an error as far as it can be detected."""
+    """Return the index of all ranks' files; detectable missing, mixed or overlapping files are errors."""
     if path.is_file():
         raise CheckpointError(f"{path} holds one rank's part of the weights only; give its directory {path.parent}.")
     found = _files(path)
@@ -79,7 +79,7 @@ def read(path: Path) -> TensorIndex:
 
 
 def _files(root: Path) -> list[ShardFile]:
-    """The rank files in order, after checking that no number in between is missing.
+    """Return the rank files in order; an error if a number in between is missing.
 
     A rank with nothing to write makes no file, but torch assigns what several ranks hold to the lowest idle rank, so
     those without a file are the last ranks.
@@ -98,7 +98,7 @@ def _files(root: Path) -> list[ShardFile]:
 
 
 def refuse_parts(where: Path, header: Header) -> None:
-    """CheckpointError if a file of full tensors holds parts: sharded tensors saved without `save_distributed=True`."""
+    """Reject a file of full tensors that holds parts: sharded tensors saved without `save_distributed=True`."""
     if INFO_KEY in header.metadata:
         for name, at in _offsets(where, header).items():
             if any(at):
@@ -109,7 +109,7 @@ def refuse_parts(where: Path, header: Header) -> None:
 
 
 def _pieces(where: Path, file: str) -> Iterator[tuple[str, str, Piece]]:
-    """(tensor, dtype, piece) of one file."""
+    """Yield (tensor, dtype, piece) of one file."""
     header = _read_header(where)
     offsets = _offsets(where, header)
     for name, stored in header.tensors.items():
@@ -158,7 +158,7 @@ def _entry(root: Path, name: str, dtype: str, pieces: list[Piece]) -> TensorEntr
 
 
 def _check_vocabulary(root: Path, entries: Iterable[TensorEntry]) -> None:
-    """Refuse an embedding with fewer rows than in config.json: the symptom of a lost last rank."""
+    """Reject an embedding with fewer rows than in config.json: the symptom of a lost last rank."""
     config = read_config(root)
     part = config.get("text_config", config)
     size = part.get("vocab_size") if isinstance(part, Mapping) else None

@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint.torch_pickle import Call, Global, Instance, Items, du
 LISTS_TIED_NAMES = True
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-_ALIGNMENT = 64  # torch's for storages in an item; used for items too, so that tensors can be memory-mapped
+_ALIGNMENT = 64  # torch's alignment of storages in an item; used for items, too, so that tensors can be memory-mapped
 _CONTIGUOUS = 0  # _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 
 
@@ -33,7 +33,7 @@ class _Chunk:
 def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
     """Plan one `.distcp` file per rank (`request.ranks`, one by default), dim 0 of each tensor chunked as by FSDP2.
 
-    A tied name is listed with the bytes of the tensor that it is tied to, so that a state dict with both loads.
+    A tied name is listed with the bytes of its tensor, so that a state dict with both names loads.
     """
     ranks = request.ranks or 1
     chunks: dict[str, list[_Chunk]] = {spec.name: [] for spec in specs}
@@ -51,7 +51,7 @@ def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
 def _plan_file(
     name: str, pieces: Sequence[tuple[TensorSpec, int, int]], chunks: Mapping[str, list[_Chunk]]
 ) -> FilePlan:
-    """The file of one rank; its chunks are appended to those of the ranks before it."""
+    """Plan the file of one rank; its chunks are appended to those of earlier ranks."""
     frames: list[tuple[int, bytes]] = []
     starts, position, gap = {}, 0, b""
     for spec, first, count in pieces:
@@ -70,7 +70,7 @@ def _plan_file(
 def _metadata(
     specs: Sequence[TensorSpec], chunks: Mapping[str, Sequence[_Chunk]], aliases: Mapping[str, str], nest: str | None
 ) -> Instance:
-    """The `Metadata` object that `dcp.load` reads."""
+    """Return the `Metadata` object that `dcp.load` reads."""
     by_name = {spec.name: spec for spec in specs}
     stored = {name: name for name in by_name} | dict(aliases)
     outer = tuple(nest.split(".")) if nest else ()
