@@ -1,4 +1,4 @@
-"""`diff`: the differences of two checkpoints, tensor by tensor. Tensors of equal bytes only cost the comparison.
+"""`diff`: the differences of two checkpoints, tensor by tensor. Tensors of equal bytes cost only the comparison.
 
 Imports torch only if the values of float8 tensors differ.
 """
@@ -20,25 +20,25 @@ from fsdp_shard.checkpoint.location import Location, differences_of_adapters, lo
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.integrity.numeric_errors import Errors
 
-_STEP_BYTES = 1 << 20  # of each checkpoint; stays in the cache between reading and comparing
+_STEP_BYTES = 1 << 20  # of each checkpoint: stays in the cache between reading and comparing
 _JOB_STEPS = 16
 
 
 def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
     """Compare two checkpoints of any formats: names, dtypes, shapes, and the values of every tensor.
 
-    Tied names are followed, so a tensor may be stored once in one checkpoint and twice in the other. An adapter that is
-    compared with a model is merged into its base first.
+    Tied names are resolved, so a tensor may be stored once in one checkpoint and twice in the other. If only one is an
+    adapter, it is merged into its base first.
 
     Args:
         a: A checkpoint file, directory, run directory or remote address.
         b: The other checkpoint.
 
     Returns:
-        The report, with the tensors that differ most first.
+        The report, largest differences first.
 
     Raises:
-        CheckpointError: One of them cannot be opened or read.
+        CheckpointError: A checkpoint cannot be opened or read.
     """
     start = time.perf_counter()
     located = [item if isinstance(item, Location) else locate(item) for item in (a, b)]
@@ -66,7 +66,7 @@ def _side(path: str | Path | Location, index: TensorIndex) -> Side:
 
 
 def _differing_bytes(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs that differ in dtype, shape or bytes."""
+    """Return the pairs that differ in dtype, shape or bytes."""
     alike = [pair for pair in pairs if pair.is_same_dtype and pair.one.shape == pair.two.shape]
     jobs = [(pair, start) for pair in alike for start in _starts(pair)]
     different = {pair.name for pair in pairs} - {pair.name for pair in alike}
@@ -81,7 +81,7 @@ def _differing_bytes(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) 
 
 
 def _errors(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> dict[str, Errors]:
-    """The numeric errors of the pairs of one shape."""
+    """Return the numeric errors of the pairs of equal shape."""
     if not pairs:
         return {}
     from fsdp_shard.checkpoint.integrity.numeric_errors import Errors, decode  # loads numpy
@@ -100,7 +100,7 @@ def _errors(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> dict[s
 
     in_threads(work, jobs, "diff, errors")
     errors = {pair.name: Errors() for pair in pairs if pair.one.shape == pair.two.shape}
-    for name, _, found in sorted(parts, key=lambda part: part[:2]):  # the same sums, whatever the order of the threads
+    for name, _, found in sorted(parts, key=lambda part: part[:2]):  # the same sums in any order of the threads
         errors[name].merge(found)
     return errors
 
@@ -110,12 +110,12 @@ def _step_elements(pair: Pair) -> int:
 
 
 def _starts(pair: Pair) -> range:
-    """The flat elements at which the jobs of a pair begin."""
+    """Return the flat elements at which the jobs of a pair begin."""
     return range(0, pair.one.num_elements, _step_elements(pair) * _JOB_STEPS)
 
 
 def _read(one: TensorIndex, two: TensorIndex, pair: Pair, start: int) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """(flat element, bytes in A from it on, bytes in B) of each step of the job that begins at element `start`."""
+    """Yield (flat element, bytes of A from there, bytes of B) for each step of the job at element `start`."""
     step = _step_elements(pair)
     stop = min(start + step * _JOB_STEPS, pair.one.num_elements)
     for at in range(start, stop, step):

@@ -29,7 +29,7 @@ _SHOWN, _FILES_SHOWN = 3, 16
 
 @dataclass(frozen=True)
 class FileSummary:
-    """A weight file: its size on disk, and the number of tensors of which it holds any part."""
+    """A weight file: its size on disk, and the number of tensors of which it holds a part."""
 
     name: str
     num_bytes: int
@@ -49,15 +49,15 @@ class CheckpointSummary:
         num_tensors: The number of tensors.
         num_parameters: The number of their elements.
         num_bytes: Their logical bytes.
-        bytes_by_dtype: The same by torch's name of the dtype.
+        bytes_by_dtype: Their bytes by torch's dtype name.
         files: The weight files.
         balance: The size of the largest file divided by the mean (1.0 is even).
-        base: The base model of an adapter, as adapter_config.json names it.
+        base: An adapter's base model, as in adapter_config.json.
         tied: Each tied name with the name under which the tensor is stored.
-        extras: Other tensors by kind (`optimizer`, `adapter`, `other`, and `ema` of a step), those of its folders too.
+        extras: Other tensors by kind (`optimizer`, `adapter`, `other`, and a step's `ema`), including those in folders.
         integrity: What `verify` can check: `digests` (there is a manifest) or `structure`.
-        manifest_problems: Files of the manifest that are missing or have another size.
-        tensors: The tensors that were selected.
+        manifest_problems: Files in the manifest that are missing or have another size.
+        tensors: The selected tensors.
     """
 
     path: str
@@ -79,15 +79,15 @@ class CheckpointSummary:
     tensors: tuple[TensorSummary, ...]
 
     def to_json(self) -> str:
-        """One JSON object with the attributes above, for programs."""
+        """Return a JSON object with the attributes above, for programs."""
         return json.dumps(asdict(self), indent=2)
 
     def to_text(self) -> str:
-        """A head, the files, then the tensors as a tree folded by layer, for a terminal."""
+        """Return a header, the files, then the tensors as a tree folded by layer, for a terminal."""
         return "\n".join([*_head(self), *_file_lines(self), "", *fold(self.tensors)])
 
     def to_list(self) -> str:
-        """The tensors, one per line, with dtype, shape, bytes and files, for a terminal."""
+        """Return the tensors, one per line, with dtype, shape, bytes and files, for a terminal."""
         rows = [
             (one_line(t.name), t.dtype, shape_text(t.shape), format_size(t.num_bytes), first_few(t.files, 3))
             for t in self.tensors
@@ -96,12 +96,12 @@ class CheckpointSummary:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as `4 x 8`, or `scalar`."""
+    """Return a shape as `4 x 8`, or `scalar`."""
     return " x ".join(map(str, shape)) or "scalar"
 
 
 def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
-    """Rows as lines of columns, those in `right` right-aligned. The last of all columns is not padded."""
+    """Format rows as lines of columns, those in `right` right-aligned. The last column is not padded."""
     rows = [[one_line(cell) for cell in row] for row in rows]
     columns = range(max(map(len, rows)) - 1)
     widths = [max(len(row[column]) for row in rows if len(row) > column) for column in columns]
@@ -115,7 +115,7 @@ def summarize_checkpoint(checkpoint: TensorIndex | str | Path, pattern: str = "*
 
     Args:
         checkpoint: An open checkpoint, or the path of one.
-        pattern: A shell pattern or a part of a name. It selects the tensors that are listed; all are counted.
+        pattern: A shell pattern or a part of a name that selects the listed tensors; all are counted.
 
     Raises:
         CheckpointError: The checkpoint cannot be opened, or no tensor matches the pattern.
@@ -160,7 +160,7 @@ def _base(index: TensorIndex) -> str | None:
 
 
 def _chosen(index: TensorIndex, pattern: str) -> Iterator[TensorSummary]:
-    """The tensors whose name, or a name that is tied to it, matches `pattern`."""
+    """Yield the tensors whose name, or a tied name, matches `pattern`."""
     glob = pattern if any(character in pattern for character in "*?[") else f"*{pattern}*"
     names = [name for name in [*index.tensors, *index.aliases] if fnmatch.fnmatchcase(name, glob)]
     if not names and index.tensors:
@@ -172,7 +172,7 @@ def _chosen(index: TensorIndex, pattern: str) -> Iterator[TensorSummary]:
 
 
 def _near(pattern: str, index: TensorIndex) -> str:
-    """Suggestions for a pattern that matches nothing: full names, or parts of them."""
+    """Suggest full names or parts of names for a pattern without matches."""
     parts = dict.fromkeys(part for name in [*index.tensors, *index.aliases] for part in name.split("."))
     wanted = pattern.strip("*.").split(".")[-1]
     found = difflib.get_close_matches(pattern, [*index.tensors, *index.aliases], n=2) + difflib.get_close_matches(
@@ -182,7 +182,7 @@ def _near(pattern: str, index: TensorIndex) -> str:
 
 
 def _extras(index: TensorIndex) -> dict[str, Extra]:
-    """The extras of the index, and the rank files in folders of a step of ours."""
+    """Return the extras of the index, and those of rank files in folders of one of our steps."""
     found = dict(index.extras)
     for folder in (OPTIMIZER, AVERAGE):
         if native_sharded.recognize(index.root / folder):
@@ -210,7 +210,7 @@ def _head(d: CheckpointSummary) -> list[str]:
         "format": d.format,
         "layout": d.layout,
         "step": d.step,
-        "world size": None if d.layout == "gathered" else d.world_size,  # 1 whatever wrote it
+        "world size": None if d.layout == "gathered" else d.world_size,  # 1 for every writer
         "tensors": f"{d.num_tensors:,}",
         "parameters": f"{d.num_parameters:,}",
         "bytes": f"{format_size(d.num_bytes)} ({dtype_sizes})",
@@ -255,14 +255,14 @@ class TensorSummary:
 
 
 def fold(tensors: Sequence[TensorSummary | TensorSpec]) -> list[str]:
-    """The tensors as an indented tree, where neighboring layers (numbered parts) that are alike have one line."""
+    """Format the tensors as an indented tree; equal neighboring layers (numbered parts) share a line."""
     root: dict[str, Any] = {}
     for entry in tensors:
         name = one_line(entry.name)
         node, parts = root, name.split(".")
         for part in parts[:-1]:
             below = node.setdefault(part, {})
-            # A name may be both a tensor and a prefix of others; then the longer name is not split further.
+            # If a name is both a tensor and a prefix of others, the longer names are not split further.
             node = below if isinstance(below, dict) else node.setdefault(part + ".", {})
         node[parts[-1] if parts[-1] not in node else name] = entry
     return list(_render(root, 0, 1))
@@ -284,7 +284,7 @@ def _render(node: Mapping[str, Any], depth: int, copies: int) -> Iterator[str]:
 
 
 def _groups(node: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    """(label, number of members, one member) of each run of numbered children that are alike, and each other child."""
+    """Return (label, number of members, one member) for each run of equal numbered children, and each other child."""
     # Files may hold layer 10 before layer 2.
     names = sorted(node, key=int) if all(name.isdecimal() for name in node) else list(node)
     for _, run in itertools.groupby(names, lambda name: _look(node[name]) if name.isdecimal() else name):
@@ -293,5 +293,5 @@ def _groups(node: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
 
 
 def _look(node: Any) -> Any:
-    """A value that is equal for subtrees that are alike."""
+    """Return a value that is equal for equal subtrees."""
     return {name: _look(below) for name, below in node.items()} if isinstance(node, dict) else (node.dtype, node.shape)

@@ -1,4 +1,4 @@
-"""Numeric errors between two tensors, from their bytes: largest absolute and relative error, and cosine similarity.
+"""Numeric errors between two tensors: largest absolute and relative error, and cosine similarity.
 
 Computes in float64 with numpy. Only float8 numbers need torch.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdp_shard.checkpoint.io import to_torch
 
-_BLOCK = 1 << 14  # elements at a time, so that the temporaries of a block stay in the cache
+_BLOCK = 1 << 14  # elements: the temporaries of a block stay in the cache
 _NATIVE = {"C64": "<c8", "BOOL": "u1"} | {
     f"{letter}{8 * size}": f"<{kind}{size}"
     for letter, kind, sizes in (("F", "f", (2, 4, 8)), ("I", "i", (1, 2, 4, 8)), ("U", "u", (1, 2, 4, 8)))
@@ -23,7 +23,7 @@ _NATIVE = {"C64": "<c8", "BOOL": "u1"} | {
 
 
 def decode(dtype: str, data: memoryview) -> Any:
-    """The numbers in `data` as a numpy array: of their own dtype if numpy has it, else as floats, without rounding."""
+    """Return the numbers in `data` as a numpy array of their dtype if numpy has it, else of exact floats."""
     if dtype in _NATIVE:
         return np.frombuffer(data, _NATIVE[dtype])
     if dtype == "BF16":
@@ -37,10 +37,10 @@ def decode(dtype: str, data: memoryview) -> Any:
 class Errors:
     """The errors between tensors `a` and `b`, accumulated over their parts.
 
-    `num_different`: elements of different value (-0.0 equals 0.0, and NaN equals NaN). `num_special`: those of them
-    where one is NaN or infinite and the other is not, or is another of these; all other figures leave them out.
-    `max_relative` is |a - b| over the larger of |a| and |b|, so at most 2, and 0 if both are 0. Complex numbers count
-    with their absolute values. Integers of one type are subtracted exactly.
+    `num_different` counts unequal elements; -0.0 equals 0.0, and NaN equals NaN. `num_special` counts those of them
+    where one is NaN or infinite and the other is finite or a different special value; all other figures exclude them.
+    `max_relative` is |a - b| over the larger of |a| and |b|: at most 2, and 0 if both are 0. Complex numbers count by
+    absolute value. Integers of one type are subtracted exactly.
     """
 
     num_different: int = 0
@@ -55,7 +55,7 @@ class Errors:
 
     @property
     def cosine(self) -> float | None:
-        """The cosine similarity; 1 if both are zero, 0 if one is, None if float64 overflows."""
+        """The cosine similarity: 1 if both are zero, 0 if one is, None if float64 overflows."""
         if not (self._norm_a and self._norm_b):
             return 1.0 if self._norm_a == self._norm_b else 0.0
         scale = math.sqrt(self._norm_a) * math.sqrt(self._norm_b)
@@ -98,7 +98,7 @@ class Errors:
             self.max_absolute, self.worst = float(distance[worst]), start + worst
 
     def _without_special(self, a: Any, b: Any) -> tuple[Any, Any, Any]:
-        """The block with 0 where either is not finite, after counting where they differ in that."""
+        """Return the block with 0 where either is not finite, after counting the special differences."""
         finite = np.isfinite(a) & np.isfinite(b)
         count = int(np.count_nonzero(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b)))))
         self.num_special += count
@@ -108,15 +108,15 @@ class Errors:
 
 
 def _dot(a: Any, b: Any) -> float:
-    """The dot product of two arrays of float64, or of complex numbers as pairs of them.
+    """Return the dot product of two arrays of float64, or of complex numbers as pairs of them.
 
-    Not `np.dot`: BLAS would split each block over all cores, and two threads that do so wait for each other (40 times
-    slower on two cores).
+    `np.dot` would be 40 times slower on two cores: BLAS splits each block over all cores, and two threads that do so
+    wait for each other.
     """
     return float(np.einsum("i,i->", a.view("f8"), b.view("f8")))
 
 
 def _integer_distance(a: Any, b: Any) -> Any:
-    """|a - b| of two arrays of one integer type, which need not fit that type."""
+    """Return |a - b| of two arrays of one integer type, even where it does not fit that type."""
     unsigned = a.dtype.str.replace("i", "u")
     return (np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)).astype("f8")

@@ -1,4 +1,4 @@
-"""Reads all of a checkpoint once, by several threads: digests of its chunks, and NaN or infinite values.
+"""Reads a checkpoint once with several threads: computes chunk digests and finds NaN and infinite values.
 
 Also reports the results as problems with file, tensor and bytes. Imports no torch.
 """
@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint.steps.manifest import Manifest
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.checkpoint.tensor_slices import flat_boxes
 
-_NAMED = 3  # files in a message; `Problem.places` has all
+_NAMED = 3  # files in a message; `Problem.places` lists all
 
 
 @dataclass
@@ -34,7 +34,7 @@ def scan(index: TensorIndex, digested: Collection[str], searched: Collection[str
     Args:
         index: The checkpoint.
         digested: Names of the tensors to compute digests of.
-        searched: Names of the tensors to search for NaN and infinities; their dtypes must have such values.
+        searched: Names of the tensors to search for NaN and infinities; their dtypes must support these.
     """
     found = Scan({name: [b""] * num_chunks(index.tensors[name].num_bytes) for name in digested})
     parts: dict[str, dict[int, NonFinite]] = {}
@@ -62,7 +62,7 @@ def _sum(entry: TensorEntry, parts: dict[int, NonFinite]) -> NonFinite:
 
 
 def damage(index: TensorIndex, manifest: Manifest, found: Scan) -> list[Problem]:
-    """The chunks whose digests are not those in `manifest`. Neighboring damaged chunks are one problem."""
+    """Return the chunks whose digests differ from `manifest`. Neighboring damaged chunks form one problem."""
     problems: list[Problem] = []
     for name, digests in found.digests.items():
         expected = manifest.tensors[name].chunks
@@ -72,11 +72,11 @@ def damage(index: TensorIndex, manifest: Manifest, found: Scan) -> list[Problem]
 
 
 def checksum_problems(index: TensorIndex) -> list[Problem]:
-    """The storages whose CRC does not hold, once what was not read of them is read; those of replicas too."""
+    """Return the storages, also of replicas, with a wrong CRC; reads the bytes that were not read yet."""
     checksums = index.reader.checksums
     owners: dict[tuple[str, Checksum], str] = {}
     for entry in index.tensors.values():
-        if isinstance(entry.pieces, PieceTable):  # of rank files, which have no CRCs
+        if isinstance(entry.pieces, PieceTable):  # rank files, which have no CRCs
             continue
         for piece in entry.pieces:
             index.reader.finish_checksum(piece)
@@ -114,7 +114,7 @@ def _damaged(index: TensorIndex, name: str, chunks: Sequence[int]) -> Iterator[P
 
 
 def chunk_ranges(index: TensorIndex, name: str, first: int, stop: int) -> list[ByteRange]:
-    """The bytes of the chunks [first, stop) of a tensor: in each file from the first such byte to the last."""
+    """Return the bytes of a tensor's chunks [first, stop): in each file from the first such byte to the last."""
     entry = index.entry(name)
     size = itemsize(entry.dtype)
     found: dict[str, tuple[int, int]] = {}
@@ -127,7 +127,7 @@ def chunk_ranges(index: TensorIndex, name: str, first: int, stop: int) -> list[B
 
 
 def non_finite(index: TensorIndex, found: Scan) -> Iterator[Problem]:
-    """A problem for each tensor in which something is NaN or infinite, in the order of the checkpoint."""
+    """Yield a problem for each tensor with NaN or infinite values, in the order of the checkpoint."""
     for name in index.names:
         if (what := found.non_finite.get(name)) is None:
             continue
@@ -144,6 +144,6 @@ def non_finite(index: TensorIndex, found: Scan) -> Iterator[Problem]:
 
 
 def position(entry: TensorEntry, flat: int) -> list[int]:
-    """The index of a flat element along each dimension."""
+    """Return the index of a flat element along each dimension."""
     ((offsets, _),) = flat_boxes(entry.shape, flat, 1)
     return list(offsets)

@@ -1,4 +1,4 @@
-"""Compares a step directory with its own manifest, before a run resumes from it or after it was saved.
+"""Compares a step directory with its manifest, before a run resumes from it or after it was saved.
 
 `check_files` is cheap: it checks the size of every file and the content of small ones. `check_content` reads all bytes,
 each rank a part. Both raise at the first problem.
@@ -20,7 +20,7 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import open_regular
 
 _SMALL_BYTES = 16 << 20
-_SPREAD = 0x9E3779B1  # a prime: multiples of it are spread evenly over any number of parts
+_SPREAD = 0x9E3779B1  # a prime, whose multiples spread evenly over any number of parts
 
 Job = Callable[[], None]  # a check of some bytes
 
@@ -28,7 +28,7 @@ Job = Callable[[], None]  # a check of some bytes
 def check_files(directory: Path) -> Manifest:
     """Check that a step has all of its files in full size.
 
-    Small files are compared with their digests too: config, tokenizer and trainer state are read before the rest.
+    Small files are also compared with their digests: config, tokenizer and trainer state are read before the rest.
 
     Args:
         directory: The step directory.
@@ -37,7 +37,7 @@ def check_files(directory: Path) -> Manifest:
         Its manifest.
 
     Raises:
-        CheckpointError: The first file that is missing or damaged, or that there is no manifest.
+        CheckpointError: A file is missing or damaged (the first one is named), or there is no manifest.
     """
     manifest = _manifest(directory)
     for name, record in manifest.files.items():
@@ -61,13 +61,13 @@ def _check_size(directory: Path, name: str, record: FileRecord) -> None:
 
 
 def check_side_files(files: Mapping[str, Path]) -> None:
-    """Compare config, tokenizer and others with the manifests of their directories, where there are any.
+    """Compare config, tokenizer and other model files with the manifests of their directories, if there are any.
 
     Args:
         files: Name in the directory -> path.
 
     Raises:
-        CheckpointError: The first one that is not what was written.
+        CheckpointError: A file was changed; the first one is named.
     """
     manifests: dict[Path, Manifest | None] = {}
     for name, path in files.items():
@@ -92,16 +92,16 @@ def _changed(path: Path, how: str) -> CheckpointError:
 
 
 def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
-    """Compare a part of all bytes of a step with their digests; the first part includes `check_files`.
+    """Compare one part of a step's bytes with their digests; the first part includes `check_files`.
 
     Args:
         directory: The step directory.
         part: Number of the part to read, such as the rank.
-        num_parts: Number of parts, which are about equally large. Each is of few rank files: of as many parts as ranks
-            wrote the step, about those that the rank of its number wrote. The first one has all small tensors too.
+        num_parts: Number of parts, about equally large, each from few rank files. With as many parts as ranks wrote
+            the step, each is about the file of the rank of its number. The first part includes all small tensors.
 
     Raises:
-        CheckpointError: The first file and range of bytes that are damaged.
+        CheckpointError: Bytes are damaged; names the first file and range.
     """
     manifest = _manifest(directory) if part else check_files(directory)
     with open_weights(directory) as index:
@@ -110,7 +110,7 @@ def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
 
 
 def drop_cache(directory: Path, rank: int) -> None:
-    """Evict what a rank wrote of a step from its page cache, as far as the system allows, to be read from disk."""
+    """Evict a rank's files of a step from its page cache, as far as the system allows, to read them from disk."""
     for name in _manifest(directory).files:
         parsed = parse_shard_name(PurePosixPath(name).name)
         if parsed is None or parsed[0] == rank:
@@ -149,7 +149,7 @@ def _tensor_jobs(index: TensorIndex, manifest: Manifest, part: int, num_parts: i
         if entry.num_bytes <= digests.SMALL_BYTES:
             first, stop = 0, total if part == 0 else 0
         else:
-            # As rows are divided over ranks. Of tensors with fewer chunks than parts, each begins at another part.
+            # Like rows over ranks. Tensors with fewer chunks than parts each begin at a different part.
             shift = number * _SPREAD % num_parts
             first, stop = (max(-(-(edge * total - shift) // num_parts), 0) for edge in (part, part + 1))
             stop = total if part == num_parts - 1 else stop

@@ -1,7 +1,7 @@
-"""`verify`: every byte of a checkpoint against the digests in its manifest, or against another checkpoint.
+"""`verify`: checks every byte of a checkpoint against the digests in its manifest, or against another checkpoint.
 
-With or without either, it checks what else it can: structure, the CRCs in files of torch, the model of config.json, NaN
-and infinities. torch is imported to build that model, or if two checkpoints hold a tensor in different dtypes.
+It also checks everything else it can: structure, the CRCs in files of torch, the model of config.json, NaN and
+infinities. torch is imported to build that model, or if two checkpoints hold a tensor in different dtypes.
 """
 
 import math
@@ -40,23 +40,22 @@ from fsdp_shard.errors import CheckpointError
 def verify(path: str | Path, against: str | Path | None = None, *, base: str | None = None) -> VerifyReport:
     """Check a checkpoint, alone or against another one.
 
-    Every byte is compared with the digests of the manifest, if there is one; that of a step is also that of its ema/.
+    Every byte is compared with the digests of the manifest, if there is one; a step's manifest also covers its ema/.
     Without a manifest, the structure, the CRCs in files of torch, NaN and infinities are checked. In either case the
-    tensors are compared with the model of config.json, and those of an adapter with its settings and its base. With
-    `against`, the contents of the two are compared, whatever their formats, layouts and floating-point dtypes are; a
-    manifest of either is checked too. Of an adapter and a model, the adapter is merged into its base first.
+    tensors are compared with the model of config.json, and an adapter's with its settings and its base. With `against`,
+    the contents of both are compared across formats, layouts and floating-point dtypes, and the manifests of both are
+    checked. If only one is an adapter, it is merged into its base first.
 
     Args:
         path: A checkpoint file, directory, run directory or remote address.
         against: Another checkpoint.
-        base: Base model of an adapter that is compared, if it is not where adapter_config.json says.
+        base: Base model of a compared adapter, if it is not at the path in adapter_config.json.
 
     Returns:
-        The report. Its `problems` are all that is wrong, each with file, tensor and bytes.
+        The report. Its `problems` list every error with file, tensor and bytes.
 
     Raises:
-        CheckpointError: Nothing exists at one of the paths, or `base` has no effect. A damaged checkpoint raises
-            nothing.
+        CheckpointError: A path does not exist, or `base` has no effect. A damaged checkpoint raises nothing.
 
     Example:
         >>> report = fsdp_shard.verify("runs/one")  # doctest: +SKIP
@@ -71,7 +70,7 @@ def verify(path: str | Path, against: str | Path | None = None, *, base: str | N
 
 
 class _Pair:
-    """Where the checkpoints to verify are; `weights` is the first one that is gone."""
+    """The paths of the checkpoints to verify; `weights` is the first one that is gone."""
 
     def __init__(self, path: str | Path, against: str | Path | None, base: str | None) -> None:
         self.path, self.against, self.base = path, against, base
@@ -88,7 +87,7 @@ class _Pair:
 
 
 def _step_of(path: Path) -> Path:
-    """The latest step of a run; any other path as it is, and that of a run without steps, which is a problem of it."""
+    """Return the latest step of a run; other paths, and runs without steps, are returned unchanged."""
     try:
         return latest_step_directory(path)
     except CheckpointError:
@@ -133,7 +132,7 @@ def _verify(pair: _Pair) -> VerifyReport:
 
 
 class _Checkpoint:
-    """One checkpoint while it is checked. Errors in it are added to `problems`, never raised."""
+    """A checkpoint under verification. Its errors are added to `problems`, never raised."""
 
     def __init__(self, path: Path, stack: ExitStack, base: str | None) -> None:
         self.path, self._stack, self._base = path, stack, base
@@ -147,7 +146,7 @@ class _Checkpoint:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it could be opened and is an adapter."""
+        """Whether the checkpoint could be opened and is an adapter."""
         return self.location is not None and self.location.is_adapter
 
     def open(self) -> None:
@@ -159,7 +158,7 @@ class _Checkpoint:
             self._open()
 
     def _has_other_manifest(self, manifest: Manifest) -> bool:
-        """Whether it has another one now: of a step that is read, a training may drop the optimizer state."""
+        """Return whether the manifest was replaced meanwhile: training may drop the optimizer state of an old step."""
         try:
             now = read_manifest(self.path)
         except CheckpointError:
@@ -188,11 +187,11 @@ class _Checkpoint:
             self._fail(error)
 
     def merge(self) -> None:
-        """Replace an adapter, once its own bytes are checked, by the model that it makes of its base."""
+        """Replace an adapter, whose own bytes are already checked, with the merged model."""
         if self.location is None or not self.location.is_adapter:
             return
         self.read((), searches=False)
-        self.manifest = None  # of the adapter alone
+        self.manifest = None  # the adapter alone
         try:
             self.index = self._stack.enter_context(self.location.model_index)
         except (CheckpointError, OSError) as error:
@@ -200,7 +199,7 @@ class _Checkpoint:
             self._fail(error)
 
     def check_alone(self) -> None:
-        """Check the content without another checkpoint."""
+        """Check the content without comparing it with another checkpoint."""
         if self.index is not None and not self.index.tensors:
             self.problems.append(Problem(f"{self.index.path} has no tensors.", ()))
         self.read((), searches=self.manifest is None)
@@ -208,9 +207,9 @@ class _Checkpoint:
             self._check_loading(self.index)
 
     def read(self, digested: Collection[str], *, searches: bool) -> Scan:
-        """Read the tensors once: those with digests in the manifest, and those `digested`.
+        """Read once the tensors with digests in the manifest and those in `digested`.
 
-        `searches` is whether to search for NaN and infinities.
+        With `searches`, also search for NaN and infinities.
         """
         if self.index is None:
             return Scan()
@@ -233,7 +232,7 @@ class _Checkpoint:
         return found
 
     def _check_loading(self, index: TensorIndex) -> None:
-        """Compare what was read with what loading expects."""
+        """Compare the tensors with the model that loads them."""
         location = self.location
         assert location is not None, "it was opened"
         if location.is_adapter:
@@ -248,12 +247,12 @@ class _Checkpoint:
         self.notes += notes
 
     def _fail(self, error: Exception) -> None:
-        if not self.problems:  # otherwise the damaged file is named already
+        if not self.problems:  # otherwise the damaged file was named already
             self.problems.append(Problem(str(error)))
 
 
 def _compare(one: _Checkpoint, two: _Checkpoint) -> int:
-    """Compare the contents of two checkpoints; differences are problems of the first. Returns the number of casts."""
+    """Compare two checkpoints; differences are problems of the first. Return the number of casts."""
     if one.index is None or two.index is None:
         return 0
     pairs, problems = compare.described_differences(one.index, two.index, compare.match(one.index, two.index))
@@ -275,7 +274,7 @@ def _compare(one: _Checkpoint, two: _Checkpoint) -> int:
 
 
 def _contradictions(root: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Tensors whose digest in the manifest is not that of its chunks there."""
+    """Find tensors whose digest contradicts their chunk digests in the manifest."""
     for name, record in manifest.tensors.items():
         try:
             chunks = [bytes.fromhex(chunk) for chunk in record.chunks]
@@ -287,7 +286,7 @@ def _contradictions(root: Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Files of the manifest that are missing or not as they were written."""
+    """Find files of the manifest that are missing or changed."""
     for name, record in manifest.files.items():
         path, problem = root / name, size_problem(root, name, record)
         if problem is not None:
@@ -296,12 +295,12 @@ def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:
             text = f"{path} does not have the content that was written."
             yield Problem(text, (ByteRange(name, 0, record.size),))
         elif name.endswith(".safetensors") and record.header_digest and header_digest(path) != record.header_digest:
-            # Only these files contain the positions of their tensors, so this is known even if they cannot be opened.
+            # Only these files contain the positions of their tensors, so it works even if they cannot be opened.
             yield Problem(f"the header of {path} is not the one that was written.", (ByteRange(name),))
 
 
 def _index_problems(root: Path) -> Iterator[Problem]:
-    """What indexes of rank files say otherwise than the headers of those files, in the step and in its folders.
+    """Find contradictions of indexes and headers of rank files, in the step and its folders.
 
     Raises CheckpointError if either cannot be read.
     """
@@ -327,7 +326,7 @@ def _index_problems(root: Path) -> Iterator[Problem]:
 
 
 def _frame_problems(index: TensorIndex, manifest: Manifest, known: Collection[str | None]) -> Iterator[Problem]:
-    """Weight files of other formats whose bytes outside of tensors are not those that were written."""
+    """Find weight files of other formats whose bytes outside tensors were changed."""
     framed = {
         name: record.header_digest
         for name, record in manifest.files.items()

@@ -1,4 +1,4 @@
-"""The result of `verify`: the report, and its problems with the files, tensors and bytes that they concern."""
+"""The result of `verify`: the report, and its problems with their files, tensors and bytes."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -21,13 +21,13 @@ class ByteRange:
     stop: int | None = None
 
     def text(self, root: Path) -> str:
-        """`PATH, bytes FIRST-LAST`, for messages."""
+        """Return `PATH, bytes FIRST-LAST`, for messages."""
         return f"{root / self.file}" + (f", bytes {self.start}-{self.stop - 1}" if self.stop is not None else "")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in a checkpoint. Of several ranges in `places`, any one or all may be damaged."""
+    """An error in a checkpoint. If `places` has several ranges, any or all of them may be damaged."""
 
     message: str
     places: tuple[ByteRange, ...] = ()
@@ -50,7 +50,7 @@ class Problem:
 
 
 def size_problem(root: Path, name: str, record: FileRecord) -> Problem | None:
-    """The problem of a file of a manifest that is missing or has another size than was written, if it is."""
+    """Return a problem if a file of a manifest is missing or does not have its written size."""
     try:
         path = member(root, name)
         size = path.stat().st_size
@@ -72,12 +72,12 @@ class VerifyReport:
         num_bytes: Their logical bytes.
         content_checked: Whether there was a manifest with digests to compare every byte with.
         seconds: The duration of the check.
-        problems: All errors that were found.
-        checked: What was checked, of a checkpoint without a manifest.
+        problems: All errors found.
+        checked: The checks of a checkpoint without a manifest.
         against: The other checkpoint, if one was given.
         num_cast: The number of tensors whose dtype differs in the other checkpoint.
-        not_read: The kinds of tensors that are no weights, which were not checked.
-        notes: What was not compared, or is not used.
+        not_read: The kinds of unchecked tensors that are not weights.
+        notes: What was not compared or is unused.
     """
 
     path: str
@@ -99,11 +99,11 @@ class VerifyReport:
         return not self.problems
 
     def to_json(self) -> str:
-        """One JSON object with the attributes above and `is_sound`, for programs."""
+        """Return a JSON object with the attributes above and `is_sound`, for programs."""
         return json.dumps({"is_sound": self.is_sound, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
-        """One line per problem (the first ones of many), then what was checked, for a terminal."""
+        """Return a line per problem (the first ones of many), then what was checked, for a terminal."""
         lines = [one_line(problem.message) for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"... and {len(self.problems) - _SHOWN:,} more problems; --json lists all.")
