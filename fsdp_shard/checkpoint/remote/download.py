@@ -1,7 +1,7 @@
-"""Downloads steps from a remote store, compares them with their digests, and only then gives them their name.
+"""Downloads steps from a remote store, compares them with their digests, and only then renames them into place.
 
-A run that resumes from the remote store gets the step in its run directory; commands that read a checkpoint get it in a
-cache (`XDG_CACHE_HOME`, else ~/.cache), where it stays for the next one.
+A run that resumes from the remote store downloads into its run directory. Commands that read a checkpoint download into
+a cache (`XDG_CACHE_HOME`, else ~/.cache), where the next command finds it.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ from fsdp_shard.utils import format_size, fsync_path, read_bounded, user_cache, 
 
 
 def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
-    """Download the latest step of a remote store, unless `store` has it or a later one; returns the remote's step.
+    """Download the latest step of a remote store unless `store` has it or a later one; return the remote's step.
 
     Raises:
         ConfigError: Both have steps, which are of different runs.
@@ -41,17 +41,17 @@ def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
 
 
 def local_copy(url: str, wanted: str | None = None) -> Path:
-    """Download a remote run (its latest step) or step to the cache, unless it is there.
+    """Download a remote run (its latest step) or step to the cache, unless it is cached.
 
     Args:
         url: Address of the run or the step.
-        wanted: Another step of the run: what follows the @ in RUN@best.
+        wanted: Another step of the run: the part after the @ in RUN@best.
 
     Returns:
         The step directory in the cache.
 
     Raises:
-        CheckpointError: There is no committed step, or it is not what was uploaded.
+        CheckpointError: There is no committed step, or it differs from the upload.
         RemoteError: The store cannot be read.
         SaveError: The cache cannot be written.
     """
@@ -71,7 +71,7 @@ def local_copy(url: str, wanted: str | None = None) -> Path:
 
 
 def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -> Path:
-    """Download a committed step, unless it is there, and compare every byte with its digest.
+    """Download a committed step, unless it exists, and compare every byte with its digest.
 
     Several processes may call this at the same time: one downloads, the others wait for it.
 
@@ -86,7 +86,7 @@ def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -
 
     Raises:
         RemoteError: The store cannot be read.
-        CheckpointError: The step is not what its manifest says.
+        CheckpointError: The step differs from its manifest.
         SaveError: `target` cannot be written.
     """
     with _exclusive(target.parent):
@@ -114,7 +114,7 @@ def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
-    """Refuse names that lead out of the directory: a manifest from a remote store is not trusted."""
+    """Reject names that lead out of the directory: a manifest from a remote store is not trusted."""
     for name in manifest.files:
         pure = PurePosixPath(name)
         is_plain = bool(name) and str(pure) == name and not pure.is_absolute() and ".." not in pure.parts

@@ -1,6 +1,6 @@
-"""Files of a model to a repository of the Hugging Face hub, in one commit, private unless it is to be public.
+"""Pushes a model's files to a Hugging Face hub repository in one commit; private unless it is to be public.
 
-huggingface_hub uploads: what the hub has already, also of an attempt that was cut off, is not sent again.
+huggingface_hub uploads them. Data that the hub already has, also from an interrupted attempt, is not sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CARD = "README.md"
 CARD_MARK = (
     "<!-- Made by fsdp-shard push. Remove this line to keep your changes: the next push then leaves this file. -->"
 )
-_MAX_READ = 1_000_000  # bytes of a file that may be ours
+_MAX_READ = 1_000_000  # bytes of a manifest that may be ours
 _NAME = r"[A-Za-z0-9]([\w.-]{0,94}\w)?"
 _HUB_ID = re.compile(rf"(?!.*(--|\.\.|\.git$)){_NAME}/{_NAME}", re.ASCII)
 _BRANCH = re.compile(r"[\w][\w./-]*", re.ASCII)
@@ -34,11 +34,11 @@ _BRANCH = re.compile(r"[\w][\w./-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class HubTarget:
-    """A repository of the hub to push to.
+    """A hub repository to push to.
 
     Attributes:
         repo_id: Its name, org/name.
-        public: Whether everybody may read it, if it is created.
+        public: Whether everybody may read it if it is created.
         revision: The branch to write, created if it does not exist; None for `main`.
     """
 
@@ -47,7 +47,7 @@ class HubTarget:
     revision: str | None = None
 
     def check(self, name: str) -> None:
-        """Raise ConfigError unless repository and branch can have these names; `name` is that of the setting."""
+        """Raise ConfigError unless repository and branch names are valid; `name` is the setting's."""
         if not is_hub_id(self.repo_id):
             raise ConfigError(
                 f"{name}{self.repo_id} is not the name of a repository; expected org/name: letters, digits, '-', '_' "
@@ -59,16 +59,16 @@ class HubTarget:
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push did.
+    """The result of a push.
 
     Attributes:
         repo_id: The repository.
         url: The address of the commit.
         is_private: Whether the repository is private.
-        written: Size in bytes of each file that is new or changed in the commit, by name.
-        unchanged: The same of those that the repository had already.
+        written: Size in bytes of each new or changed file of the commit, by name.
+        unchanged: The same for files that the repository already had.
         deleted: Files of an earlier model that the commit deletes.
-        kept_card: Whether the README.md in the repository was left as it is.
+        kept_card: Whether the repository's README.md was kept.
     """
 
     repo_id: str
@@ -80,7 +80,7 @@ class PushReport:
     kept_card: bool = False
 
     def describe(self) -> str:
-        """What was pushed, as text, a line each."""
+        """Describe what was pushed, one line each."""
         width = max(map(len, [*self.written, *self.unchanged, *self.deleted]), default=0)
         lines = [f"  {name:<{width}}  {format_size(size)}" for name, size in self.written.items()]
         lines += [f"  {name:<{width}}  unchanged" for name in self.unchanged]
@@ -95,12 +95,12 @@ class PushReport:
 
 
 class HubRepository:
-    """A repository that can be written; `open_repository` makes it.
+    """A writable repository, made by `open_repository`.
 
     Attributes:
-        target: What was asked for.
+        target: The requested target.
         is_private: Whether it is private.
-        is_new: Whether it was created now.
+        is_new: Whether it was just created.
     """
 
     def __init__(self, api: HfApi, target: HubTarget, *, is_private: bool, is_new: bool) -> None:
@@ -114,15 +114,15 @@ class HubRepository:
         return f"{self.target.repo_id}: exists, and stays {visibility}{ignored if self.is_private else ''}"
 
     def upload(self, files: Mapping[str, Path | bytes], message: str, *, has_own_card: bool) -> PushReport:
-        """Make one commit of `files`, which also deletes what it has of another model.
+        """Make one commit of `files` that also deletes files of another model.
 
         Args:
             files: Name in the repository -> the file, or its content.
-            message: The message of the commit.
-            has_own_card: Whether README.md among the files was written by the user, and so replaces one that is there.
+            message: The commit message.
+            has_own_card: Whether the user wrote the README.md in `files`, so that it replaces an existing one.
 
         Raises:
-            RemoteError: The hub refuses something or fails, or what it has afterwards is not what was sent.
+            RemoteError: The hub rejects a request or fails, or its content afterwards differs from what was sent.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -159,7 +159,7 @@ class HubRepository:
         )
 
     def _list(self, revision: str | None) -> dict[str, tuple[int, str]]:
-        """Size in bytes and git's digest of each file."""
+        """Return size in bytes and git's digest of each file."""
         from huggingface_hub.hf_api import RepoFile
 
         repo_id = self.target.repo_id
@@ -170,7 +170,7 @@ class HubRepository:
         return {one.path: (one.size, one.blob_id) for one in found if isinstance(one, RepoFile)}
 
     def _read(self, name: str) -> bytes:
-        """The first bytes of a file of the repository."""
+        """Read the first bytes of a file in the repository."""
         repo_id, revision = self.target.repo_id, self.target.revision
         with TemporaryDirectory(prefix="fsdp-shard-") as directory:
             file = request(
@@ -182,11 +182,11 @@ class HubRepository:
 
 
 def open_repository(target: HubTarget) -> HubRepository:
-    """Find the repository, or create it, and check that it can be written.
+    """Find or create the repository, and check that it is writable.
 
     Raises:
-        ConfigError: There is no token, requests are forbidden, or the repository is public and that was not asked for.
-        RemoteError: The hub refuses the token or the repository, or cannot be reached.
+        ConfigError: There is no token, requests are forbidden, or the repository is public without being asked for.
+        RemoteError: The hub rejects the token or the repository, or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -210,7 +210,7 @@ def open_repository(target: HubTarget) -> HubRepository:
         )
     if is_new:
         request(f"{repo_id} cannot be created", lambda: api.create_repo(repo_id, private=not target.public))
-        # An organization may allow private repositories only.
+        # An organization may only allow private repositories.
         is_private = request(f"{repo_id} cannot be looked up", visibility)
         if is_private is False and not target.public:
             raise RemoteError(f"The hub has made {repo_id} public although it was to be private; nothing was pushed.")
@@ -226,10 +226,10 @@ def open_repository(target: HubTarget) -> HubRepository:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` can be that of a repository, org/name."""
+    """Return whether `name` can name a repository, org/name."""
     return _HUB_ID.fullmatch(name) is not None
 
 
 def _is_our_manifest(content: bytes) -> bool:
-    """Whether a manifest.json was pushed with a model, and is not that of a web site or the like."""
+    """Return whether a manifest.json was pushed with a model, and is not a web site's or the like."""
     return b'"kind": ' + json.dumps(KIND).encode() in content

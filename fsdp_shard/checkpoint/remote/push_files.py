@@ -1,4 +1,4 @@
-"""Which files of a checkpoint go to the hub: those that transformers and peft load, and nothing of a run's own."""
+"""Selects a checkpoint's files for the hub: those that transformers and peft load, and no files of the run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fsdp_shard.utils import read_bounded, say
 
 
 def is_loadable(location: Location) -> bool:
-    """Whether a checkpoint is a Hugging Face directory, so that it goes to the hub as it is."""
+    """Return whether a checkpoint is a Hugging Face directory, which is pushed unchanged."""
     is_one = location.format == huggingface.NAME and location.weights.is_dir() and location.side is None
     return is_one and any(has_file(location.weights, name) for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def model_to_push(location: Location) -> dict[str, Path]:
-    """The files of a Hugging Face directory, by name: weights, model files and its README.md.
+    """Return the files of a Hugging Face directory by name: weights, model files and README.md.
 
     Raises:
-        CheckpointError: The weights are damaged, or a file is a link that leads out of the directory.
+        CheckpointError: The weights are damaged, or a file is a link out of the directory.
         ModelError: There is no config.json.
     """
     root = location.directory
@@ -36,16 +36,16 @@ def model_to_push(location: Location) -> dict[str, Path]:
     others = [CARD, *(() if SINGLE_FILE in files else (INDEX_FILE,))]
     files |= {name: member(root, name) for name in others if has_file(root, name)}
     manifest = read_manifest(root) if has_file(root, MANIFEST) else None
-    if manifest is not None and manifest.files.keys() <= files.keys():  # not of a step, which has an optimizer, too
+    if manifest is not None and manifest.files.keys() <= files.keys():  # not of a step, which also has an optimizer
         files[MANIFEST] = member(root, MANIFEST)
     return dict(sorted(files.items()))
 
 
 def adapter_to_push(location: Location, base: str) -> dict[str, Path | bytes]:
-    """The files of an adapter, by name, with `base` as its base model, since a local path is of no use to others.
+    """Return an adapter's files by name, with `base` as its base model: a local path is of no use to others.
 
     Raises:
-        CheckpointError: The checkpoint is no adapter, or damaged.
+        CheckpointError: The checkpoint is not an adapter, or is damaged.
     """
     if not location.is_adapter:
         raise CheckpointError(
@@ -73,7 +73,7 @@ def adapter_to_push(location: Location, base: str) -> dict[str, Path | bytes]:
 
 
 def _is_card_of_peft(file: Path, stored_base: object, base: str) -> bool:
-    """Whether a README.md is what peft's save_pretrained writes: a form to fill in, with a path of the machine."""
+    """Return whether a README.md is the form of peft's save_pretrained, which contains a path of the machine."""
     content = read_bounded(file, "tokenizer_bytes").decode(errors="replace")
     names_it = re.search(rf"^base_model:\s*['\"]?{re.escape(str(stored_base))}['\"]?\s*$", content, re.MULTILINE)
     is_one = "# Model Card for Model ID" in content or (stored_base != base and names_it is not None)

@@ -1,4 +1,4 @@
-"""Whether the steps of a remote store are those of the run in a run directory: else one would delete the other's."""
+"""Checks that a remote store and a run directory belong to one run: else one would delete the other's steps."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from fsdp_shard.utils import parse_json, read_bounded
 
 
 def check_same_run(remote: RemoteStore, store: Store) -> None:
-    """Raise ConfigError if both have steps, which are of different runs.
+    """Raise ConfigError if both have steps, of different runs.
 
-    A step that both have has the same weights in both. Without such a step, as where each keeps other ones, what
-    trainer.json says of them is compared: the seed and the data, with which a run cannot be resumed otherwise.
+    A common step must have the same weights in both. Without one, as when each keeps different steps, the seed and the
+    data in trainer.json are compared: a run cannot be resumed with others.
 
     Args:
         remote: The remote store.

@@ -1,8 +1,8 @@
 """The steps of a run on a remote store that fsspec supports (s3://, gs://, ...): listing, uploading, deleting.
 
-As on a disk, a step is complete or absent: its manifest is written last, as one object that must not exist yet, and
-deleted first. Readers list manifests, so there is no pointer to the latest step that could be wrong. Only this module
-imports fsspec, when a store is opened.
+As on disk, a step is complete or absent: its manifest is written last, as one object that must not exist yet, and
+deleted first. Readers list manifests, so no pointer to the latest step can be wrong. Only this module imports fsspec,
+when a store is opened.
 """
 
 import os
@@ -18,23 +18,23 @@ from fsdp_shard.checkpoint.steps.step_store import BEST, parse_step, step_name
 from fsdp_shard.errors import ConfigError, FsdpShardError, RemoteError, SaveError
 from fsdp_shard.utils import missing_file_system, redact
 
-_PARTS_AT_ONCE = 2  # of 50 MB each in memory, where a large file is put in parts
+_PARTS_AT_ONCE = 2  # of 50 MB each in memory, when a large file is uploaded in parts
 _LONGEST_REASON = 300
 _ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)", re.DOTALL)
 _LOCAL = ("file", "local")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is the address of a remote store, not a local path."""
+    """Return whether `path` is the address of a remote store, not a local path."""
     return _ADDRESS.fullmatch(str(path)) is not None
 
 
 def check_remote(url: str, name: str) -> None:
-    """Raise ConfigError unless `url` is the address of a directory, without secrets.
+    """Raise ConfigError unless `url` is the address of a directory without secrets.
 
     Args:
         url: The address.
-        name: Name of the setting that has it, for errors; empty if it is no setting's.
+        name: Name of its setting, for errors; empty if it is from no setting.
     """
     match = _ADDRESS.fullmatch(url)
     prefix = f"{name}=" if name else ""
@@ -51,17 +51,17 @@ def check_remote(url: str, name: str) -> None:
 
 
 def refuse_remote(path: str, name: str, instead: str) -> None:
-    """Raise ConfigError if `path`, the value of setting `name`, is remote but has to be local; `instead` advises."""
+    """Raise ConfigError if `path`, the value of setting `name`, is remote but must be local; `instead` advises."""
     if is_remote(path):
         raise ConfigError(f"{name}={path} is a remote address, but {name} must be a local path; {instead}")
 
 
 class RemoteStore:
-    """The steps under `url`. Every method raises RemoteError, naming the address, if the server refuses or fails.
+    """The steps under `url`. Every method raises RemoteError with the address if the server refuses or fails.
 
     Args:
         url: The address of the run.
-        setting: Name of the setting that has the address, for errors; empty if it is no setting's.
+        setting: Name of the address's setting, for errors; empty if it is from no setting.
     """
 
     def __init__(self, url: str, setting: str = "checkpoint.remote") -> None:
@@ -70,33 +70,33 @@ class RemoteStore:
         self._fs, self._root = _open(self.url, f"{setting}={self.url}" if setting else self.url)
 
     def address(self, step: int, name: str = "") -> str:
-        """The address of a step, or of a file of it."""
+        """Return the address of a step or of a file in it."""
         return f"{self.url}/{step_name(step)}" + (f"/{name}" if name else "")
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """Return the committed steps, ascending."""
         return [step for step in self._all_steps() if self.has(step)]
 
     def latest(self) -> int | None:
-        """The highest committed step."""
+        """Return the highest committed step."""
         return next((step for step in reversed(self._all_steps()) if self.has(step)), None)
 
     def has(self, step: int) -> bool:
-        """Whether the step is committed."""
+        """Return whether the step is committed."""
         with self._requesting(f"{self.address(step)} cannot be checked"):
             return bool(self._fs.exists(self._path(step, MANIFEST)))
 
     def manifest(self, step: int) -> bytes:
-        """The manifest of a committed step."""
+        """Return the manifest of a committed step."""
         return self.read(step, MANIFEST)
 
     def read(self, step: int, name: str) -> bytes:
-        """The content of a small file of a step."""
+        """Read a small file of a step."""
         with self._requesting(f"{self.address(step, name)} cannot be read"):
             return bytes(self._fs.cat_file(self._path(step, name)))
 
     def best(self) -> int | None:
-        """The step that was last marked as the best."""
+        """Return the step that was last marked as the best."""
         with self._requesting(f"{self.url}/{BEST} cannot be read"):
             try:
                 content: bytes = self._fs.cat_file(f"{self._root}/{BEST}")
@@ -110,14 +110,14 @@ class RemoteStore:
             self._fs.pipe_file(f"{self._root}/{BEST}", f"{step_name(step)}\n".encode())
 
     def begin(self, step: int, manifest: bytes) -> bool:
-        """Prepare the upload of a step: what an interrupted upload left of it is deleted.
+        """Prepare the upload of a step: delete the remains of an interrupted upload.
 
         Args:
             step: The step.
             manifest: Content of its manifest.
 
         Returns:
-            Whether there is anything to upload: not if exactly this step exists already.
+            Whether there is anything to upload: False if exactly this step exists already.
 
         Raises:
             SaveError: Another step of this number exists, which is never overwritten.
@@ -136,7 +136,7 @@ class RemoteStore:
                 self._fs.put_file(str(directory / name), self._path(step, name))
 
     def commit(self, step: int, manifest: bytes, sizes: Mapping[str, int]) -> None:
-        """Upload the manifest of a step, which makes it exist, after comparing the `sizes` of its uploaded files."""
+        """Upload a step's manifest, which commits it, after comparing the `sizes` of its uploaded files."""
         found = self._sizes(step)
         for name, size in sizes.items():
             if found.get(name) != size:
@@ -147,7 +147,7 @@ class RemoteStore:
             try:
                 self._fs.pipe_file(self._path(step, MANIFEST), manifest, mode="create")
             except FileExistsError:
-                # It may be ours, if the response to a first attempt was lost.
+                # It may be ours if the response to a first attempt was lost.
                 if self.manifest(step) != manifest:
                     raise self._taken(step) from None
 
@@ -160,7 +160,7 @@ class RemoteStore:
         fault_point("remote-deleted")
 
     def clean(self, before: int) -> list[int]:
-        """Delete what interrupted uploads and deletions left of steps before `before`; returns those steps."""
+        """Delete the remains of interrupted uploads and deletions of steps before `before`; return those steps."""
         left = [step for step in self._all_steps() if step < before and not self.has(step)]
         for step in left:
             self._remove_files(step)
@@ -181,7 +181,7 @@ class RemoteStore:
         return f"{self._root}/{step_name(step)}" + (f"/{name}" if name else "")
 
     def _all_steps(self) -> list[int]:
-        """Steps of which any file exists, ascending."""
+        """List the steps with any file, ascending."""
         with self._requesting(f"{self.url} cannot be listed"):
             self._fs.invalidate_cache()
             try:
@@ -202,7 +202,7 @@ class RemoteStore:
             )
 
     def _sizes(self, step: int) -> dict[str, int]:
-        """Sizes of the files of a step, committed or not, by name."""
+        """Return the sizes of the files of a step, committed or not, by name."""
         with self._requesting(f"{self.address(step)} cannot be listed"):
             self._fs.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._fs.find(self._path(step), detail=True)
@@ -217,7 +217,7 @@ class RemoteStore:
 
     @contextmanager
     def _requesting(self, what: str) -> Iterator[None]:
-        """Raise RemoteError, without secrets, for whatever exception the library of a store raises."""
+        """Raise RemoteError, without secrets, for any exception of a store's library."""
         try:
             yield
         except FsdpShardError:
@@ -228,7 +228,7 @@ class RemoteStore:
 
 
 def _open(url: str, shown: str) -> tuple[Any, str]:
-    """The fsspec file system of a store, and the path of the directory in it. Errors begin with `shown`."""
+    """Return the fsspec file system of a store, and the path of the directory in it. Errors begin with `shown`."""
     import fsspec
 
     scheme = url.partition("://")[0]

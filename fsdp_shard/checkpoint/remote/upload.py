@@ -1,6 +1,6 @@
-"""Uploading a committed step, all ranks together: each puts some of the files, and the manifest comes last.
+"""Uploads a committed step with all ranks: each uploads some of the files, and the manifest comes last.
 
-The local step stays: the run directory is the source of an upload, and what a run resumes from first.
+The local step stays: uploads read the run directory, and a run resumes from it first.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ def upload_step(context: Communicator, remote: RemoteStore, step: int, directory
 
 
 def catch_up(context: Communicator, remote: RemoteStore, store: Store) -> int | None:
-    """Upload the latest step of a run if that was interrupted, and mark it as the best if it is; a collective.
+    """Upload the latest step of a run if its upload was interrupted, and mark it if it is the best; a collective.
 
     Returns:
         The step that was uploaded, if any.
@@ -63,7 +63,7 @@ def catch_up(context: Communicator, remote: RemoteStore, store: Store) -> int | 
 
 
 def prune_remote(remote: RemoteStore, newest: int, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Delete what interrupted uploads left, and the steps that retention does not keep; returns those steps."""
+    """Delete remains of interrupted uploads, and the steps that retention does not keep; return those steps."""
     remote.clean(newest)
     if keep_last is None:
         return []

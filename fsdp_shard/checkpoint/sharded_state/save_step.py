@@ -1,9 +1,9 @@
-"""The state of a run written to a step directory, by all ranks: each writes its own ranges only (`write_shards`).
+"""Writes a run's state to a step directory with all ranks, each only its own ranges (`write_shards`).
 
-Saving: plan, create the files, write and hash, sync, hash the chunks that several ranks wrote, commit. No rank ever
-holds more than its part plus a small buffer. All collectives are in `save_step` itself; every phase between them is
-local, and fault points name the moments in between. What a rank sends or receives does not grow with the number of
-ranks, except on rank 0, which makes the index of the rank files and the manifest of what the others report.
+A save plans, creates the files, writes and hashes, syncs, hashes the chunks that several ranks wrote, and commits. No
+rank ever holds more than its part plus a small buffer. All collectives are in `save_step` itself; the phases between
+them are local, and fault points name the moments in between. A rank's traffic does not grow with the number of ranks,
+except on rank 0, which makes the index of rank files and the manifest from the other ranks' reports.
 """
 
 import json
@@ -26,10 +26,10 @@ from fsdp_shard.errors import FsdpShardError
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a step directory holds. `trainer` and `model_files` (config, tokenizer) are needed on rank 0 only.
+    """The content of a step directory. `trainer` and `model_files` (config, tokenizer) are needed on rank 0 only.
 
-    `average` are averages of the weights, a second set of rank files in a folder of the step. `single_file` is the name
-    of the weights' file if the layout has only one. Shards are read through `reading`.
+    `average` holds averages of the weights, a second set of rank files in a folder of the step. `single_file` is the
+    name of the weight file if the layout has only one. Shards are read through `reading`.
     """
 
     weights: Mapping[str, LocalShard]
@@ -55,8 +55,8 @@ def save_step(
 
     Args:
         context: The ranks that save.
-        store: The checkpoints of the run; that of rank 0 counts.
-        step: The step, which must not be there yet.
+        store: The checkpoints of the run; rank 0's counts.
+        step: The step, which must not exist yet.
         state: This rank's part of the state.
         layout: `gathered` or `sharded`, of the weights; optimizer state and averages are always sharded.
         max_shard_bytes: Largest file of gathered weights; None for one file. A rank file is never divided.
@@ -66,13 +66,13 @@ def save_step(
 
     Raises:
         StorageError: A disk is full or fails, on any rank.
-        SaveError: The step exists already. Either way earlier steps are kept and nothing of this one is.
+        SaveError: The step exists already. In both cases earlier steps are kept, and nothing of this one.
     """
     root, save = context.broadcast_object((str(store.root), uuid.uuid4().hex))
     store = Store(Path(root))
     who = (context.rank, context.world_size, step, save)
     target = write_plan.Target(*who, max_shard_bytes, state.aliases, state.single_file)
-    # A rank may have nothing of them.
+    # A rank may hold none of them.
     has_folder = context.all_reduce([float(bool(part)) for part in (state.optimizer, state.average)], "max")
     plans = _plan(state, target, layout, [flag > 0 for flag in has_folder])
     own_bytes = sum(plan.num_bytes for plan in plans)
@@ -97,7 +97,7 @@ def save_step(
             aliases=dict(state.aliases),
         )
         run_on_main(context, lambda: _commit(store, directory, step, manifest))
-    except FsdpShardError:  # on all ranks: none writes any more
+    except FsdpShardError:  # on all ranks: all have finished writing
         if context.is_main:
             store.discard(step)
         raise
@@ -107,7 +107,7 @@ def save_step(
 def _plan(
     state: RunState, target: write_plan.Target, layout: str, has_folder: Sequence[bool]
 ) -> write_shards.RankPlans:
-    """`has_folder` is whether any rank has something of the optimizer state, and of the averages."""
+    """Plan this rank's writes. `has_folder`: whether any rank has optimizer state, and averages."""
     weights, others = write_plan.LAYOUTS[layout](state.weights, target), []
     folders = ((OPTIMIZER, state.optimizer, dict[str, str]()), (AVERAGE, state.average, target.aliases))
     for is_there, (folder, shards, aliases) in zip(has_folder, folders, strict=True):
@@ -134,7 +134,7 @@ def _commit(store: Store, directory: Path, step: int, manifest: Manifest) -> Non
 def _indexes(
     target: write_plan.Target, planned: Sequence[tuple[int, RankReport | None, RankReport | None, RankReport | None]]
 ) -> dict[str, bytes]:
-    """The indexes of the rank files that the ranks report, of weights, optimizer state and averages, by file name."""
+    """Return the indexes of the reported rank files (weights, optimizer state, averages), by file name."""
     found = {}
     for number, (folder, aliases) in enumerate(
         (("", target.aliases), (f"{OPTIMIZER}/", dict[str, str]()), (f"{AVERAGE}/", target.aliases)), start=1

@@ -1,4 +1,4 @@
-"""Which bytes this rank writes to which file, for each layout: a plan that is made before the first byte is written.
+"""Plans, for each layout, which bytes this rank writes to which file, before the first byte is written.
 
 Every rank computes the same headers and offsets from the same list of tensors, so a gathered file needs no gather: each
 rank writes its own elements at their final offset. A layout is one function here and one line in `LAYOUTS`.
@@ -17,7 +17,7 @@ from fsdp_shard.distributed import LocalShard
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What all ranks of a save agree on."""
+    """The values on which all ranks of a save agree."""
 
     rank: int
     world_size: int
@@ -30,11 +30,11 @@ class Target:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What one rank does: files it creates at full size with their headers, small files, and its own elements.
+    """One rank's writes: files that it creates at full size with their headers, small files, and its own elements.
 
-    `offsets` maps each tensor of which this rank writes something to (file, absolute byte offset of its first element).
-    With `scatters`, the rows of a box are written at their offsets in the full tensor. `report` is what the index of
-    rank files has of this rank's file, if it is one of them.
+    `offsets` maps each tensor of which this rank writes a part to (file, absolute byte offset of its first element).
+    With `scatters`, the rows of a box are written at their offsets in the full tensor. `report` is the report for the
+    index of rank files, if this rank writes one.
     """
 
     creates: list[FilePlan]
@@ -45,15 +45,15 @@ class WritePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files that this rank creates: summed over the ranks, that of the checkpoint."""
+        """Size of the files that this rank creates; their sum over the ranks is the checkpoint's size."""
         return sum(file.num_bytes for file in self.creates) + sum(map(len, self.small_files.values()))
 
     def with_files(self, files: Mapping[str, bytes]) -> "WritePlan":
-        """The plan with more small files."""
+        """Return the plan with further small files."""
         return replace(self, small_files={**self.small_files, **files})
 
     def runs(self, name: str, shard: LocalShard) -> Iterator[tuple[int, slice]]:
-        """(absolute byte offset, bytes of `shard.data` that go there), in order."""
+        """Yield (absolute byte offset, bytes of `shard.data` for it), in order."""
         offset = self.offsets[name][1]
         if shard.box is None or not self.scatters:
             yield offset, slice(0, shard.data.nbytes)
@@ -64,12 +64,12 @@ class WritePlan:
 
 
 def spec_of(name: str, shard: LocalShard) -> TensorSpec:
-    """Name, dtype and full shape of the tensor that `shard` is a part of."""
+    """Return name, dtype and full shape of the tensor of `shard`."""
     return TensorSpec(name, from_torch_name(str(shard.data.dtype)), shard.shape)
 
 
 def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
-    """One Hugging Face directory, created by rank 0, written by all."""
+    """Plan one Hugging Face directory, created by rank 0, written by all."""
     specs = [spec_of(name, shard) for name, shard in shards.items()]
     files, index = plan_gathered(specs, target.max_shard_bytes, target.aliases, target.single_file)
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
@@ -84,7 +84,7 @@ def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> Wr
 
 
 def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
-    """One file per rank, created and written by that rank; a rank that writes nothing has a file with a header only."""
+    """Plan one file per rank, which the rank creates and writes; only a header if it holds nothing."""
     pieces = [
         (spec_of(name, shard), shard.start, shard.data.numel() if shard.writes else 0) for name, shard in shards.items()
     ]
@@ -103,7 +103,7 @@ def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> Wri
 
 
 def plan_folder_writes(folder: str, shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
-    """One file per rank in a folder of the step, whatever the layout of the weights."""
+    """Plan one file per rank in a folder of the step, for any layout of the weights."""
     plan = plan_sharded_writes(shards, target)
     files = [replace(file, name=f"{folder}/{file.name}") for file in plan.creates]
     offsets = {name: (f"{folder}/{file}", offset) for name, (file, offset) in plan.offsets.items()}

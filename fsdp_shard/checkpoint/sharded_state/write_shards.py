@@ -1,4 +1,4 @@
-"""What one rank writes of a step: its ranges of files that several ranks fill, hashed as they are written.
+"""Writes one rank's part of a step: its ranges of files that several ranks fill, hashed on the way.
 
 All of it is local: `save_step` coordinates the ranks.
 """
@@ -25,17 +25,17 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, StorageError
 from fsdp_shard.utils import name_in_errors, write_file
 
-_STEP_BYTES = 4 << 20  # hashed and written at a time: whole chunks, and small enough for the last-level cache
+_STEP_BYTES = 4 << 20  # hashed and written at a time: whole chunks that fit the last-level cache
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
 Records = dict[str, FileRecord]  # file -> size and digest
-SmallParts = dict[str, tuple[int, bytes]]  # tensor -> (first byte, bytes) of a rank's part of one that is small
-# A shard and a range of its bytes -> a context that gives those bytes and keeps them from changing.
+SmallParts = dict[str, tuple[int, bytes]]  # small tensor -> (first byte, bytes) of a rank's part
+# A shard and a range of its bytes -> a context with those bytes, which keeps them from changing.
 Reading = Callable[[LocalShard, slice], AbstractContextManager[memoryview]]
 
 
 class RankPlans(NamedTuple):
-    """What one rank writes: weights, with all small files of the step, optimizer state, and averages of weights."""
+    """One rank's plans: weights with all small files of the step, optimizer state, and averages of weights."""
 
     weights: WritePlan
     optimizer: WritePlan
@@ -43,8 +43,10 @@ class RankPlans(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What one rank wrote: the digests of the chunks of weights that it holds completely, its parts of small weights
-    that it does not, and the records of the files that it made.
+    """What one rank wrote.
+
+    Digests of the weight chunks that it holds completely, its parts of small weights that it does not, and records of
+    its files.
     """
 
     digests: Digests
@@ -52,7 +54,7 @@ class Written(NamedTuple):
     records: Records
 
     def without_empty(self) -> "Written":
-        """What rank 0 needs of it: not the names of tensors of which this rank has no digest."""
+        """Return the part that rank 0 needs, without names of tensors of which this rank has no digest."""
         return self._replace(digests={name: found for name, found in self.digests.items() if found})
 
 
@@ -65,7 +67,7 @@ def create_files(directory: Path, plans: RankPlans) -> None:
 
 
 def create_file(root: Path, plan: FilePlan) -> None:
-    """Create a planned file in `root` at its full size, with all bytes that belong to no tensor."""
+    """Create a planned file in `root` at its full size, with all bytes outside tensors."""
     path = root / plan.name
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
@@ -79,11 +81,11 @@ def create_file(root: Path, plan: FilePlan) -> None:
 
 def _make_folder(path: Path) -> None:
     if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)  # another rank may have created it just now
+        path.parent.mkdir(parents=True, exist_ok=True)  # another rank may have just created it
 
 
 def read_shard(shard: LocalShard, part: slice) -> AbstractContextManager[memoryview]:
-    """The `Reading` of shards that nothing changes during the save."""
+    """Read a shard that does not change during the save; a `Reading`."""
     size = shard.data.element_size()
     return nullcontext(tensor_bytes(shard.data[part.start // size : part.stop // size].cpu()))
 
@@ -95,14 +97,14 @@ def write_ranges(
     others: tuple[Mapping[str, LocalShard], Mapping[str, LocalShard]],
     reading: Reading,
 ) -> Written:
-    """Write and fsync everything that this rank writes; each byte is read once, through `reading`.
+    """Write and fsync all of this rank's part; each byte is read once, through `reading`.
 
     Args:
         directory: The step directory, in which `create_files` has run on all ranks.
         plans: What to write.
         weights: This rank's weights.
         others: This rank's optimizer state, and averages of weights.
-        reading: Gives the bytes of a shard.
+        reading: Provides the bytes of a shard.
     """
     hashed: Digests = {name: {} for name in plans.weights.offsets}
     parts: SmallParts = {}
@@ -125,20 +127,20 @@ def write_ranges(
 
 
 def _write_file(writer: "_Writer", plan: WritePlan, shards: Mapping[str, LocalShard]) -> Records:
-    """Write this rank's file of a plan of rank files, if it has one; returns its record."""
+    """Write this rank's file of a plan of rank files, if it has one; return its record."""
     hasher = xxhash.xxh3_128(b"".join(file.header for file in plan.creates))  # at most one: this rank's
-    for name in plan.offsets:  # in file order, since the digest is of the file as a whole
+    for name in plan.offsets:  # in file order, as the digest covers the whole file
         writer.write(plan, name, shards[name], lambda start, content: hasher.update(content))
     return {file.name: FileRecord(file.num_bytes, digest=hasher.hexdigest()) for file in plan.creates}
 
 
 def hash_shared_chunks(directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard], written: Written) -> None:
-    """Add to the digests those of the chunks that start in this rank's part and that it does not hold completely.
+    """Add the digests of the chunks that start in this rank's part but that it does not hold completely.
 
-    They are read back from the files, all ranks having written theirs: those that hold a part of them, and no other.
+    These are read back after all ranks have written, only from the files that hold a part of them.
 
     Args:
-        directory: The step directory, with the index of its rank files if there are any.
+        directory: The step directory, with the index of rank files if there are any.
         plan: The plan of the weights.
         shards: This rank's weights.
         written: What `write_ranges` returned.
@@ -164,7 +166,7 @@ def hash_shared_chunks(directory: Path, plan: WritePlan, shards: Mapping[str, Lo
 def _written_index(
     directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard], names: Iterable[str]
 ) -> TensorIndex:
-    """The weights as all ranks have written them: those of rank files, or the tensors `names` of gathered ones."""
+    """Open the weights of all ranks: those of rank files, or the tensors `names` of gathered ones."""
     if not plan.scatters:
         return native_sharded.read(directory)
     entries = {}
@@ -177,7 +179,7 @@ def _written_index(
 
 
 def _started_chunks(name: str, shard: LocalShard) -> list[int]:
-    """The numbers of the chunks of a tensor whose first byte is in this rank's part."""
+    """Return the numbers of a tensor's chunks whose first byte is in this rank's part."""
     size, total = shard.data.element_size(), num_chunks(spec_of(name, shard).num_bytes)
     if shard.box is None:
         start = shard.start * size
@@ -189,9 +191,9 @@ def _started_chunks(name: str, shard: LocalShard) -> list[int]:
 def _chunk_hasher(
     name: str, shard: LocalShard, hashed: dict[int, bytes], parts: SmallParts
 ) -> Callable[[int, memoryview], None]:
-    """What hashes the bytes of a shard as they are written; those of a box are no complete chunks.
+    """Return a function that hashes a shard's bytes as they are written; boxes hold no complete chunks.
 
-    A part of a small tensor is kept, which is written at once.
+    It keeps a part of a small tensor, which is written at once.
     """
     total = spec_of(name, shard).num_bytes
 
@@ -214,7 +216,7 @@ class _Writer:
     def write(
         self, plan: WritePlan, name: str, shard: LocalShard, hash_bytes: Callable[[int, memoryview], object]
     ) -> None:
-        """Write a shard, and have its bytes hashed on the way: (first byte in the tensor, bytes)."""
+        """Write a shard, and pass its bytes to the hasher: (first byte in the tensor, bytes)."""
         file, first = plan.offsets[name][0], shard.start * shard.data.element_size()
         with self._handles.use(file) as handle, name_in_errors(self._directory / file):
             for offset, part in plan.runs(name, shard):
