@@ -1,7 +1,7 @@
-"""The model that a run began from, as its steps record it: enough to distinguish it from any other without its weights.
+"""The base model of a run as its steps record it: enough to distinguish it from any other without its weights.
 
-It is a file of its own in a step: earlier versions refuse unknown entries of manifest.json and trainer.json, but no
-file that the manifest lists.
+It is stored in a separate file of the step: earlier versions reject unknown entries of manifest.json and trainer.json,
+but accept any file that the manifest lists.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
 
 BASE_MODEL, ADAPTER_BASE = "base_model.json", "adapter_base.json"  # of a whole model, of an adapter
-TEACHER = "teacher.json"  # the same of the teacher of `objective=distill`
+TEACHER = "teacher.json"  # the same for the teacher of `objective=distill`
 _TOKENIZER = "tokenizer.json"
 _ELEMENTS = 1024
-# Entries of config.json that change no output of the model: of files, classes, generation and programs. Versions of
-# transformers write and rename them as they like.
+# Entries of config.json that do not change the model's output: files, classes, generation and programs. They vary
+# between versions of transformers.
 _NOT_COMPUTED = CLASSIFIER_ENTRIES | {
     *("transformers_version", "dtype", "torch_dtype", "use_cache", "auto_map", "tokenizer_class", "num_labels"),
     *("bos_token_id", "eos_token_id", "sep_token_id", "forced_bos_token_id", "forced_eos_token_id", "prefix"),
@@ -39,11 +39,11 @@ _NOT_COMPUTED = CLASSIFIER_ENTRIES | {
 
 @dataclass(frozen=True)
 class HeadChanges:
-    """What an adapter with a new head of a classifier changes in its base, in addition to what its tensors say.
+    """Changes that an adapter with a classifier's new head makes to its base beyond its tensors.
 
     Attributes:
-        replaced: Names of stored tensors in whose place the head is, and of others that the classifier does not have.
-        config: Entries of config.json: those of `CLASSIFIER_ENTRIES`.
+        replaced: Names of stored tensors that the head replaces, and of others that the classifier lacks.
+        config: The `CLASSIFIER_ENTRIES` of config.json.
     """
 
     replaced: tuple[str, ...]
@@ -51,22 +51,22 @@ class HeadChanges:
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes, in their order."""
+        """Class names, in order."""
         return class_names(self.config["id2label"])
 
 
 def class_names(id2label: Mapping[Any, Any]) -> list[str]:
-    """Return the names of the classes of a config's `id2label`, in their order."""
+    """Return the class names in a config's `id2label`, in order."""
     return [str(name) for _, name in sorted(id2label.items(), key=lambda entry: int(entry[0]))]
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that a run began from: its path, its fingerprint, and how an adapter's run quantized it.
+    """A run's base model: its path, its fingerprint, and how an adapter's run quantized it.
 
-    `head` is of an adapter with a new head. `adapter` is the fingerprint of an earlier adapter that it began with, and
-    `adapter_path` where that was. `config` is `computation` of its config; None in steps of earlier versions.
-    `vocabulary` is that of its tokenizer; None in those, too, and of whole models, whose steps have the tokenizer.
+    `head` is set for an adapter with a new head. `adapter` is the fingerprint of the earlier adapter that the run began
+    with, `adapter_path` its path. `config` is `computation` of its config, `vocabulary` that of its tokenizer. Both are
+    None in steps of earlier versions; `vocabulary` also for whole models, whose steps contain the tokenizer.
     """
 
     path: str
@@ -79,7 +79,7 @@ class BaseModel:
     vocabulary: str | None = None
 
     def to_json(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
@@ -97,10 +97,10 @@ def fingerprint(index: TensorIndex) -> str:
 
 
 def is_base_model(index: TensorIndex, recorded: BaseModel, directory: Path) -> bool:
-    """Whether a model is the recorded one.
+    """Return whether a model is the recorded one.
 
     Args:
-        index: The weights of the model, as they are stored.
+        index: The model's stored weights.
         recorded: The model that a step or an adapter records.
         directory: The directory with the config of the model.
     """
@@ -120,34 +120,34 @@ def _computed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vocabulary(directory: Path) -> str | None:
-    """Return a digest of the tokens in the tokenizer.json of a directory and their numbers, as any version writes them.
+    """Return a digest of the tokens and ids in a directory's tokenizer.json, the same for every version that writes it.
 
-    None without such a file, or if it has no vocabulary.
+    Return None if there is no such file or no vocabulary in it.
     """
     if not has_file(directory, _TOKENIZER):
         return None
     try:
         values = read_json(member(directory, _TOKENIZER), "tokenizer_bytes")
         tokens = values["model"]["vocab"]
-        if isinstance(tokens, list):  # of a unigram model, with scores
+        if isinstance(tokens, list):  # a unigram model, with scores
             tokens = {token: number for number, (token, _) in enumerate(tokens)}
         tokens = {**tokens, **{added["content"]: added["id"] for added in values.get("added_tokens") or ()}}
-    except (CheckpointError, KeyError, TypeError, ValueError):  # those who load it say what is wrong
+    except (CheckpointError, KeyError, TypeError, ValueError):  # loading it reports what is wrong
         return None
     return json_digest(tokens)
 
 
 def config_changes(recorded: BaseModel, directory: Path) -> list[str]:
-    """Compare the config of a model with the recorded one, entry by entry.
+    """Compare a model's config with the recorded one, entry by entry.
 
-    An entry that only one of them has is no difference: versions of transformers add, leave out and rename some.
+    Entries that only one of them has are ignored: versions of transformers add, omit and rename some.
 
     Args:
         recorded: The model that a step or an adapter records.
         directory: The directory with the config of the model.
 
     Returns:
-        `name before -> now` of each entry that changes what the model computes; none if nothing is recorded.
+        `name before -> now` for each entry that changes the computation; empty if nothing is recorded.
     """
     now = computation(directory)
     return [] if recorded.config is None or now is None else sorted(_differences(recorded.config, now, ""))
@@ -164,12 +164,12 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str)
 
 
 def _with_rotary(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a config, with those of rotary embeddings under the names that transformers had before version 5.
+    """Return a config's values, with those of rotary embeddings under their names before transformers 5.
 
-    `rope_scaling` is None where nothing is scaled: it is often added for longer texts.
+    `rope_scaling` is None without scaling; it is often added for longer texts.
     """
     rope = values.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:  # not one for each kind of layer
+    if isinstance(rope, dict) and "rope_theta" in rope:  # not a map per kind of layer
         apart = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         others = {key: value for key, value in values.items() if key != "rope_parameters"}
         scaling = {key: value for key, value in rope.items() if key not in apart}
@@ -185,13 +185,14 @@ def _with_rotary(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fingerprint_of_stacked(index: TensorIndex, directory: Path) -> str | None:
-    """The fingerprint that version 0.1.0 recorded for adapters: that of the tensors that transformers makes of the
-    stored ones (experts are stacked); None if the weights do not match the config.
+    """Return the fingerprint that version 0.1.0 recorded for adapters; None if the weights do not match the config.
+
+    It is that of the tensors that transformers makes of the stored ones, with experts stacked.
     """
     from fsdp_shard.checkpoint.keys.matching import match_names
     from fsdp_shard.models import build_on_meta, load_config
 
-    matched = replace(index, tensors=dict(index.tensors))  # which the match changes
+    matched = replace(index, tensors=dict(index.tensors))  # the match changes it
     try:
         match_names(build_on_meta(load_config(directory)), matched)
         return fingerprint(matched)
@@ -202,14 +203,14 @@ def _fingerprint_of_stacked(index: TensorIndex, directory: Path) -> str | None:
 
 
 def read_base_model(directory: Path, files: Sequence[str] = (ADAPTER_BASE, BASE_MODEL)) -> BaseModel | None:
-    """Read what a step, or an adapter copied out of one, records of its base model.
+    """Read the base model that a step, or an adapter copied from one, records.
 
     Args:
         directory: The step or the adapter.
-        files: Names of the file; the first that is there is read.
+        files: Possible names of the file; the first one found is read.
 
     Returns:
-        The model; None if nothing is recorded, as by earlier versions and other programs.
+        The model; None if none is recorded, as by earlier versions and other programs.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -219,7 +220,7 @@ def read_base_model(directory: Path, files: Sequence[str] = (ADAPTER_BASE, BASE_
         return None
     path = member(directory, name)
     document = read_json(path)
-    if document == {}:  # an adapter that was made without loading a model
+    if document == {}:  # an adapter made without loading a model
         return None
     values = document if isinstance(document, dict) else {}
     texts: list[Any] = [values.get("path"), values.get("fingerprint"), values.get("quantize", "none")]
@@ -249,7 +250,7 @@ def _head_of(path: Path, value: Any) -> HeadChanges:
 
 
 def _is_classifier(config: dict[str, Any]) -> bool:
-    """Whether entries of a config name the class of a model, its classes and its padding token."""
+    """Return whether config entries name the model class, its labels and its padding token."""
     if config.keys() != CLASSIFIER_ENTRIES:
         return False
     architectures, names, padding = config["architectures"], config["id2label"], config["pad_token_id"]

@@ -1,7 +1,7 @@
-"""`convert`: the weights of any checkpoint that can be read, written in another layout, size or dtype.
+"""`convert`: writes the weights of any readable checkpoint in another layout, size or dtype.
 
-Plans every file first, then streams; imports neither torch nor transformers unless it casts, reads GGUF, or compares
-the tensors with a config: one that is given, or seems to tie other tensors. The target appears complete or not at all.
+Plans every file first, then streams. Imports torch and transformers only to cast, to read GGUF, or to compare the
+tensors with a config that is passed or seems to tie other tensors. The target appears complete or not at all.
 """
 
 import os
@@ -61,21 +61,21 @@ _STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         source_format: Format of the source.
         target_format: Format of the target.
         num_tensors: Number of tensors written.
-        num_bytes: Their size as written.
+        num_bytes: Their written size.
         seconds: Duration.
-        peak_memory_bytes: Peak of the resident memory of the process.
+        peak_memory_bytes: Peak resident memory of the process.
         verified: Whether the target was read back and compared.
         left_out: Number of tensors in the source that are not weights, by kind: `optimizer`, `adapter`, `other`.
-        notes: Lines about what an adapter's settings leave out, about tensors that the model of `config=` has not, and
-            about those that stay in float32.
-        source: What was converted, as `Location.to_json` has it: a run may have a later step by now.
-        warnings: Why nothing would load what was written, as its config ties other tensors; said on standard error too.
+        notes: Lines about tensors that an adapter's settings drop, that the model of `config=` lacks, or that stay
+            in float32.
+        source: The converted checkpoint, as in `Location.to_json`: a run may have a later step by now.
+        warnings: Why the target cannot be loaded, as its config ties other tensors; also printed to standard error.
     """
 
     source_format: str
@@ -91,7 +91,7 @@ class ConvertReport:
     warnings: tuple[str, ...] = ()
 
     def describe(self, target: str) -> str:
-        """What was converted, left out and checked, as text; `target` is the directory."""
+        """Describe what was converted, dropped and checked; `target` is the directory."""
         left_out = [f"left out: {format_count(count, f'{kind} tensor')}" for kind, count in self.left_out.items()]
         lacking = (
             "no config.json was found with the weights: give config=PATH (a directory or hub id) for a whole model"
@@ -130,11 +130,11 @@ def convert(
         dtype: Type to cast floating-point tensors to, a name such as "bfloat16" or a torch dtype; None to keep theirs.
         verify, sync: Read the target back and compare it; wait until everything is on the disk.
         overwrite: Replace an existing checkpoint at `target`.
-        base, config, tokenizer: Model directories or hub ids to use instead of what the source names or has.
+        base, config, tokenizer: Model directories or hub ids to use instead of the source's.
         dequantize: Write fp8 weights with block scales, and MXFP4, in floating point: in `dtype`, or config.json's.
 
     Returns:
-        What was written. When an error is raised, the target is what it was before.
+        The report. After an error, the target is unchanged.
 
     Raises:
         ConfigError: The arguments are wrong.
@@ -165,10 +165,10 @@ def convert(
 
 
 def convert_location(source: Location, target: Path) -> ConvertReport:
-    """Convert what was located to a Hugging Face directory, even if its path leads to something else by now.
+    """Convert a located checkpoint to a Hugging Face directory, even if its path leads elsewhere by now.
 
     Raises:
-        CheckpointError: The source is damaged or was deleted, or there is something at `target`.
+        CheckpointError: The source is damaged or was deleted, or `target` exists.
         SaveError: The target could not be written.
     """
     settings = ConvertSettings(source=source.path, target=str(target))
@@ -176,17 +176,17 @@ def convert_location(source: Location, target: Path) -> ConvertReport:
 
 
 def check_conversion(settings: ConvertSettings) -> None:
-    """Raise an error if nothing can be written where the target is to be, or to the hub.
+    """Raise an error if the target or the hub cannot be written.
 
-    With `push_to`, the headers of the source are read, and then the repository is created if it does not exist, so that
-    no conversion is wasted.
+    With `push_to`, the source's headers are read and the repository is created if it does not exist, so that no
+    conversion is wasted.
 
     Raises:
         ConfigError: The directory of the target cannot be written, there is no token for the hub, or the repository is
-            public and that was not asked for.
+            public and the settings do not ask for that.
         CheckpointError, ModelError: With `push_to`: the source cannot be read, has no config, or the target must not be
             replaced.
-        RemoteError: The hub refuses the token or the repository, or cannot be reached.
+        RemoteError: The hub rejects the token or the repository, or cannot be reached.
 
     Example:
         >>> fs.check_conversion(config)  # doctest: +SKIP
@@ -199,7 +199,7 @@ def check_conversion(settings: ConvertSettings) -> None:
 
 
 def run_conversion(settings: ConvertSettings) -> ConvertReport:
-    """Convert as the settings of `fsdp-shard convert` say; see `convert`.
+    """Convert with the settings of `fsdp-shard convert`; see `convert`.
 
     Example:
         >>> fs.run_conversion(config).num_tensors  # doctest: +SKIP
@@ -213,11 +213,11 @@ def _find(settings: ConvertSettings) -> Location:
 
 
 def _check(settings: ConvertSettings, source: Location) -> None:
-    """Raise an error if this can be seen to fail before anything is written."""
+    """Raise the errors that can be detected before anything is written."""
     with source.model_index as stored, _to_write(stored, settings) as index:
         _refuse(settings, source, index)
         _compare_with_named(settings, source, index)
-        check_model_config(source.directory)  # without a config, nobody could load what is pushed
+        check_model_config(source.directory)  # without a config, nobody could load the pushed model
 
 
 def _refuse(settings: ConvertSettings, source: Location, index: TensorIndex) -> None:
@@ -228,10 +228,10 @@ def _refuse(settings: ConvertSettings, source: Location, index: TensorIndex) -> 
 
 
 def _compare_with_named(settings: ConvertSettings, source: Location, index: TensorIndex) -> list[str]:
-    """Compare the tensors with a config that was not saved with them; lines about those that its model does not have.
+    """Compare the tensors with a config passed by the user; return lines about those that its model lacks.
 
     Raises:
-        CheckpointError: They are of another model, and nothing could load what would be written.
+        CheckpointError: They belong to another model, so the target could not be loaded.
     """
     if settings.config is None:
         return []
@@ -244,10 +244,10 @@ def _compare_with_named(settings: ConvertSettings, source: Location, index: Tens
 
 
 def _wrong_ties(settings: ConvertSettings, index: TensorIndex, ties: Mapping[str, str]) -> list[str]:
-    """What loading would refuse because config.json ties tensors that are different, or none where one is missing.
+    """Return the errors of loading if config.json ties different tensors, or none where one is missing.
 
-    It is a warning, as the config can be corrected in what is written. Everything else that loading refuses is found by
-    `verify`: building the model takes longer than many a conversion.
+    They are warnings, as the written config can be corrected. `verify` finds all other errors of loading: building the
+    model takes longer than many conversions.
     """
     if settings.config is not None or not may_contradict(index, index.model_directory, ties):
         return []
@@ -305,7 +305,7 @@ class ConversionPlan:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Size of all tensors as written."""
+        """Written size of all tensors."""
         return sum(move.target.num_bytes for move in self.moves)
 
 
@@ -335,13 +335,13 @@ def plan_conversion(index: TensorIndex, settings: ConvertSettings) -> Conversion
 
 
 def _is_copied(index: TensorIndex, target: TensorSpec) -> bool:
-    """Whether a tensor has bytes that are copied as they are, in long runs."""
+    """Return whether a tensor's bytes are copied unchanged, in long runs."""
     entry = index.tensors[target.name]
     return target.dtype == entry.dtype and target.num_elements > 0 and entry.is_in_long_runs
 
 
 def _to_write(index: TensorIndex, settings: ConvertSettings) -> TensorIndex:
-    """`index` dequantized if that is asked for, with a tensor of each name that readers of the format look for."""
+    """Return `index`, dequantized if requested, with a tensor for each name that readers of the format expect."""
     if settings.dequantize:
         index = dequantize_weights(index, None if settings.dtype == "keep" else from_torch_name(settings.dtype))
     else:
@@ -350,7 +350,7 @@ def _to_write(index: TensorIndex, settings: ConvertSettings) -> TensorIndex:
 
 
 def _ties(index: TensorIndex, format: str) -> dict[str, str]:
-    """Every tied name that can be known: {alias: kept}."""
+    """Return every tied name that can be known: {alias: kept}."""
     side = index.model_directory
     aliases = index.aliases | stored_twice(index, side)
     return aliases | absent_ties(index, side) if writer(format).LISTS_TIED_NAMES else aliases
@@ -388,7 +388,7 @@ def _write(
 
 
 def _known_digests(index: TensorIndex) -> dict[str, tuple[str, ...]]:
-    """The chunk digests of the source's manifest, except for tensors that are decoded, as by merging an adapter."""
+    """Return the chunk digests in the source's manifest, without tensors that are decoded, as by merging an adapter."""
     manifest = index.manifest()
     if manifest is None:
         return {}
@@ -397,9 +397,9 @@ def _known_digests(index: TensorIndex) -> dict[str, tuple[str, ...]]:
 
 
 def _refuse_damage(index: TensorIndex) -> None:
-    """Compare what decoded tensors are made of with the manifests of its files: `move_tensors` sees none of it.
+    """Compare the sources of decoded tensors with the manifests of their files: `move_tensors` does not see them.
 
-    That is read once more for it: a digest is of a whole chunk, and a decoder reads any range.
+    They are read a second time, because digests cover whole chunks and a decoder reads any range.
     """
     for part, names in index.decoded_from():
         known = _known_digests(part)
@@ -412,9 +412,9 @@ def _refuse_damage(index: TensorIndex) -> None:
 
 
 def _written_dtype(index: TensorIndex, plan: ConversionPlan) -> str | None:
-    """torch's name of the floating-point type that takes most bytes; None if there is none.
+    """Return torch's name of the floating-point type with the most bytes; None if there is none.
 
-    None for quantized weights, too: those bytes may be of scales, and config.json has the dtype of the computation.
+    Also None for quantized weights: those bytes may be scales, and config.json has the dtype of the computation.
     """
     if quantization(index) is not None:
         return None
@@ -433,7 +433,7 @@ def _manifest(index: TensorIndex, plan: ConversionPlan, root: Path, names: list[
 
 
 def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
-    """Inode, size and modification time of each source file, an adapter's too, which show whether it has changed."""
+    """Return inode, size and modification time of each source file, an adapter's too, to detect changes."""
     paths = {path for read in (index, *(part for part, _ in index.decoded_from())) for path in read.files()}
     found = {str(path): path.stat() for path in paths}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
@@ -445,7 +445,7 @@ def _refuse_part(index: TensorIndex) -> None:
 
 
 def _refuse_mixed(index: TensorIndex) -> None:
-    """Refuse rank files of another save than their index, where no digests of tensors would show it, as in ema/."""
+    """Reject rank files of another save than their index where no tensor digests would show it, as in ema/."""
     if not index.headers or index.manifest() is not None:
         return
     described = read_shard_index(index.root)
@@ -460,7 +460,7 @@ def _refuse_mixed(index: TensorIndex) -> None:
 
 
 def _refuse_cast(index: TensorIndex, dtype: str) -> None:
-    """Refuse to cast the scales of quantized weights, on which each weight depends, or what they are computed from."""
+    """Reject a cast of the scales of quantized weights, on which each weight depends, or of their inputs."""
     if dtype != "keep" and (method := quantization(index)) is not None:
         raise CheckpointError(
             f"{index.path} is quantized ({method}), and dtype={dtype} would cast its scales or what they are "
@@ -470,7 +470,7 @@ def _refuse_cast(index: TensorIndex, dtype: str) -> None:
 
 
 def _check_target(target: Path, index: TensorIndex, replaced: Collection[str] | None) -> None:
-    """Refuse a target that would destroy anything but weights and `replaced` files; None if it must not exist."""
+    """Reject a target with anything but weights and `replaced` files; None if it must not exist."""
     atomicity.recover(target)
     if index.root.resolve().is_relative_to(target.resolve()) and index.root.resolve() != target.resolve():
         raise CheckpointError(f"{target} contains the source {index.root}; give another target.")
@@ -493,13 +493,13 @@ def _check_target(target: Path, index: TensorIndex, replaced: Collection[str] | 
 
 
 def _other_files(target: Path, replaced: Collection[str]) -> list[str]:
-    """What a checkpoint directory holds that is neither weights nor `replaced` files."""
+    """List the contents of a checkpoint directory that are neither weights nor `replaced` files."""
     extras: list[str] = []
     try:
         with open_weights(target) as index:
             known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
             extras = [format_count(extra.num_tensors, f"{kind} tensor") for kind, extra in index.extras.items()]
-    except CheckpointError:  # a damaged checkpoint may be replaced too: its weights are recognized by their names
+    except CheckpointError:  # a damaged checkpoint may be replaced, too: file names show its weights
         files = (entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir())
         known = {name for name in files if not name.startswith(_STATES)}
     known |= {MANIFEST, INDEX_FILE, SHARD_INDEX, DCP_METADATA, "pytorch_model.bin.index.json", *replaced}

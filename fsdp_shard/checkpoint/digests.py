@@ -1,8 +1,8 @@
-"""Digests of tensors, which do not depend on how a tensor is split into files, and of the bytes around them.
+"""Digests of tensors, independent of how they are split into files, and of the bytes around them.
 
 A tensor's digest is a tree of two levels: xxh3_128 over its dtype, its shape and the xxh3_128 of each CHUNK_BYTES of
-its logical bytes (row-major, little-endian). So the same weights have the same digest in every layout and format,
-chunks can be hashed in any order on any rank, and damage is located to within one chunk. Detects accidents, not
+its logical bytes (row-major, little-endian). The same weights therefore have the same digest in every layout and
+format, any rank can hash chunks in any order, and damage is located to within one chunk. Digests detect accidents, not
 forgery: xxh3 is not a cryptographic hash.
 """
 
@@ -26,18 +26,18 @@ CHUNK_BYTES = 1 << 20
 
 
 def chunk_digest(data: Any) -> bytes:
-    """The digest of one chunk (any buffer), 16 bytes."""
+    """Return the digest of one chunk (any buffer), 16 bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
 def tensor_digest(dtype: str, shape: Sequence[int], chunk_digests: Sequence[bytes]) -> str:
-    """The digest of a tensor, 32 hex digits, from those of its chunks in order."""
+    """Return the digest of a tensor, 32 hex digits, from those of its chunks in order."""
     start = f"{dtype} {','.join(map(str, shape))}\0".encode()
     return xxhash.xxh3_128_hexdigest(start + b"".join(chunk_digests))
 
 
 def num_chunks(num_bytes: int) -> int:
-    """Number of chunks of a tensor."""
+    """Return the number of chunks of a tensor."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
@@ -69,12 +69,12 @@ def describe_chunk(index: TensorIndex, name: str, number: int) -> str:
 
 
 def chunk_digests(data: memoryview, start: int, num_bytes: int) -> dict[int, bytes]:
-    """The digests of the chunks that are completely in `data`, a part of a tensor.
+    """Return the digests of the chunks that lie completely in `data`, a part of a tensor.
 
     Args:
         data: Logical bytes of the tensor.
-        start: The first of them, as a position in the tensor.
-        num_bytes: Size of the tensor, which ends its last chunk.
+        start: Position of the first one in the tensor.
+        num_bytes: Size of the tensor, where its last chunk ends.
 
     Returns:
         {chunk number: digest}, in order.
@@ -86,13 +86,13 @@ def chunk_digests(data: memoryview, start: int, num_bytes: int) -> dict[int, byt
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a whole file, 32 hex digits: for the small files that are not weights."""
+    """Return the digest of a whole file, 32 hex digits; for small files that are not weights."""
     with os.fdopen(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def header_digest(path: Path) -> str:
-    """The digest of a safetensors file's first bytes, up to where its tensors begin."""
+    """Return the digest of a safetensors file's first bytes, up to where its tensors begin."""
     with os.fdopen(open_regular(path), "rb") as file:
         hasher = xxhash.xxh3_128(start := file.read(8))
         hasher.update(file.read(min(int.from_bytes(start, "little"), limits().metadata_bytes)))
@@ -100,10 +100,10 @@ def header_digest(path: Path) -> str:
 
 
 def frame_digest(path: Path, owned: Iterable[tuple[int, int]]) -> str:
-    """The digest of a weight file's bytes that no tensor owns, in file order; `owned` are the ranges [start, stop) of
-    tensors.
+    """Return the digest of a weight file's bytes outside the `owned` ranges [start, stop) of tensors, in file order.
 
-    Of a safetensors file that is its header: then it equals `header_digest`. It is what manifests record as such.
+    For a safetensors file these bytes are the header, so that it equals `header_digest`; manifests record it under that
+    name.
     """
     hasher, position = xxhash.xxh3_128(), 0
     with os.fdopen(open_regular(path), "rb") as file:
@@ -118,17 +118,17 @@ def frame_digest(path: Path, owned: Iterable[tuple[int, int]]) -> str:
 
 
 def record_file(path: Path) -> FileRecord:
-    """The manifest's record of a file whose bytes no tensor digest covers."""
+    """Return the manifest record of a file that no tensor digest covers."""
     return FileRecord(path.stat().st_size, digest=file_digest(path))
 
 
 def record_plan(plan: FilePlan) -> FileRecord:
-    """The manifest's record of a planned file, whose tensors have digests of their own."""
+    """Return the manifest record of a planned file, whose tensors have their own digests."""
     return FileRecord(plan.num_bytes, header_digest=chunk_digest(plan.header).hex())
 
 
 def record_tensor(spec: TensorSpec, chunks: Mapping[int, bytes]) -> TensorRecord:
-    """The manifest's record of a tensor, from the digests of its chunks by number: all of them, in any order."""
+    """Return the manifest record of a tensor from the digests of all of its chunks by number, in any order."""
     assert sorted(chunks) == list(range(num_chunks(spec.num_bytes))), f"chunks of {spec.name} are missing"
     ordered = [chunks[number] for number in sorted(chunks)]
     digest = tensor_digest(spec.dtype, spec.shape, ordered)
@@ -136,7 +136,7 @@ def record_tensor(spec: TensorSpec, chunks: Mapping[int, bytes]) -> TensorRecord
 
 
 def chunk_jobs(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[TensorEntry, range]]:
-    """The numbers of the chunks of tensors, in groups for threads to work on."""
+    """Yield the numbers of the chunks of tensors, in groups for threads to work on."""
     for entry in index.tensors.values():
         if entry.name in names:
             total = num_chunks(entry.num_bytes)
@@ -147,4 +147,4 @@ def chunk_jobs(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[Ten
 # Smaller tensors are spread over the files of many ranks, so one rank hashes all of them: of those that it saves, the
 # others send it their parts.
 SMALL_BYTES = 64 << 10
-JOB_CHUNKS = 32  # so that several threads work on one large tensor
+JOB_CHUNKS = 32  # lets several threads work on one large tensor

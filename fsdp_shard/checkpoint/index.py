@@ -1,6 +1,6 @@
 """The tensor index: every tensor of a checkpoint with its dtype, its shape and the pieces of files that hold it.
 
-Formats build it from headers alone, and everything that reads weights reads them through it.
+Formats build it from headers alone, and all weights are read through it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(repr=False)
 class TensorIndex:
-    """The weights of one checkpoint. A context manager: files that were read from stay open until `close`.
+    """The weights of one checkpoint. A context manager: files stay open after reading until `close`.
 
     Example:
         >>> with open_checkpoint("outputs/run") as index:
@@ -35,17 +35,17 @@ class TensorIndex:
         root: The directory of the files.
         format: Name of the format.
         tensors: The stored tensors by name, in file order.
-        aliases: Tied name -> the name under which it is stored; readers take either.
-        metadata: What else the format says.
-        step: The training step, if the checkpoint records it.
-        world_size: Number of ranks that wrote it, if it records that.
+        aliases: Tied name -> the name under which it is stored; readers accept either.
+        metadata: Other metadata of the format.
+        step: The training step, if recorded.
+        world_size: Number of ranks that wrote it, if recorded.
         extras: Tensors that are not weights, by kind: `optimizer`, `adapter`, `other`.
         side: The directory with config and tokenizer, if it is not `root`.
         file: The file, if a single one was named.
-        parts: The indexes that this one was made of; they are closed with it.
-        notes: What was left out when it was made, a line each.
-        replicas: Pieces that hold what pieces of `tensors` hold, too; they are not read.
-        headers: What the headers of its files must be, where they were not read: each is compared when it is opened.
+        parts: The indexes that this one combines; they are closed with it.
+        notes: What was dropped when it was made, one line each.
+        replicas: Pieces that duplicate pieces of `tensors`; they are not read.
+        headers: Expected headers of files that were not read: each is compared when its file is opened.
     """
 
     root: Path
@@ -75,16 +75,16 @@ class TensorIndex:
 
     @property
     def path(self) -> Path:
-        """The file that was named, else the directory: for messages."""
+        """The file if one was named, else the directory; for messages."""
         return self.file or self.root
 
     @property
     def model_directory(self) -> Path:
-        """The directory that has config and tokenizer, if there are any."""
+        """The directory with config and tokenizer, if there are any."""
         return self.side or self.root
 
     def manifest(self) -> Manifest | None:
-        """Read manifest.json; None if there is none, or a single file was named, as it describes the directory."""
+        """Read manifest.json; None if there is none, or if a single file was named: it describes the directory."""
         return read_manifest(self.root) if self.file is None else None
 
     @property
@@ -108,11 +108,11 @@ class TensorIndex:
         return sum(entry.num_bytes for entry in self.tensors.values())
 
     def files(self) -> list[Path]:
-        """The files that hold the tensors, sorted."""
+        """Return the files that hold the tensors, sorted."""
         return sorted(self.root / name for name in self._file_names())
 
     def entry(self, name: str) -> TensorEntry:
-        """The entry of a tensor, or of the one it is tied to; raises CheckpointError if there is neither."""
+        """Return the entry of a tensor, or of the one it is tied to; CheckpointError if there is neither."""
         found = self.tensors.get(self.aliases.get(name, name))
         if found is None:
             raise CheckpointError(f"{self.root} has no tensor {name}{nearest(name, self.names)}.")
@@ -159,20 +159,20 @@ class TensorIndex:
         self.reader.read_into(entry, start, view)
 
     def spans(self, name: str, start: int, stop: int) -> list[Span]:
-        """The bytes of files that hold the flat elements [start, stop) of a tensor, in order."""
+        """Return the file bytes that hold the flat elements [start, stop) of a tensor, in order."""
         return self.reader.spans(self.entry(name), start, stop)
 
     def decoded_from(self) -> Iterator[tuple[TensorIndex, list[str]]]:
-        """Each of `parts`, and of theirs, with the names of its tensors that this index does not have as they are.
+        """Return each of `parts`, recursively, with the names of its tensors that this index does not hold unchanged.
 
-        They are those that others are made of, such as the factors of an adapter, and the weights that it changes.
+        Other tensors are computed from these, such as an adapter's factors and the weights that it changes.
         """
         for part in self.parts:
             yield part, [name for name, entry in part.tensors.items() if self.tensors.get(name) is not entry]
             yield from part.decoded_from()
 
     def finish_checksums(self) -> None:
-        """Compare the CRCs that files have of the tensors, reading of them what was not read yet.
+        """Compare the CRCs that files hold of the tensors; reads the bytes that were not read yet.
 
         Raises:
             CheckpointError: A file is damaged.
@@ -182,10 +182,10 @@ class TensorIndex:
                 self.reader.finish_checksum(piece)
 
     def remember_files(self) -> None:
-        """Take the files for the ones to read: what replaces one later is refused, even if it was never opened.
+        """Fix the files to read: a later replacement is rejected, even if the file was never opened.
 
         Raises:
-            CheckpointError: One is missing, or is of another save than the index of its directory.
+            CheckpointError: A file is missing, or of another save than the index of its directory.
         """
         for name in self._file_names(decoded=not self.parts):
             self.reader.files.remember(name)
@@ -193,7 +193,7 @@ class TensorIndex:
             part.remember_files()
 
     def _file_names(self, *, decoded: bool = True) -> set[str]:
-        """The files of all pieces, or of those without a codec: with `parts`, a codec may read files of these."""
+        """Return the files of all pieces, or of those without a codec: a codec may read files of `parts`."""
         found: set[str] = set()
         for entry in self.tensors.values():
             if isinstance(entry.pieces, PieceTable):
@@ -218,5 +218,5 @@ class TensorIndex:
 
 
 def aliases_in(metadata: Mapping[str, str], tensors: Mapping[str, object]) -> dict[str, str]:
-    """Tied names in the `__metadata__` that `safetensors.torch.save_model` writes: {alias: kept name}."""
+    """Return the tied names in the `__metadata__` of `safetensors.torch.save_model`: {alias: kept name}."""
     return {alias: kept for alias, kept in metadata.items() if kept in tensors and alias not in tensors}

@@ -1,4 +1,4 @@
-"""Locates what a path names: a run, a checkpoint of any format, a model, a remote address, a hub id."""
+"""Locates a path's target: a run, a checkpoint of any format, a model, a remote address, a hub id."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, Store
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 
-# Looser than `is_hub_id`: of a name that is read, the hub itself says what is wrong.
+# Looser than `is_hub_id`: the hub itself reports what is wrong with a name to read.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Location:
-    """What a path leads to. A command locates a path once and hands this on; each index in it is opened once, too.
+    """The target of a path. A command locates a path once and passes this on; each index in it is also opened once.
 
     It can be pickled for other processes, which open the files themselves.
 
     Attributes:
-        path: The path as it was given.
+        path: The path as passed.
         weights: The directory or file that holds the weights, on this machine.
         format: Name of their format; None if nothing in `weights` is recognized as weights.
         side: The directory with config and tokenizer, if it is not that of the weights.
-        step: The training step, if the name of a directory has it.
-        base_path: Path or hub id of an adapter's base model; None for that in its adapter_config.json.
-        config_path: Path or hub id of the model whose config is used; None for that of the weights' own directory.
+        step: The training step, if a directory name contains it.
+        base_path: Path or hub id of an adapter's base model; None for the one in adapter_config.json.
+        config_path: Path or hub id of the model with the config; None for the weights' own directory.
         tokenizer_path: The same for the tokenizer.
-        fetch_weights: Whether weights of a base model on the hub are downloaded.
+        fetch_weights: Whether a base model's weights are downloaded from the hub.
     """
 
     path: str
@@ -80,23 +80,23 @@ class Location:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # no open index
 
     def to_json(self) -> dict[str, Any]:
-        """This location for another process of the same machine; `from_json` is the opposite."""
+        """Serialize this location for another process on the same machine; `from_json` is the inverse."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in self.__getstate__().items()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Location:
-        """The location that `to_json` has described."""
+        """Return the location from the result of `to_json`."""
         paths = {name: Path(values[name]) for name in ("weights", "side") if values[name] is not None}
         return cls(**{**values, **paths})
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the weights are those of a peft adapter, to be merged into a base model."""
+        """Whether the weights are a peft adapter, to be merged into a base model."""
         return self.format == peft.NAME
 
     @cached_property
     def new_head(self) -> HeadChanges | None:
-        """What else an adapter with a new head of a classifier changes; None for all else."""
+        """Further changes by an adapter with a classifier's new head; None for all others."""
         recorded = read_base_model(self.weights) if self.is_adapter else None
         return None if recorded is None else recorded.head
 
@@ -119,7 +119,7 @@ class Location:
 
     def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
         file = self.weights / peft.ADAPTER_CONFIG
-        is_ours = has_file(self.weights, MANIFEST)  # which has a digest of that file
+        is_ours = has_file(self.weights, MANIFEST)  # it has a digest of that file
         return CheckpointError(
             f"{self.weights} is an adapter of {path}, which cannot be read: {error} Give its base model with base=PATH "
             f"in generate, evaluate and convert, with --base in verify and diff"
@@ -128,7 +128,7 @@ class Location:
 
     @cached_property
     def model_directory(self) -> Path:
-        """The directory that the config is expected in; that of a GGUF file is made from its metadata."""
+        """The expected directory of the config; a GGUF file's is made from its metadata."""
         if self.is_adapter:
             base = self.base
             if self.new_head is None or self.config_path is not None or not has_file(base.model_directory, CONFIG):
@@ -144,12 +144,12 @@ class Location:
 
     @property
     def _config_directory(self) -> Path:
-        """The directory of the weights, or `side`, that config and tokenizer are expected in."""
+        """The expected directory of config and tokenizer: that of the weights, or `side`."""
         return self.side or (self.weights if self.weights.is_dir() else self.weights.parent)
 
     @property
     def directory(self) -> Path:
-        """The directory with the model's config; raises ModelError if there is no usable config."""
+        """The directory with the model's config; ModelError if there is no usable config."""
         model, home = self.base if self.is_adapter else self, self.model_directory
         if model.format is not None and not has_file(home, CONFIG):
             raise ModelError(
@@ -162,13 +162,13 @@ class Location:
             raise ModelError(
                 f"{model.weights} is no file of weights; give a model directory, a checkpoint or a hub id."
             )
-        list_model_files(home)  # refuses links that lead out of it, which transformers would follow
+        list_model_files(home)  # rejects links out of it, which transformers would follow
         check_model_config(home)
         return home
 
     @property
     def tokenizer(self) -> Path:
-        """The directory with the tokenizer; raises ModelError if it is that of the config, and there is none."""
+        """The directory with the tokenizer; ModelError if it is that of the config and has none."""
         if self.tokenizer_directory == self.model_directory:
             return self.directory
         list_model_files(self.tokenizer_directory)
@@ -176,8 +176,10 @@ class Location:
 
     @cached_property
     def tokenizer_directory(self) -> Path:
-        """The directory that the tokenizer is expected in: the one that is named, that of an adapter or of weights
-        without a config if they have one, else that of the config.
+        """The expected directory of the tokenizer.
+
+        It is the one passed, else that of an adapter or of weights without a config if they have one, else that of the
+        config.
         """
         if self.tokenizer_path is not None:
             directory = _locate_named("tokenizer", self.tokenizer_path).tokenizer_directory
@@ -192,18 +194,18 @@ class Location:
         return self.model_directory
 
     def completed(self, config: str | None, tokenizer: str | None) -> Location:
-        """The same weights, with this config if they have none, and this tokenizer if one is given."""
+        """Return the same weights, with this config if they have none, and this tokenizer if one is passed."""
         if config is None or has_file(self.model_directory, CONFIG):
             config = self.config_path
         return dataclasses.replace(self, config_path=config, tokenizer_path=tokenizer or self.tokenizer_path)
 
     def based_on(self, base: str | None) -> Location:
-        """The same weights, on this base model if they are an adapter and one is given."""
+        """Return the same weights; an adapter gets this base model if one is passed."""
         return dataclasses.replace(self, base_path=base) if base is not None and self.is_adapter else self
 
     @cached_property
     def model_files(self) -> dict[str, Path]:
-        """The model's files other than weights, by name: config, tokenizer, license; none if there are none."""
+        """The model's files other than weights, by name, such as config, tokenizer and license."""
         files = list_model_files(self.model_directory)
         if self.tokenizer_directory == self.model_directory:
             return files
@@ -211,7 +213,7 @@ class Location:
 
     @cached_property
     def index(self) -> TensorIndex:
-        """The stored tensors: of an adapter, its own; raises CheckpointError."""
+        """The stored tensors, for an adapter its own; raises CheckpointError."""
         if self._config_directory.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
             list_model_files(self._config_directory)
         is_alone = self.config_path is not None and not self.is_adapter
@@ -232,13 +234,13 @@ class Location:
         return merge_adapter(adapter, base, self.model_directory)
 
     def check_dequantizable(self) -> str | None:
-        """Check that the weights, those that are here or according to the config, are or can be made plain numbers.
+        """Check that the weights, by the tensors here or the config, are plain or can be dequantized.
 
         Returns:
-            The method that they are quantized by, such as fp8; None if they are not.
+            The method that quantized them, such as fp8; None if they are plain.
 
         Raises:
-            CheckpointError: `convert dequantize=true` does not know the method.
+            CheckpointError: `convert dequantize=true` does not support the method.
         """
         has_weights = self.format is not None and not self.is_adapter
         method = quantization(self.index) if has_weights else configured_quantization(self.model_directory)
@@ -247,8 +249,9 @@ class Location:
         return method
 
     def file_states(self) -> list[tuple[str, int, int]]:
-        """Name, bytes and modification time (ns) of each file that defines the model: weights, config, tokenizer, and
-        for an adapter those of its base. They differ if the model was changed.
+        """Return name, size and modification time (ns) of the files that define the model; they differ after a change.
+
+        These are weights, config, tokenizer, and for an adapter those of its base.
         """
         directory = self.weights if self.is_adapter else self.model_directory
         config = [directory / peft.ADAPTER_CONFIG] if has_file(directory, peft.ADAPTER_CONFIG) else []
@@ -268,23 +271,23 @@ def locate(
     tokenizer: str | os.PathLike[str] | None = None,
     fetch_weights: bool = True,
 ) -> Location:
-    """Locate what a path names. Opens no weights; downloads what is on a remote store or the hub.
+    """Locate the target of a path. Opens no weights; downloads from a remote store or the hub.
 
     Args:
         path: A run (its latest step), a step of one (RUN@best, RUN@latest, RUN@step-400), a checkpoint of any format, a
             model directory, a weight file, the address of a run or a step on a remote store, or a hub id.
         gguf_file: Name of the GGUF file in a directory or hub repository.
-        base: Base model of an adapter, if it is not the one that adapter_config.json names.
-        config: The model whose config to use, for weights that have none, or instead of theirs.
+        base: Base model of an adapter, if it is not the one in adapter_config.json.
+        config: The model whose config to use, for weights without one or instead of theirs.
         tokenizer: The model whose tokenizer to use.
         fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
 
     Returns:
-        The location. That there are neither weights nor a config is an error only when they are used.
+        The location. Missing weights and a missing config are errors only when they are used.
 
     Raises:
-        CheckpointError: There is nothing at `path`, there are several checkpoints, or `base` is given and `path` is not
-            an adapter.
+        CheckpointError: There is nothing at `path`, there are several checkpoints, or `base` is passed and `path` is
+            not an adapter.
         ModelError: A hub id cannot be downloaded.
     """
     root = local_path(path)
@@ -310,12 +313,12 @@ def locate(
 
 
 def _locate_named_by_file(path: str, revision: str | None, fetch_weights: bool) -> Location:
-    """Locate the model that only a file names, without a request: an address is refused, a hub id must be cached.
+    """Locate a model named only by a file, without a request: addresses are rejected, hub ids must be cached.
 
     Args:
         path: Its path or hub id.
         revision: Branch, tag or commit of a hub id; None for the default one.
-        fetch_weights: As of `locate`.
+        fetch_weights: As for `locate`.
     """
     if "://" in path:
         raise CheckpointError("it is an address, and none is opened that only a file names.")
@@ -327,7 +330,7 @@ def _locate_named_by_file(path: str, revision: str | None, fetch_weights: bool) 
 
 
 def _locate_in(root: Path, path: str | os.PathLike[str]) -> Location:
-    """Locate the checkpoint in a directory or file of this machine, which `path` names."""
+    """Locate the checkpoint in `root`, the local directory or file of `path`."""
     root = latest_step_directory(root)
     weights, side, step = find_checkpoint(root, lambda candidate: recognize(candidate) is not None)
     known = recognize(weights)
@@ -335,7 +338,7 @@ def _locate_in(root: Path, path: str | os.PathLike[str]) -> Location:
 
 
 def _check_hub_id(path: str | os.PathLike[str], root: Path) -> None:
-    """Raise CheckpointError unless a path that is not on this machine may be on the hub."""
+    """Raise CheckpointError unless a path that does not exist here may be on the hub."""
     if os.path.islink(root) or not _HUB_ID.fullmatch(str(path)):
         raise CheckpointError(
             f"{root} does not exist; give a checkpoint (a file or a directory), a run directory, or a hub id org/name."
@@ -343,7 +346,7 @@ def _check_hub_id(path: str | os.PathLike[str], root: Path) -> None:
 
 
 def _locate_named(setting: str, path: str) -> Location:
-    """Locate the model that gives config or tokenizer; errors name the setting."""
+    """Locate the model with the config or tokenizer; errors name the setting."""
     try:
         return locate(path, fetch_weights=False)
     except InputError as error:
@@ -361,7 +364,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
         The tensor index, a context manager: `names`, `dtypes`, `shapes`, and `read(name, slices)`.
 
     Raises:
-        CheckpointError: It names the file that is damaged, or what was found instead of a checkpoint.
+        CheckpointError: The message names the damaged file, or what was found instead of a checkpoint.
 
     Example:
         >>> with open_checkpoint("outputs/run") as index:
@@ -371,7 +374,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
 
 
 def refuse_unused_base(base: str | None, *locations: Location | None) -> None:
-    """Raise CheckpointError if `base` is given and none of the checkpoints that are compared is an adapter."""
+    """Raise CheckpointError if `base` is passed and none of the compared checkpoints is an adapter."""
     if base is not None and not any(location is not None and location.is_adapter for location in locations):
         raise CheckpointError(
             f"The base model {base} is for an adapter, but neither of the two checkpoints is one; leave it out."
@@ -379,7 +382,7 @@ def refuse_unused_base(base: str | None, *locations: Location | None) -> None:
 
 
 def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[TensorIndex, TensorIndex]:
-    """Open two checkpoints to compare them: of an adapter and a model, the adapter is merged into its base."""
+    """Open two checkpoints to compare them: an adapter compared with a model is merged into its base."""
     one, two = (item if isinstance(item, Location) else locate(item) for item in (a, b))
     if one.is_adapter == two.is_adapter:
         return one.index, two.index
@@ -387,7 +390,7 @@ def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[Tenso
 
 
 def differences_of_adapters(one: Location, two: Location) -> list[str]:
-    """Return how the settings of two adapters differ in what equal matrices add; none if one is no adapter."""
+    """Return setting differences that make two adapters with equal matrices differ; none unless both are adapters."""
     if not (one.is_adapter and two.is_adapter):
         return []
     lines = scale_differences(peft.read_adapter_config(one.weights), peft.read_adapter_config(two.weights))
@@ -396,16 +399,16 @@ def differences_of_adapters(one: Location, two: Location) -> list[str]:
 
 
 def is_checkpoint(directory: Path, *, sealed: bool = False) -> bool:
-    """Whether a directory is a checkpoint that also has a config or the like; if `sealed`, with a manifest."""
+    """Return whether a directory is a checkpoint with a config or the like; if `sealed`, also with a manifest."""
     names = (MANIFEST,) if sealed else (MANIFEST, CONFIG, DCP_METADATA, peft.ADAPTER_CONFIG)
     return any(has_file(directory, name) for name in names) and recognize(directory) is not None
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Where `path` leads on this machine: to a step if it names one, else to itself, which need not exist.
+    """Return the local path of `path`: that of a step if it names one, else itself, which need not exist.
 
-    A step is named by RUN@latest, RUN@best, RUN@step-N, the pointer RUN/checkpoints/best, or a remote address, from
-    which it is downloaded. CheckpointError if there is no such step.
+    RUN@latest, RUN@best, RUN@step-N and the pointer RUN/checkpoints/best name a step, and so does a remote address,
+    from which it is downloaded. CheckpointError if there is no such step.
     """
     run, wanted = split_reference(os.fspath(path))
     if is_remote(run):

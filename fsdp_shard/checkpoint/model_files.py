@@ -1,6 +1,6 @@
-"""The model files: what a model has other than weights, such as config, tokenizer, chat template and license.
+"""The model files: a model's files other than weights, such as config, tokenizer, chat template and license.
 
-They are copied byte for byte, except for the `dtype` in config.json, which records what was written.
+They are copied byte for byte, except for the `dtype` in config.json, which records the written dtype.
 """
 
 import json
@@ -15,9 +15,9 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import atomic_directory, matches_any, read_bounded, read_json, user_cache
 
 CONFIG = "config.json"
-# The entries of config.json that a new head of a classifier changes.
+# Entries of config.json that a classifier's new head changes.
 CLASSIFIER_ENTRIES = frozenset({"architectures", "id2label", "label2id", "pad_token_id"})
-# Whatever else is in the directory (a trainer's state, an optimizer, other weights) is not copied.
+# Other files (a trainer's state, an optimizer, other weights) are not copied.
 _SETTINGS = (
     CONFIG,
     "generation_config.json",
@@ -26,7 +26,7 @@ _SETTINGS = (
     "processor_config.json",
 )
 _MODEL = (*_SETTINGS, "LICENSE*", "NOTICE*")
-_TEMPLATES = "additional_chat_templates"  # a directory: the templates of a model other than its default one
+_TEMPLATES = "additional_chat_templates"  # a directory: the templates other than the default one
 _TOKENIZER_SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -67,7 +67,7 @@ def read_config(directory: Path) -> Mapping[str, Any]:
 
 
 def list_files(root: Path) -> list[str]:
-    """List the names in a directory, sorted; instead of a directory of chat templates, those in it."""
+    """List the names in a directory, sorted; a directory of chat templates is replaced by its files."""
     names = [entry.name for entry in root.iterdir()]
     if (root / _TEMPLATES).is_dir():
         names.remove(_TEMPLATES)
@@ -76,20 +76,20 @@ def list_files(root: Path) -> list[str]:
 
 
 def list_model_files(root: Path) -> dict[str, Path]:
-    """Find the model files in a directory; in one without config.json, those of a tokenizer.
+    """Find the model files in a directory; without a config.json, only those of a tokenizer.
 
-    Code is one of them if a config names some in its `auto_map`; it is copied, and never run.
+    Code is included if a config names some in its `auto_map`; it is copied and never run.
 
     Returns:
         Name -> path.
 
     Raises:
-        CheckpointError: One is a link that leads out of the directory, or a config is too large.
+        CheckpointError: A file is a link out of the directory, or a config is too large.
     """
     patterns = [*_TOKENIZER, *(_MODEL if has_file(root, CONFIG) else ())]
     names = [name for name in list_files(root) if matches_any(name, patterns) and has_file(root, name)]
     files = {name: member(root, name) for name in names if not name.endswith(".py")}
-    # Weights may lie among scripts of the user's, which are not the model's.
+    # Weights may lie among the user's scripts, which are not the model's.
     configs = [path for name, path in files.items() if name.endswith("config.json")]
     if any(b'"auto_map"' in read_bounded(path, "config_bytes") for path in configs):
         files |= {
@@ -99,28 +99,28 @@ def list_model_files(root: Path) -> dict[str, Path]:
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a file of this name is a model file."""
+    """Return whether a file of this name is a model file."""
     return matches_any(name, (*_MODEL, *_TOKENIZER))
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Whether a file of this name, relative to the directory of a model, is of a tokenizer."""
+    """Return whether a file of this name, relative to the model's directory, belongs to a tokenizer."""
     return matches_any(name, _TOKENIZER) and ("/" not in name or matches_any(name, (f"{_TEMPLATES}/*.jinja",)))
 
 
 def is_settings_file(name: str) -> bool:
-    """Whether a file of this name has settings of a model, its generation or its processor."""
+    """Return whether a file of this name holds settings of a model, its generation or its processor."""
     return name in _SETTINGS
 
 
 def has_tokenizer(root: Path) -> bool:
-    """Whether a directory has a tokenizer, and not only settings of one."""
+    """Return whether a directory has a tokenizer, not only settings of one."""
     names = [name for name in list_model_files(root) if matches_any(name, _TOKENIZER)]
     return "tokenizer_config.json" in names and any(not matches_any(name, _TOKENIZER_SETTINGS) for name in names)
 
 
 def replace_tokenizer(files: Mapping[str, Path], others: Mapping[str, Path]) -> dict[str, Path]:
-    """`files` with the tokenizer of `others`, all of it: templates and tokens of different ones do not fit together."""
+    """Return `files` with the whole tokenizer of `others`: templates and tokens of different ones do not match."""
     kept = {name: path for name, path in files.items() if not matches_any(name, _TOKENIZER)}
     return kept | {name: path for name, path in others.items() if matches_any(name, _TOKENIZER)}
 
@@ -133,8 +133,8 @@ def set_chat_template(
     Args:
         files: File name -> content of the model files.
         template: The default template of the result.
-        name: Its other name, if it has one.
-        tokenizer_only: Leave out what is not of the tokenizer.
+        name: The template's other name, if it has one.
+        tokenizer_only: Drop files that are not of the tokenizer.
     """
     chosen = [file for file in files if not tokenizer_only or matches_any(file, _TOKENIZER)]
     kept = {file: files[file] for file in chosen if not matches_any(file, ("chat_template*", f"{_TEMPLATES}/*"))}
@@ -153,11 +153,11 @@ def copy_model_files(
     Args:
         files: Name -> path.
         target: The directory.
-        dtype: torch's name of the dtype to set in config.json; None leaves it as it is.
-        is_dequantized: Remove from config.json how the weights were quantized.
+        dtype: torch's name of the dtype to set in config.json; None keeps it.
+        is_dequantized: Remove the quantization settings from config.json.
 
     Returns:
-        The names of all files that are in the directory now, sorted.
+        The sorted names of all files that are now in the directory.
 
     Raises:
         CheckpointError: config.json is not a JSON object.
@@ -171,14 +171,14 @@ def copy_model_files(
 
 
 def set_classes(content: bytes, entries: Mapping[str, Any]) -> bytes:
-    """Return the content of a config.json with other `CLASSIFIER_ENTRIES`; raise CheckpointError if it is none."""
+    """Return the content of a config.json with other `CLASSIFIER_ENTRIES`; CheckpointError if it is not a config."""
     try:
         config = json.loads(content)
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise CheckpointError(f"{CONFIG} is not a JSON object, so it is not the config of a model.")
-    config.pop("num_labels", None)  # which would be read instead of the names
+    config.pop("num_labels", None)  # would be read instead of the names
     return (json.dumps(config | dict(entries), indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -188,8 +188,8 @@ def classifier_directory(files: Mapping[str, Path], entries: Mapping[str, Any]) 
     Several processes may call this at the same time.
 
     Args:
-        files: Those of the model that it was made of, by name.
-        entries: The entries of its config.json that are others.
+        files: Those of the original model, by name.
+        entries: The changed entries of its config.json.
 
     Raises:
         CheckpointError: There is no config, or the cache cannot be written.
@@ -241,7 +241,7 @@ def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy without `quantization_config`, also in the configs of parts."""
+    """Return a copy without `quantization_config`, including that of part configs."""
     return {
         key: _without_quantization(value) if isinstance(value, dict) else value
         for key, value in config.items()

@@ -1,4 +1,4 @@
-"""Opens the checkpoint in a directory or file: recognizes its format, and completes the index that the format reads."""
+"""Opens the checkpoint in a directory or file: recognizes its format and completes the format's index."""
 
 import dataclasses
 from pathlib import Path
@@ -20,22 +20,22 @@ from fsdp_shard.utils import first_few
 
 _MAX_NAME, _MAX_PARTS = 1000, 100  # of a tensor's name
 _OLD_ADAPTER = "adapter_model.bin"
-_MAX_STEP = (1 << 63) - 1  # a number beyond it is no step
+_MAX_STEP = (1 << 63) - 1  # larger numbers are not steps
 
 
 def open_weights(weights: Path, side: Path | None = None, step: int | None = None) -> TensorIndex:
-    """Open the weights in one directory or file, under the names that the model itself uses.
+    """Open the weights in one directory or file, under the model's own names.
 
     Args:
         weights: The directory or file.
-        side: The directory with config and tokenizer, if it is another one.
+        side: The directory with config and tokenizer, if different.
         step: The training step, used if the checkpoint does not record it.
 
     Returns:
         The index, from headers alone.
 
     Raises:
-        CheckpointError: It is not a checkpoint, or it is damaged.
+        CheckpointError: `weights` is not a checkpoint, or is damaged.
     """
     found = recognize(weights)
     if found is None:
@@ -54,7 +54,7 @@ def open_weights(weights: Path, side: Path | None = None, step: int | None = Non
 
 
 def _refuse_names(index: TensorIndex) -> None:
-    """Refuse names that are no paths of modules: what is done with their parts takes for ever, or nests too deeply."""
+    """Reject names that are not module paths: processing their parts would take forever, or nest too deeply."""
     for name in (*index.tensors, *index.aliases):
         if len(name) > _MAX_NAME or name.count(".") > _MAX_PARTS:
             raise CheckpointError(
@@ -64,8 +64,8 @@ def _refuse_names(index: TensorIndex) -> None:
 
 
 def _with_plain_names(index: TensorIndex) -> TensorIndex:
-    """The index under the model's own names, without what wrappers add to them."""
-    # A Hugging Face directory has the model's own names; wrappers may show in them, but no trainer's nesting.
+    """Return the index under the model's own names, without wrapper prefixes."""
+    # Names in a Hugging Face directory are the model's own; they may have wrapper prefixes, but no trainer's nesting.
     try:
         selection = plain_names([*index.tensors, *index.aliases], is_nested=index.format != "huggingface")
     except CheckpointError as error:
@@ -76,7 +76,7 @@ def _with_plain_names(index: TensorIndex) -> TensorIndex:
     adapters = [index.tensors[name] for name in selection.extras.get(ADAPTER, ()) if name in index.tensors]
     tensors = {plain[name]: entry._replace(name=plain[name]) for name, entry in index.tensors.items() if name in plain}
     for alias, kept in index.aliases.items():
-        if kept not in plain and alias in plain:  # tied to what peft keeps as a copy: that is its only value
+        if kept not in plain and alias in plain:  # tied to peft's copy, which is its only value
             tensors.setdefault(plain[alias], index.tensors[kept]._replace(name=plain[alias]))
     aliases = {plain[alias]: plain[kept] for alias, kept in index.aliases.items() if {alias, kept} <= plain.keys()}
     extras = index.extras | ({ADAPTER: count(adapters)} if adapters else {})
@@ -84,7 +84,7 @@ def _with_plain_names(index: TensorIndex) -> TensorIndex:
 
 
 def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
-    """The index with what its manifest records, which must describe the same tensors."""
+    """Return the index completed by its manifest, which must describe the same tensors."""
     path = index.root / MANIFEST
     _check_shard_index(index, manifest)
     for name in manifest.tensors.keys() | index.tensors.keys():
@@ -111,7 +111,7 @@ def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
 
 
 def _check_shard_index(index: TensorIndex, manifest: Manifest, name: str = SHARD_INDEX) -> None:
-    """Refuse an index of rank files that was not written with the manifest, which calls it `name`."""
+    """Reject an index of rank files that was not written with the manifest, where its name is `name`."""
     record = manifest.files.get(name)
     if index.headers and (record is None or record.digest != file_digest(member(index.root, SHARD_INDEX))):
         raise CheckpointError(
@@ -120,7 +120,7 @@ def _check_shard_index(index: TensorIndex, manifest: Manifest, name: str = SHARD
 
 
 def _contents(path: Path) -> str:
-    """What was found instead of a checkpoint, for the error."""
+    """Describe what was found instead of a checkpoint, for the error."""
     if path.is_file():
         return "it is neither a safetensors file, nor a GGUF file, nor one of torch.save."
     if not path.exists():

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _NUM_ALWAYS_SEARCHED = 1000
-_NUM_COMPARED = 256  # with each piece, on average: twice the ranks along the second dimension of a mesh
+_NUM_COMPARED = 256  # per piece, on average: twice the ranks along the second dimension of a mesh
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -23,7 +23,7 @@ def flat_boxes(shape: Sequence[int], start: int, count: int) -> list[Box]:
         count: Number of elements.
 
     Returns:
-        The boxes in flat order, at most 2 * ndim - 1: a ragged beginning, whole rows, a ragged end, and the same again
+        The boxes in flat order, at most 2 * ndim - 1: a ragged start, whole rows, a ragged end, and the same again
         inside the ragged ones.
     """
     if count == 0:
@@ -33,7 +33,7 @@ def flat_boxes(shape: Sequence[int], start: int, count: int) -> list[Box]:
     row = math.prod(shape[1:])
     first, inside = divmod(start, row)
     boxes: list[Box] = []
-    if inside:  # begins inside a row: the part that is in this row first
+    if inside:  # starts inside a row: take the part in this row first
         part = min(row - inside, count)
         boxes += _within_row(first, flat_boxes(shape[1:], inside, part))
         first, count = first + 1, count - part
@@ -50,7 +50,7 @@ def _within_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def inner_axis(shape: Sequence[int], box: Sequence[int]) -> int:
-    """The last axis along which the box is narrower than the tensor (0 if there is none), along which its runs go."""
+    """Return the last axis along which the box is narrower than the tensor, or 0: the axis of its runs."""
     axis = len(shape) - 1
     while axis > 0 and box[axis] == shape[axis]:
         axis -= 1
@@ -58,18 +58,18 @@ def inner_axis(shape: Sequence[int], box: Sequence[int]) -> int:
 
 
 def is_contiguous(shape: Sequence[int], box: Sequence[int]) -> bool:
-    """Whether the box is one flat run of the tensor, at whatever offsets."""
+    """Return whether the box is one flat run of the tensor, at any offsets."""
     return not shape or math.prod(box[: inner_axis(shape, box)]) == 1
 
 
 def run_elements(shape: Sequence[int], box: Sequence[int]) -> int:
-    """Elements of each flat run of the box."""
+    """Return the number of elements in each flat run of the box."""
     axis = inner_axis(shape, box)
     return math.prod(box[axis:])
 
 
 def flat_start(shape: Sequence[int], offsets: Sequence[int]) -> int:
-    """The flat position of a box's first element."""
+    """Return the flat position of a box's first element."""
     position = 0
     for size, offset in zip(shape, offsets, strict=True):
         position = position * size + offset
@@ -82,29 +82,29 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class FlatOrder(NamedTuple):
-    """Boxes in flat order: the flat position of the first element of each, and the longest way to the end of one."""
+    """Boxes in flat order: the flat position of each one's first element, and the largest flat extent of a box."""
 
     starts: list[int]
     extent: int
 
     def overlapping(self, start: int, stop: int) -> slice:
-        """Which boxes may hold elements of the flat range [start, stop): no other one does."""
+        """Return a slice of the boxes that may hold elements of the flat range [start, stop): all others do not."""
         return slice(bisect.bisect_right(self.starts, start - self.extent), bisect.bisect_left(self.starts, stop))
 
 
 def flat_order(shape: Sequence[int], boxes: Sequence[Box]) -> FlatOrder:
-    """The order of boxes that are sorted by their first elements."""
+    """Return the order of boxes sorted by first element."""
     starts = [flat_start(shape, offsets) for offsets, _ in boxes]
     return FlatOrder(starts, max((flat_extent(shape, box) for _, box in boxes), default=0))
 
 
 def flat_extent(shape: Sequence[int], box: Sequence[int]) -> int:
-    """Elements of the tensor from the first to the last one of a box; 0 if it has none."""
+    """Return the number of elements from a box's first to its last one in the tensor; 0 if it is empty."""
     return flat_start(shape, [size - 1 for size in box]) + 1 if 0 not in box else 0
 
 
 def intersection(one: Box, two: Box) -> Box | None:
-    """What two boxes have in common; None if that is nothing."""
+    """Return the intersection of two boxes; None if it is empty."""
     offsets = tuple(map(max, one[0], two[0]))
     shape = tuple(
         min(a + n, b + m) - low for a, n, b, m, low in zip(one[0], one[1], two[0], two[1], offsets, strict=True)
@@ -113,7 +113,7 @@ def intersection(one: Box, two: Box) -> Box | None:
 
 
 def contains(shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], position: int) -> bool:
-    """Whether the element at a flat `position` of the tensor is in the box."""
+    """Return whether the element at a flat `position` of the tensor is in the box."""
     for extent, offset, size in zip(reversed(shape), reversed(offsets), reversed(box), strict=True):
         position, at = divmod(position, extent)
         if not offset <= at < offset + size:
@@ -124,7 +124,7 @@ def contains(shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], p
 def runs(
     shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
-    """The parts of a box that are in the flat range [start, stop) of the tensor.
+    """Yield the parts of a box that are in the flat range [start, stop) of the tensor.
 
     Yields:
         (flat position in the tensor, flat position in the box, number of elements), in order.
@@ -138,7 +138,7 @@ def runs(
     if not length or stop <= start:
         return
     outer = [range(size) for size in box[:axis]]
-    if axis:  # only the rows that the range touches: keeps a walk over a tensor by ranges linear
+    if axis:  # only rows that the range touches: walking over a tensor by ranges stays linear
         row = math.prod(shape[1:])
         low, high = start // row - offsets[0], -(-stop // row) - offsets[0]
         outer[0] = range(max(low, 0), min(high, box[0]))
@@ -152,7 +152,7 @@ def runs(
 
 
 class Strided(NamedTuple):
-    """Runs that are equally far apart in the tensor, and contiguous in the box.
+    """Runs that are equidistant in the tensor and contiguous in the box.
 
     Attributes:
         at: Flat position of the first run in the tensor.
@@ -172,12 +172,12 @@ class Strided(NamedTuple):
 def strided_runs(
     shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
 ) -> Iterator[Strided]:
-    """`runs`, with those of neighboring rows joined: a column of a matrix is one, except for its ragged ends."""
+    """Yield `runs` joined across neighboring rows: a matrix column is a single item, except for ragged ends."""
     axis = inner_axis(shape, box)
     row, inner = math.prod(shape[axis:]), math.prod(shape[axis + 1 :])
     edges = [(start, stop)]
     if axis > 0 and 0 not in box and tuple(box[1:axis]) == tuple(shape[1:axis]):
-        # As a matrix with rows of `row` elements, of which the box has whole columns.
+        # Treat it as a matrix with rows of `row` elements, of which the box holds whole columns.
         above = math.prod(shape[1:axis])
         shape, offsets = (shape[0] * above, row), (offsets[0] * above, offsets[axis] * inner)
         box = (box[0] * above, box[axis] * inner)
@@ -203,7 +203,7 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
             return f"the piece at {list(offsets)} of shape {list(box)} is outside the shape {list(shape)}"
     filled = [(offsets, box) for offsets, box in boxes if math.prod(box)]
     stored, expected = sum(math.prod(box) for _, box in filled), math.prod(shape)
-    # The search is slow only for boxes that were made for that; those do not add up to the tensor.
+    # The search is slow only for boxes made to slow it down; those do not add up to the tensor.
     if stored == expected or len(filled) <= _NUM_ALWAYS_SEARCHED:
         try:
             clash = _overlap(shape, filled)
@@ -217,7 +217,7 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _are_rows_in_order(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether each box is some whole rows, after those of the one before it: what nearly all checkpoints hold."""
+    """Return whether each box is whole rows that follow those of the box before, as in nearly all checkpoints."""
     row, zeros, at = tuple(shape[1:]), (0,) * (len(shape) - 1), 0
     for offsets, box in boxes:
         if len(box) != len(shape) or box[1:] != row or offsets[1:] != zeros or offsets[:1] != (at,) or box[0] < 0:
@@ -227,10 +227,10 @@ def _are_rows_in_order(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 def _overlap(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The offsets of two boxes that overlap, or None; OverflowError if each had to be compared with most others."""
+    """Return the offsets of two overlapping boxes, or None; OverflowError if each must be compared with most others."""
     if not shape:
         return (boxes[0][0], boxes[1][0]) if len(boxes) > 1 else None
-    # Sweep along the axis with most distinct offsets, so that rank files (sharded on any one dim) take linear time.
+    # Sweep along the axis with most distinct offsets: rank files (sharded on any one dim) then take linear time.
     axis = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
     open_boxes: list[Box] = []
     num_compared = 0

@@ -1,8 +1,8 @@
-"""Moves tensors from an index into planned files: read a range, check it, cast it if asked, hash it, write it.
+"""Moves tensors from an index into planned files: reads a range, checks, optionally casts, hashes and writes it.
 
-Two threads do all of that, a few MiB at a time, so that what one has read is still in its core's cache when it is
-hashed and written. If the file system can share blocks between files, bytes that stay as they are are not copied. torch
-is imported only to cast.
+Two threads each do all steps for a few MiB at a time, so that the data is still in the core's cache when it is hashed
+and written. If the file system can share blocks between files, unchanged bytes are not copied. torch is imported only
+to cast.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import fsync_path, name_in_errors
 
 _STEP_BYTES = 4 << 20  # read, hashed and written at a time
-_JOB_BYTES = 32 << 20  # what a thread takes at a time: adjacent bytes, so that each file is read and written in order
+_JOB_BYTES = 32 << 20  # per job of a thread: adjacent bytes, so that each file is read and written in order
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One tensor to write: `target` says under which dtype, `extents` partition its bytes in flat order."""
+    """One tensor to write: `target` has the new dtype, `extents` partition its bytes in flat order."""
 
     target: TensorSpec
     source_dtype: str
@@ -44,9 +44,9 @@ class Move:
         return self.target.dtype != self.source_dtype
 
     def jobs(self) -> Iterator[tuple[Move, range]]:
-        """The tensor in jobs for threads, each with the first elements of its steps."""
+        """Divide the tensor into jobs for threads, each with the first elements of its steps."""
         size = max(itemsize(self.source_dtype), itemsize(self.target.dtype))
-        step = _STEP_BYTES // size  # whole chunks of both, as no size is more than four times the other
+        step = _STEP_BYTES // size  # whole chunks of both dtypes, as neither size is more than four times the other
         many, total = _JOB_BYTES // _STEP_BYTES * step, self.target.num_elements
         return ((self, range(first, min(first + many, total), step)) for first in range(0, total, many))
 
@@ -68,7 +68,7 @@ def move_tensors(
         moves: The tensors to write.
         plans: The files to create.
         root: The directory to create them in.
-        expected: Digests (hex) of the chunks of source tensors, for those whose digests are known.
+        expected: Known digests (hex) of the chunks of source tensors.
         progress: Called with the number of bytes of each write.
         sync: Return only when the files are on the disk.
 
@@ -107,7 +107,7 @@ def _sync(paths: Iterator[Path]) -> None:
 
 
 def compare_with(index: TensorIndex, digests: Digests, progress: Progress) -> str | None:
-    """Read every tensor of `index` back; returns the first difference from `digests` as text, or None."""
+    """Read every tensor of `index` back; return the first difference from `digests` as text, or None."""
     if set(index.names) != set(digests):
         return f"the tensors {sorted(set(index.names) ^ set(digests))} are missing or unexpected"
     problems: list[str] = []
@@ -124,14 +124,14 @@ def compare_with(index: TensorIndex, digests: Digests, progress: Progress) -> st
 
 
 class _Reader:
-    """Reads, checks, casts and hashes what is to be written; one for each thread."""
+    """Reads, checks, casts and hashes the data to write; one per thread."""
 
     def __init__(self, index: TensorIndex, expected: Mapping[str, Sequence[str]], digests: Digests) -> None:
         self._index, self._expected, self._digests = index, expected, digests
         self._source, self._cast_to = page_aligned(_STEP_BYTES), page_aligned(_STEP_BYTES)
 
     def read(self, move: Move, start: int, count: int) -> memoryview:
-        """The bytes to write for `count` elements from element `start` on; valid until the next call."""
+        """Return the bytes to write for `count` elements from element `start` on; valid until the next call."""
         name, size = move.target.name, itemsize(move.source_dtype)
         data = self._source[: count * size]
         self._index.read_into(name, start, data)
@@ -170,19 +170,19 @@ class _Reader:
 
 
 class _Writer:
-    """Writes bytes to their offsets in the files of `root`; for several threads.
+    """Writes bytes to their offsets in the files of `root`; thread-safe.
 
-    Only one thread at a time writes to a file: of two, the kernel would make one spin until the other is done.
+    Only one thread at a time writes to a file: the kernel would make a second one spin until the first is done.
     """
 
     def __init__(self, index: TensorIndex, root: Path, names: Sequence[str], *, sync: bool) -> None:
         self._index, self._root, self._sync = index, root, sync
         self._handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
         self._locks = {name: Lock() for name in names}
-        self._clones = True  # until the file system refuses to
+        self._clones = True  # until the file system refuses
 
     def write(self, move: Move, start: int, data: memoryview) -> None:
-        """Write `data`, the elements of `move` from element `start` on, to its extents."""
+        """Write `data`, the elements of `move` from `start` on, to its extents."""
         at = start * itemsize(move.target.dtype)
         for extent in move.extents:
             low, high = max(at, extent.start), min(at + len(data), extent.stop)
@@ -196,14 +196,14 @@ class _Writer:
                         start_writeback(handle, offset, high - low)
 
     def _to_clone(self, move: Move, low: int, high: int) -> Sequence[Span]:
-        """The spans of the bytes [low, high) of `move` in the source, if they can be written as they are."""
+        """Return the source spans of the bytes [low, high) of `move`, if they can be written unchanged."""
         if not self._clones or move.is_cast or not self._index.entry(move.target.name).is_in_long_runs:
             return ()
         size = itemsize(move.target.dtype)
         return self._index.spans(move.target.name, low // size, high // size)
 
     def _put(self, handle: int, offset: int, data: memoryview, spans: Sequence[Span]) -> None:
-        """Write `data`, which is stored in `spans`, to `offset`: whole pages by sharing blocks, if that is possible."""
+        """Write `data`, which is stored in `spans`, to `offset`: whole pages by sharing blocks if possible."""
         for span in spans:
             end = offset + span.num_bytes
             first, last = self._clone(span, handle, offset)
@@ -213,7 +213,7 @@ class _Writer:
         pwrite_all(handle, offset, data)
 
     def _clone(self, span: Span, handle: int, offset: int) -> tuple[int, int]:
-        """The bytes [first, last) of the file that now share the blocks of `span`, which goes to `offset`; or none."""
+        """Write `span` to `offset` by sharing blocks, if possible; return the bytes [first, last) that share them."""
         end = offset + span.num_bytes
         first, last = offset + -offset % PAGE_BYTES, end - end % PAGE_BYTES
         if self._clones and first < last and (span.start - offset) % PAGE_BYTES == 0:
