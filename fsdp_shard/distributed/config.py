@@ -7,14 +7,14 @@ from typing import Protocol
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import setting
 
-LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # torch takes none that is infinite
+LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # torch accepts no infinite timeout
 
 
 @dataclass
 class LaunchConfig:
-    """How many processes a run has, and where. Inside torchrun or srun, their numbers count instead.
+    """Number of processes of a run, and their machines. Inside torchrun or srun, their numbers apply instead.
 
-    Settings that contradict them, or are for ranks that are started here, are refused by `check_machine`.
+    There, `check_machine` rejects settings that contradict them or are for ranks started here.
     """
 
     ranks: int = setting(
@@ -77,12 +77,12 @@ class LaunchConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Smallest number of ranks that the run may have: each has the most to do then."""
+        """Smallest number of ranks that the run may have, with the most work for each."""
         return self.ranks * self.min_nodes
 
 
 class Launchable(Protocol):
-    """A config of a run that may have several ranks."""
+    """The config of a run that may have several ranks."""
 
     run_dir: str
     launch: LaunchConfig

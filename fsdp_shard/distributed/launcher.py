@@ -1,7 +1,7 @@
-"""Run one function on every rank of a run: in this process, in ranks started here, or as a rank that others started.
+"""Runs a function on every rank of a run: in this process, in ranks started here, or as a rank that others started.
 
-The variables of torch and NCCL that ranks get are here, too. torch is imported only when ranks are really started or
-joined.
+Also sets the environment variables of torch and NCCL for ranks. torch is imported only when ranks are actually started
+or joined.
 """
 
 import os
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 _CHECKED = "fsdp-shard/checked"
 _TIME_TO_CHECK = timedelta(days=1)  # a check may download a model; launchers notice the death of a rank
-_SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
-# For torch, unless the user has set them. gloo connects two ranks when they first talk, not all with all: few do,
-# whatever the number of ranks.
+_SECONDS_TO_LEAVE = 10.0  # for other ranks, before the rank that serves their store exits
+# For torch, unless the user has set them. gloo then connects two ranks only when they first communicate: few do, for
+# any number of ranks.
 _VARIABLES = {"TORCH_GLOO_LAZY_INIT": "1"}
-# Segments that can grow lose less memory to fragmentation. The flight recorder keeps what each rank did last, and NCCL
-# writes it when a collective takes longer than launch.timeout_seconds.
+# Expandable segments lose less memory to fragmentation. The flight recorder keeps each rank's last operations, and NCCL
+# writes them when a collective exceeds launch.timeout_seconds.
 _GPU_VARIABLES = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
-# Of a process that is no rank of others, in the place of what schedulers set for machines, or another program has left.
+# For a process that is the only rank, instead of values that schedulers set for machines or another program left.
 _ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-_computed: list[str] = []  # the runs of which this process has been the only rank
+_computed: list[str] = []  # runs in which this process was the only rank
 
 
 C = TypeVar("C", bound=Launchable)
@@ -45,13 +45,13 @@ D = TypeVar("D", contravariant=True)
 
 
 class Check(Protocol[D]):
-    """A check of a config, which one rank of each machine does for all."""
+    """A check of a config, done by one rank of each machine for all."""
 
     def check(self, config: D) -> str:
-        """Check `config` and determine what it leaves open; return what was determined."""
+        """Check `config` and settle its open values; return the settled ones."""
 
     def accept(self, config: D, settled: str) -> None:
-        """Set the same in `config` on another rank of the machine."""
+        """Set the settled values in `config` on another rank of the machine."""
 
 
 def launch(
@@ -65,16 +65,16 @@ def launch(
     """Call `work(config)` on every rank of the run that `config.launch` and the environment describe.
 
     Ranks that others started (torchrun, srun, or this launcher on several machines) have each composed the same config,
-    except for a run_dir named after the time: they all get that of rank 0.
+    except for a run_dir named after the time: all use rank 0's.
 
     Args:
         work: What each rank does; must be picklable if ranks are spawned.
         config: Argument of `work`.
-        check: What checks `config` first, if others started the ranks: on the first rank of each machine, while all
-            others wait. Where the ranks start here, the caller has checked it.
-        begin: Called with `config` once in the whole run, before any rank works: in this process if it starts all
-            ranks itself, else on rank 0. Must be picklable for several machines.
-        may_fork: Whether ranks on the CPU may be forked from this process: not from one that others have computed in.
+        check: Checks `config` first if others started the ranks: on the first rank of each machine, while the others
+            wait. If the ranks start here, the caller has checked it.
+        begin: Called with `config` once per run, before any rank works: in this process if it starts all ranks, else
+            on rank 0. Must be picklable for several machines.
+        may_fork: Whether CPU ranks may be forked from this process: not if other code has computed in it.
 
     Raises:
         FsdpShardError: What a rank raised; RankError if that is not an error of this package, Interrupted after a
@@ -98,7 +98,7 @@ def launch(
 
 
 def variables_for_torch(settings: LaunchConfig) -> dict[str, str]:
-    """The variables that are not set; both names of the settings of the allocator count."""
+    """Return the variables to set, without those already set; both names of the allocator's settings count."""
     wanted = _VARIABLES if settings.device == "cpu" else _VARIABLES | _GPU_VARIABLES
     is_set = {"PYTORCH_ALLOC_CONF"} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else set()
     return {name: value for name, value in wanted.items() if name not in {*os.environ, *is_set}}
@@ -111,15 +111,15 @@ def _start_ranks(work: Callable[[C], None], config: C, *, may_fork: bool) -> Non
     run_ranks(
         work,
         config,
-        # A CUDA context does not survive a fork, nor do the threads of OpenMP, which an earlier job of a sweep with one
-        # rank has left in this process. Otherwise forked ranks share what is imported, and start ten times faster.
+        # A CUDA context does not survive a fork, nor do OpenMP threads that an earlier one-rank job of a sweep left in
+        # this process. Otherwise forked ranks share the imported modules, and start ten times faster.
         start_method="fork" if may_fork and shares_memory(settings) and not _computed else "spawn",
         num_threads=_num_threads(settings),
     )
 
 
 def _num_threads(settings: LaunchConfig) -> int:
-    """Threads of a rank: OMP_NUM_THREADS if it is set, else its part of the cores."""
+    """Return the threads of a rank: OMP_NUM_THREADS if set, else its share of the cores."""
     given = re.match(r"[1-9]\d*", os.environ.get("OMP_NUM_THREADS", ""))
     return int(given[0]) if given else max(1, num_cores() // settings.ranks)
 
@@ -127,7 +127,7 @@ def _num_threads(settings: LaunchConfig) -> int:
 def _join_ranks(
     work: Callable[[C], None], begin: Callable[[C], None], config: C, check: Check[C] | None = None
 ) -> None:
-    """As one of several ranks described by the environment: check, take the run_dir of rank 0, begin once, and work."""
+    """Join the ranks that the environment describes: check, use rank 0's run_dir, begin once, and work."""
     from torch.distributed import DistNetworkError, DistStoreError
 
     from fsdp_shard.distributed.process_group import join_store, leave_store
@@ -156,7 +156,7 @@ def _join_ranks(
                 raise
             store.set("run_dir", config.run_dir)
         elif not (received := store.get("run_dir")):
-            sys.exit(1)  # rank 0 says why
+            sys.exit(1)  # rank 0 reports why
         else:
             config.run_dir = received.decode()
         work(config)
@@ -165,7 +165,7 @@ def _join_ranks(
 
 
 def _meeting(settings: LaunchConfig, error: Exception) -> str:
-    """Where the ranks were to meet, until when, and what kept them from it, as the end of a sentence."""
+    """Describe where the ranks should have met, by when, and what prevented it, as the end of a sentence."""
     address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
     return (
         f"MASTER_ADDR:MASTER_PORT={address} within launch.timeout_seconds={settings.timeout_seconds:g} "
@@ -183,14 +183,14 @@ def _why_alone(world_size: int) -> str:
 
 
 def is_allocation_only(environment: Mapping[str, str]) -> bool:
-    """Return whether Slurm says how many tasks an allocation has, but not that srun has started them."""
+    """Return whether Slurm gives the number of tasks of an allocation, but srun has not started them."""
     return "SLURM_PROCID" in environment and not {"SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID"} & environment.keys()
 
 
 def _check_once_a_machine(check: Check[C], config: C, store: "Store", world_size: int) -> None:
-    """Check on the first rank of each machine, and go on when all machines have: one may have to download the model.
+    """Check on each machine's first rank, and continue when all are done: one may have to download the model.
 
-    A rank that does not know its number on its machine checks for itself.
+    A rank without a local number checks for itself.
     """
     machine = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", socket.gethostname()))
     here = f"{_CHECKED}/{machine}"
@@ -207,7 +207,7 @@ def _check_once_a_machine(check: Check[C], config: C, store: "Store", world_size
     if settled and store.add(f"{_CHECKED}/ranks", 1) == world_size:
         store.set(_CHECKED, "all")
     if not _wait_for(store, _CHECKED):
-        sys.exit(1)  # the rank that failed says why
+        sys.exit(1)  # the failed rank reports why
 
 
 def _wait_for(store: "Store", key: str) -> str:
@@ -226,7 +226,10 @@ def _inside_torchrun(environment: Mapping[str, str]) -> bool:
 
 
 def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool:
-    """A batch script has SLURM_PROCID too; launch.ranks or launch.nodes then ask to start the ranks from it."""
+    """Return whether this process is one of several srun tasks.
+
+    A batch script has SLURM_PROCID, too; it starts the ranks itself with launch.ranks or launch.nodes.
+    """
     if "SLURM_PROCID" not in environment:
         return False
     if (of_step := environment.get("SLURM_STEP_NUM_TASKS")) is not None:
@@ -235,7 +238,7 @@ def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set, derived from those of srun; none if torchrun has set them."""
+    """Return the variables that torchrun would set, derived from srun's; none if torchrun has set them."""
     if _inside_torchrun(environment):
         return {}
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
@@ -272,7 +275,7 @@ def first_node(nodes: str) -> str:
 
 
 def rendezvous_endpoint(settings: LaunchConfig, environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return where the processes of a run meet, as the names of the settings and host:port; None if they need not."""
+    """Return where the processes of a run meet, as setting names and host:port; None if they need not meet."""
     if joins(settings, environment):
         variables = {**environment, **slurm_variables(environment)}
         return "MASTER_ADDR:MASTER_PORT", f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
@@ -285,7 +288,7 @@ def is_joined_rank(settings: LaunchConfig | None = None) -> bool:
     """Return whether this process is one of several ranks that others started.
 
     Args:
-        settings: Those of the run, if they are known: a batch script of Slurm may start the ranks itself.
+        settings: The run's settings, if known: a Slurm batch script may start the ranks itself.
     """
     return joins(settings or LaunchConfig(), os.environ)
 

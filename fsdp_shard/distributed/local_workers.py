@@ -1,4 +1,4 @@
-"""Ranks started on this machine through torch's elastic launcher, their signals, and the error that ended them."""
+"""Starts ranks on this machine through torch's elastic launcher, passes signals on, and reports the first error."""
 
 import logging
 import multiprocessing
@@ -41,9 +41,9 @@ _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "to
 def run_ranks(work: Callable[[C], None], config: C, *, start_method: str, num_threads: int) -> None:
     """Call `work(config)` on the ranks of this machine, together with those of other machines.
 
-    All machines first agree on `config.run_dir`. After a failure all ranks of all machines are started again, up to
-    `launch.max_restarts` times, unless it would happen again: wrong input, or a signal. Signals that ask to stop are
-    passed to the ranks, which have `launch.grace_seconds` to save and exit.
+    All machines first agree on `config.run_dir`. After a failure all ranks of all machines are restarted, up to
+    `launch.max_restarts` times, unless it would recur: wrong input, or a signal. Stop signals are passed to the ranks,
+    which have `launch.grace_seconds` to save and exit.
 
     Args:
         work: What each rank does; must be picklable if they are spawned.
@@ -90,19 +90,19 @@ def run_ranks(work: Callable[[C], None], config: C, *, start_method: str, num_th
 
 
 def _interruption(last: AttemptDirectory, num_ranks: int, number: int) -> FsdpShardError | None:
-    """Return what a signal ended; None if the ranks did all of their work after it, so that it has ended nothing."""
+    """Return the error of a signal; None if the ranks finished all of their work after it."""
     return None if len(last.finished()) == num_ranks else interruption(last.reports(), number)
 
 
 def _keep_handlers(cleanup: ExitStack) -> None:
-    """Put back the handlers of signals in the end, which torch's agent replaces; only the main thread has any."""
+    """Restore the signal handlers, which torch's agent replaces, on exit; only the main thread has any."""
     if threading.current_thread() is threading.main_thread():
         for number in stop_signals():
             cleanup.callback(signal.signal, number, signal.getsignal(number))
 
 
 def numa_options(settings: LaunchConfig) -> NumaOptions | None:
-    """Where torch binds ranks to processors; `auto` goes on without where a machine does not say which are near."""
+    """Return how torch binds ranks to processors; `auto` binds none where a machine does not tell which are near."""
     is_auto = settings.numa_binding == "auto"
     if not wants_binding(settings) or (is_auto and not can_bind()):
         return None
@@ -116,17 +116,17 @@ def _run_agent(agent: Agent, rendezvous: Rendezvous, settings: LaunchConfig, rep
     if result is not None and not result.is_failed():
         return None
     last = AttemptDirectory.last(reports)
-    # Which global ranks are on this machine is known only when it is the only one.
+    # The global ranks of this machine are known only if it is the only one.
     local_ranks = range(settings.ranks if settings.max_nodes == 1 else 0)
     return first_cause(last.reports(), agent.first_death(), set(local_ranks) - last.finished())
 
 
 def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_threads: int) -> None:
-    """One rank, from its first line to its last."""
+    """Run one rank, from its first line to its last."""
     directory, rank = AttemptDirectory.create(reports, attempt()), int(os.environ["RANK"])
     try:
         try:
-            # A process group of its own: Ctrl-C then signals the starting process only, which passes it on once.
+            # Its own process group: Ctrl-C then only signals the starting process, which passes it on once.
             os.setpgid(0, 0)
             interrupt_on_signals(ctrl_c=True)
             make_output_printable()
@@ -135,16 +135,16 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_thre
             directory.wait_for_release()
             work(config)
         finally:
-            _on_signals(signal.SIG_IGN)  # no signal interrupts the writing of the report
+            _on_signals(signal.SIG_IGN)  # no signal may interrupt writing the report
         directory.mark_finished(rank)
     except BaseException as error:
         report = RankFailure.of(error)
         directory.write(report)
-        # At once: Python's end would destroy the process group, which may wait for ranks that wait for this one.
+        # Immediately: Python's shutdown would destroy the process group, which may wait for ranks waiting for this one.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(report.exit_status)
-    _on_signals(signal.SIG_DFL)  # what follows is torch waiting for the other ranks
+    _on_signals(signal.SIG_DFL)  # torch now waits for the other ranks
 
 
 def _on_signals(handler: signal.Handlers) -> None:
