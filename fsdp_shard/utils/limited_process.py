@@ -1,6 +1,6 @@
-"""Work that a file may make endless, such as rendering its chat template: in a forked process that is ended then.
+"""Runs work that a file may make endless, such as rendering its chat template, in a forked process with limits.
 
-Limits are on processor time and on memory beyond what the process has when it is forked. They hold in native code too.
+Limits apply to processor time and to memory beyond that at the fork. They also hold in native code.
 """
 
 import gc
@@ -26,26 +26,26 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 UNIT_BYTES = 32 << 10
-"""The bytes of an argument for which the limits of a call are granted once more."""
+"""Argument bytes for which a call's limits are granted once more."""
 
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whoever started it ends it, once it needs no more results
-_WALL_SECONDS, _WALL_FACTOR = 60.0, 20.0  # for a process that waits for ever, and uses no processor time
-_WATCH_SECONDS = 0.02  # between looks at the memory that is in use
-# The system limits what is allocated; models that are built allocate more than they use (XLNet's parameters).
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent ends the process when it needs no more results
+_WALL_SECONDS, _WALL_FACTOR = 60.0, 20.0  # for a process that waits forever and uses no processor time
+_WATCH_SECONDS = 0.02  # between checks of the used memory
+# The system limits allocated memory; building a model allocates more than it uses (XLNet's parameters).
 _UNTOUCHED = {"build": 6, "render": 1}
 _MEMORY = "memory"
 
 
 class LimitedProcess(Generic[A, R]):
-    """Calls a function in a process that is forked from this one; the function and what it refers to are not sent.
+    """Calls a function in a forked process; the function and the objects that it refers to are not sent.
 
     Thread-safe: one call after the other.
 
     Args:
-        work: The function. Its argument and its result are sent as pickles. What it changes is lost.
-        what: What it does and with which file, for errors: `rendering the chat template of DIR`.
+        work: The function. Its argument and result are sent as pickles. Its other effects are lost.
+        what: The work and its file, for errors: `rendering the chat template of DIR`.
         kind: Whose limits apply: `build` or `render`.
-        error: The class of errors: that a limit is exceeded, and whatever `work` raises that is none of ours.
+        error: The class of errors for exceeded limits and for exceptions of `work` that are not ours.
     """
 
     def __init__(self, work: Callable[[A], R], what: str, *, kind: str = "render", error: type[FsdpShardError]) -> None:
@@ -88,7 +88,7 @@ class LimitedProcess(Generic[A, R]):
         return value
 
     def close(self) -> None:
-        """End the process, unless it has ended because it was too slow or too large, or another process began it."""
+        """End the process, unless it was already ended for exceeding a limit, or another process started it."""
         self._connection.close()
         if self._pid and self._owner == os.getpid():
             with suppress(ProcessLookupError):
@@ -108,7 +108,7 @@ class LimitedProcess(Generic[A, R]):
             self.close()
 
     def _wait(self) -> int:
-        """Wait until the process has ended; returns the number of the signal that ended it, 0 for none."""
+        """Wait until the process has ended; return the number of the signal that ended it, 0 for none."""
         pid, self._pid = self._pid, 0
         with suppress(ChildProcessError):
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) * -1
@@ -131,22 +131,22 @@ class LimitedProcess(Generic[A, R]):
 def run_limited(
     work: Callable[[], R], what: str, num_bytes: int = 0, *, kind: str = "render", error: type[FsdpShardError]
 ) -> R:
-    """Return `work()`, called once in a process as `LimitedProcess` describes it."""
+    """Return `work()`, called once in a `LimitedProcess`."""
     with LimitedProcess[None, R](lambda _: work(), what, kind=kind, error=error) as process:
         return process(None, num_bytes)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no more memory; torch has no class of its own for that."""
+    """Return whether an error reports a lack of memory; torch has no class for that."""
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _serve(
     work: Callable[[Any], Any], connection: Connection, failure: Callable[[BaseException], FsdpShardError]
 ) -> None:
-    """Answer calls until the other end is closed. Never returns: nothing of the process that was forked runs here."""
+    """Answer calls until the other end is closed. Never returns: the parent's code must not run on here."""
     try:
-        gc.freeze()  # or a collection could end what has threads only in the process that was forked: a process group
+        gc.freeze()  # or a collection could end a process group, whose threads are only in the parent
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
@@ -172,12 +172,12 @@ def _serve(
 
 
 def _answer(work: Callable[[Any], Any], argument: Any, failure: Callable[[BaseException], FsdpShardError]) -> Any:
-    """(result, error) of a call."""
+    """Return (result, error) of a call."""
     try:
         return work(argument), None
     except FsdpShardError as error:
         return None, error
-    except BaseException as error:  # Rust's panics are no Exception
+    except BaseException as error:  # Rust's panics are not an Exception
         if is_out_of_memory(error):
             return None, _MEMORY
         found = failure(error)
@@ -191,7 +191,7 @@ def _memory_bytes(pid: int, field: str = "RssAnon") -> int:
 
 
 def _limit_memory(most_bytes: int, unlimited: tuple[int, int]) -> None:
-    """Limit the private memory of this process to so much more than it has now."""
+    """Limit this process's private memory to `most_bytes` more than now."""
     soft, hard = unlimited
     used = _memory_bytes(os.getpid(), "VmData")
     known = [limit for limit in (used + most_bytes, soft, hard) if limit != resource.RLIM_INFINITY]

@@ -1,4 +1,4 @@
-"""Memory that this process uses, whether freed memory is kept or returned to the system, and what a GPU copies from."""
+"""Memory of this process: its use, keeping or returning freed memory, and page-locked memory for GPU copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 def peak_resident_bytes() -> int:
     """Return the most memory that this process has had in RAM so far, in bytes.
 
-    It comes from /proc if there is one: `getrusage` also counts what the parent had when it started this process.
+    The figure comes from /proc if it exists: `getrusage` also counts the parent's memory when it started this process.
     """
     if (kibibytes := proc_field("status", "VmHWM")) is not None:
         return kibibytes * 1024
@@ -29,7 +29,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak_resident_bytes() -> bool:
-    """Have `peak_resident_bytes` count from now on; return False, and change nothing, where the system cannot."""
+    """Make `peak_resident_bytes` count from now on; return False and change nothing where the system cannot."""
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
@@ -39,7 +39,7 @@ def reset_peak_resident_bytes() -> bool:
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has in RAM now, in bytes."""
+    """Return the current resident memory of this process, in bytes."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -55,7 +55,7 @@ def device_peak_bytes(device_type: str) -> int:
 
 
 def reset_device_peak(device_type: str) -> None:
-    """Have `device_peak_bytes` count from now on, where the system can."""
+    """Make `device_peak_bytes` count from now on, where the system can."""
     if device_type != "cuda":
         reset_peak_resident_bytes()
         return
@@ -72,8 +72,8 @@ def disk_bytes_read() -> int:
 def give_back_free_memory() -> None:
     """Return freed memory of this process to the system, if the C library can.
 
-    glibc keeps memory that was freed below something still in use: units that are sharded one after the other would
-    add up to a whole model.
+    glibc keeps freed memory below an allocation still in use: units sharded one after the other would add up to a whole
+    model.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
@@ -83,8 +83,8 @@ def keep_freed_memory() -> None:
     """Keep freed memory in this process for later allocations from now on, if the C library is glibc.
 
     By default glibc returns the memory of large tensors to the system when they are freed, and the system clears every
-    page that the next ones touch, which takes a tenth of the time of a training step on the CPU. Tensors of more than
-    32 MB, the limit of glibc, are still returned: they are what a peak is made of.
+    page that later ones touch, which takes a tenth of a training step on the CPU. Tensors over 32 MB, glibc's limit,
+    are still returned: peaks consist of them.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_TRIM_THRESHOLD, -1)
@@ -103,7 +103,7 @@ def proc_field(file: str, field: str, pid: int | str = "self") -> int | None:
 def empty_pages(num_bytes: int) -> torch.Tensor:
     """Return uninitialized CPU memory [num_bytes], uint8, that shares no page with any other.
 
-    What is on a page with something that is locked cannot be locked, and a GPU cannot copy what is locked in part.
+    Memory on a page that is partly locked cannot be locked, and a GPU cannot copy partly locked memory.
     """
     import torch
 
@@ -116,8 +116,8 @@ def empty_pages(num_bytes: int) -> torch.Tensor:
 def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
     """Page-lock `memory` until this tensor and all views of it are deleted.
 
-    `torch.empty(pin_memory=True)` would take the next power of two. If the driver refuses, a warning says so: copies
-    are slower, and nothing else changes.
+    `torch.empty(pin_memory=True)` would allocate the next power of two. If the driver refuses, a warning is issued and
+    copies are slower; nothing else changes.
 
     Args:
         memory: Contiguous CPU memory on pages of its own (`empty_pages`).
@@ -139,7 +139,7 @@ def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
                 stacklevel=2,
             )
             return False
-    # Or these addresses would count as locked when other memory comes to lie there, and locking that would fail.
+    # Otherwise these addresses would still count as locked for later memory there, and locking it would fail.
     weakref.finalize(memory, _unlock, memory.data_ptr(), device).atexit = False
     return True
 
@@ -153,8 +153,8 @@ def _unlock(address: int, device: torch.device) -> None:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Have the error of the last call reported here: else the next kernel that is launched reports it as its own."""
+    """Make the last call's error appear here: otherwise the next kernel launch reports it as its own."""
     import torch
 
     with suppress(RuntimeError):
-        torch.ones(1, device=device).add_(1)  # a kernel, whatever fills memory
+        torch.ones(1, device=device).add_(1)  # any kernel

@@ -1,7 +1,7 @@
-"""Declaration of settings: default, help text, range and choices in one place, at the field of a config dataclass.
+"""Declares settings: default, help text, range and choices in one place, at the field of a config dataclass.
 
-`check(config)` walks a tree of config dataclasses and names the first setting that is out of range by its full dotted
-name; the config reference is written from the same declarations.
+`check(config)` walks a tree of config dataclasses and names the first setting out of range by its full dotted name; the
+config reference is generated from the same declarations.
 """
 
 import copy
@@ -22,7 +22,7 @@ _RANGES: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("maximum", operator.le, "at most"),
 )
 
-REQUIRED: Any = "???"  # OmegaConf's mark of a value that the user must give
+REQUIRED: Any = "???"  # OmegaConf's mark of a value that the user must set
 
 
 def setting(
@@ -53,12 +53,12 @@ def setting(
 
 
 def free_text(help: str) -> Any:
-    """Declare an optional text that can be any text: on the command line, `null` is that word and unsets nothing."""
+    """Declare an optional text that may be any text: on the command line, `null` is that word and unsets nothing."""
     return _field(None, help=help, free_text=True, is_prose=True)
 
 
 def prose(default: T, help: str) -> T:
-    """Declare text for a model, or a list of such texts, as of prompts: in a file of settings, `${` is part of it."""
+    """Declare text for a model, or a list of such texts, such as prompts: in a settings file, `${` is part of it."""
     return _field(default, help=help, is_prose=True)
 
 
@@ -88,14 +88,14 @@ def warnings_of(config: Any) -> list[str]:
 class Parsed(Generic[T]):
     """The typed value of a setting, parsed once: by `check`, or when it is first used.
 
-    Declared in a config dataclass without an annotation, so that it is no field itself:
+    Declare it in a config dataclass without an annotation, so that it is not a field:
 
         max_shard_size: str = setting("5GB", "...")
         max_shard_bytes = Parsed("max_shard_size", parse_size)
     """
 
     def __init__(self, setting: str, parse: Callable[[Any, str], T]) -> None:
-        """`parse` takes the value and the full name of `setting`, for its ConfigError."""
+        """`parse` accepts the value and the full name of `setting`, for its ConfigError."""
         self._setting = setting
         self._parse = parse
 
@@ -110,7 +110,7 @@ class Parsed(Generic[T]):
         return self if config is None else self.of(config)
 
     def of(self, config: Any, prefix: str = "") -> T:
-        """The parsed value of `config`, whose settings are called `prefix` + name."""
+        """Return the parsed value of `config`, whose settings are named `prefix` + name."""
         values = vars(config)
         if self._name not in values:
             values[self._name] = self._parse(getattr(config, self._setting), prefix + self._setting)
@@ -119,27 +119,27 @@ class Parsed(Generic[T]):
 
 
 def changed_settings(config: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The settings in `names` whose value is not the default of their dataclass."""
+    """Return the settings in `names` whose value is not the default of their dataclass."""
     defaults = type(config)()
     return {name: value for name in names if (value := getattr(config, name)) != getattr(defaults, name)}
 
 
 def refuse_changed(config: Any, names: Iterable[str], prefix: str, why: str) -> None:
-    """Raise ConfigError if a setting in `names` is not the default; `why` goes on after `PREFIXname=value`."""
+    """Raise ConfigError if a setting in `names` is not the default; `why` continues after `PREFIXname=value`."""
     for name, value in changed_settings(config, names).items():
         raise ConfigError(f"{prefix}{name}={in_yaml(value)} {why}")
 
 
 def check(config: Any) -> None:
-    """Check all settings of `config`, and call the method `check(prefix)` of the dataclasses that have one.
+    """Check all settings of `config`, and call `check(prefix)` of the dataclasses that have this method.
 
-    Such a method checks rules that involve several fields; `prefix` is the dotted name of the dataclass.
+    It checks rules that involve several fields; `prefix` is the dotted name of the dataclass.
 
     Args:
         config: A config dataclass.
 
     Raises:
-        ConfigError: For the first setting that is missing, out of range, not a known choice, or against a rule.
+        ConfigError: The first setting that is missing, out of range, not a known choice, or against a rule.
     """
     for name, field, value in walk(config):
         check_one(name, field, value)
@@ -152,7 +152,7 @@ def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{name} is not set: {field.metadata.get('help', 'it is required')} Add {name}=VALUE.")
     if value is None:
         return
-    if field.type in (bool, "bool") and not isinstance(value, bool):  # from Python: any text would count as true
+    if field.type in (bool, "bool") and not isinstance(value, bool):  # from Python: any string would be truthy
         raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected a bool: True or False.")
     if field.type in (int, "int") and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected an int, such as 2.")
