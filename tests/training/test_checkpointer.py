@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
+import os
 import signal
 import threading
 import warnings
@@ -276,6 +278,21 @@ def test_a_best_step_that_is_not_finite_is_replaced(tmp_path: Path) -> None:
         assert checkpointer.best == 1
         checkpointer.save(2, model, metrics={"score": 0.5})
         assert checkpointer.best == 2
+
+
+def test_a_best_step_that_could_not_be_saved_is_not_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(point: str) -> None:
+        if point == "weights-written":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = Net()
+    with fs.Checkpointer(tmp_path, monitor="loss", asynchronous=False, max_failures=2) as checkpointer:
+        checkpointer.save(1, model, metrics={"loss": 3.0})
+        monkeypatch.setattr(FAULTS, "hook", full)
+        checkpointer.save(2, model, metrics={"loss": 1.0})
+        monkeypatch.setattr(FAULTS, "hook", None)
+        checkpointer.save(3, model, metrics={"loss": 2.0})
+        assert (checkpointer.steps, checkpointer.best) == ([1, 3], 3)
 
 
 def test_the_metrics_of_rank_0_count(tmp_path: Path) -> None:

@@ -144,7 +144,6 @@ class Checkpointer:
             committer.upload_missing()
             self._log = _Log(self._ranks)
             self._saver = StepSaver(self._ranks, self._config, committer, self._log, prefix="")
-            self._best = run_on_main(self._ranks, self._best_value)
             self._opened = opening.pop_all()
         self._signal: StopSignal | None = None
         self._is_closed = self._has_warned = False
@@ -220,9 +219,7 @@ class Checkpointer:
         of_ranks = ranks.gather_object((parts.own, parts.values))
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may have nothing of them
         state = parts.run_state(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
-        is_best = value is not None and (self._best is None or self._sign * value < self._sign * self._best)
-        if is_best:
-            self._best = value
+        is_best = value is not None and run_on_main(ranks, lambda: self._is_best(value))
         self._saver.settle_before(given.optimizers.values())
         in_background = self._config.asynchronous and bool(given.optimizers)
         self._saver.save_step(step, state, is_best=is_best, in_background=in_background)
@@ -385,11 +382,13 @@ class Checkpointer:
             self._log.warn(f"{self._monitor} is {value}, which is not finite: such a step is not the best.")
         return None
 
-    def _best_value(self) -> float | None:
-        if self._monitor is None or (best := self._store.best()) is None:
-            return None
-        value = read_loop_state(self._store.path(best)).metrics.get(self._monitor)
-        return value if value is not None and math.isfinite(value) else None
+    def _is_best(self, value: float) -> bool:
+        """Whether a metric is better than that of the saved step that is marked as the best; on rank 0."""
+        assert self._monitor is not None
+        if (best := self._store.best()) is None:
+            return True
+        before = read_loop_state(self._store.path(best)).metrics.get(self._monitor, math.nan)
+        return not math.isfinite(before) or self._sign * value < self._sign * before
 
     def _clean(self) -> None:
         self._store.clean_leftovers()
