@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset
+from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
-from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, divided_by
+from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, divided_by, transformers_model
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart, PackedAnswers, own_counted
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
@@ -87,8 +87,7 @@ class BatchLoader:
         objective: ObjectiveConfig,
     ) -> None:
         self._dataset, self._config, self._context = dataset, config, context
-        self._objective = objective
-        self._model_config: Any = getattr(model, "config", None)
+        self._objective, self._model = objective, model
         self._context_ranks, self._keeps_whole = context_ranks(model, context), objective.compares_whole_sequences
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
@@ -126,11 +125,8 @@ class BatchLoader:
     def _load(self, samples: Ints) -> LoadedStep:
         context = self._context
         parts = micro_batches(samples, self._config.micro_batch_size, context.data_rank, context.num_data_ranks)
-        batches = [self._dataset.batch(part) for part in parts]
-        if self._model_config is not None:
-            for batch in batches:
-                check_vocabulary(batch.inputs["input_ids"], self._model_config)
-        batches = [own_part(batch, self._context_ranks, keeps_whole=self._keeps_whole) for batch in batches]
+        whole = (read_batch(self._dataset, part, self._model) for part in parts)
+        batches = [own_part(batch, self._context_ranks, keeps_whole=self._keeps_whole) for batch in whole]
         counts = [sum(of_batches) for of_batches in zip(*map(self._objective.all_counts, batches), strict=True)]
         counts += source_tokens(self._dataset, parts, map(self._objective.trained_tokens, batches))
         if self._keeps_whole:  # each of the ranks that divide the sequences has counted all
@@ -153,6 +149,14 @@ def context_ranks(model: nn.Module, context: DistributedContext) -> ContextRanks
     """The ranks that divide the sequences of `model` with this one; None if it has whole sequences."""
     method = divided_by(model)
     return None if method is None else ContextRanks.of(context, method)
+
+
+def read_batch(dataset: Dataset | MapDataset, samples: Sequence[int] | Ints, model: nn.Module) -> Batch:
+    """Read samples, by position or index; raise ModelError if `model` lacks one of their tokens."""
+    batch = dataset.batch(samples)
+    if (inside := transformers_model(model)) is not None:
+        check_vocabulary(batch.inputs["input_ids"], inside.config)
+    return batch
 
 
 def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = False) -> Batch:

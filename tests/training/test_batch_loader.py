@@ -26,13 +26,16 @@ from fsdp_shard.data import (
     with_extras,
 )
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import ModelError
 from fsdp_shard.training.batch_loader import evaluation_batches, micro_batches, source_tokens, to_device
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.dataset_figures import data_figures, source_figures
+from fsdp_shard.training.held_out.evaluator import evaluate_loss
 from fsdp_shard.training.loop import train
 from fsdp_shard.training.objectives.registry import OBJECTIVES
 from tests.support.prepared_data import prepare_data
-from tests.training.conftest import stream
+from tests.support.tiny import llama
+from tests.training.conftest import Plain, stream
 from tests.training.tiny_run import SEED, Run, losses
 
 SFT = OBJECTIVES["sft"]()
@@ -86,6 +89,12 @@ def test_an_error_in_the_thread_ends_the_run(alone: DistributedContext) -> None:
 
     with pytest.raises(ValueError, match="row 3 cannot be read"):
         run_on(alone, Broken()).go(CONFIG)
+
+
+def test_held_out_tokens_of_another_model_are_named(alone: DistributedContext) -> None:
+    model: Any = Plain(llama())
+    with pytest.raises(ModelError, match="has a vocabulary of 257 tokens, but the tokenizer makes token 2"):
+        evaluate_loss(model, stream(vocabulary=300), 2, alone)
 
 
 def test_losses_do_not_depend_on_it(alone: DistributedContext) -> None:

@@ -8,19 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training import RunStart, add_reference, open_data
 from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.dpo import DpoConfig
+from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.objectives.objective_checks import check_objective
 from fsdp_shard.training.peft.config import LoraConfig
 from tests.support.ranks import on_ranks
+from tests.support.tiny import byte_tokenizer, llama_config
 
 
 def settings(model: Path, directory: Path, cache: str = "cache", **objective: object) -> FinetuneConfig:
@@ -44,6 +48,26 @@ def computed(context: DistributedContext, configs: list[FinetuneConfig]) -> list
         list(add_reference(config, start, open_data(config, start)).notes)
         for config, start in zip(configs, starts, strict=True)
     ]
+
+
+@pytest.mark.parametrize("objective", [DpoConfig(), DistillConfig(top_k=5)])
+def test_tokens_of_another_model_are_named(
+    objective: ObjectiveConfig, alone: DistributedContext, tmp_path: Path
+) -> None:
+    """As in training: on a GPU, the embedding would name no cause."""
+    config = settings(tmp_path / "model", tmp_path)
+    small = llama_config()
+    small.vocab_size = 100
+    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    config.objective = objective
+    if isinstance(objective, DistillConfig):
+        objective.teacher, config.data.kind = str(tmp_path / "model"), "text"
+        config.data.path = str(tmp_path / "text.txt")
+        (tmp_path / "text.txt").write_text("the quick brown fox " * 30)
+    start = RunStart(alone, config.source)
+    with pytest.raises(ModelError, match="has a vocabulary of 100 tokens, but the tokenizer makes token 2"):
+        add_reference(config, start, open_data(config, start))
 
 
 @pytest.mark.parametrize("packing", [False, True])

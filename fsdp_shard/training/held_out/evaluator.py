@@ -13,7 +13,7 @@ from fsdp_shard.data import Batch, Concatenation, MapDataset, cache_key
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel, attending_alone, free_gathered
-from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, to_device
+from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, read_batch, to_device
 from fsdp_shard.training.dataset_figures import finite
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, metric_means
@@ -238,11 +238,12 @@ class _Evaluation:
 
     def _batches(self, dataset: MapDataset) -> Iterator[Batch]:
         """The batches of this rank, of its parts of sequences where they are divided."""
-        context, divided = self.context, context_ranks(self.model.module, self.context)
+        context, module = self.context, self.model.module
+        divided, keeps_whole = context_ranks(module, context), self.objective.compares_whole_sequences
         for indices in evaluation_batches(
             len(dataset), self.micro_batch_size, context.data_rank, context.num_data_ranks
         ):
-            yield own_part(dataset.batch(indices), divided, keeps_whole=self.objective.compares_whole_sequences)
+            yield own_part(read_batch(dataset, indices, module), divided, keeps_whole=keeps_whole)
 
     def report(self, sums: _HeldOutSum, is_of_tokens: bool, name: str = "") -> EvalReport:
         """Return the means; raise LossError if the loss is not finite."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save
@@ -23,7 +23,7 @@ from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cac
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel, free_gathered
-from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, to_device
+from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, read_batch, to_device
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.device_batch import DeviceBatch
@@ -113,6 +113,9 @@ class DispatchedReference:
         return batch.answer_sums(values.to(batch.labels.device).view(batch.labels.shape))
 
 
+_PassReference: TypeAlias = ModelReference | DispatchedReference  # for the pass before training
+
+
 def reference_kind(config: FinetuneSettings) -> str | None:
     """Return how a run gets its reference, as `ObjectiveConfig.reference_kind` does."""
     begins_at_base, is_streamed = config.adapter.begins_at_base, config.data.streaming
@@ -155,7 +158,7 @@ def _load_reference(config: FinetuneSettings, context: DistributedContext) -> Mo
         return ModelReference(loaded.model, leaves_adapter_out=config.adapter.begins_at_base)
 
 
-def _load_for_pass(config: FinetuneSettings, context: DistributedContext) -> Reference:
+def _load_for_pass(config: FinetuneSettings, context: DistributedContext) -> _PassReference:
     """Load the model that training began from for the pass before training; a collective."""
     objective = config.objective
     if not isinstance(objective, ReferenceConfig) or objective.reference != DISPATCHED:
@@ -220,7 +223,7 @@ class _CachedReference:
 
     def __init__(self, config: FinetuneSettings, start: Start) -> None:
         self._config, self._start = config, start
-        self._reference: Reference | None = None
+        self._reference: _PassReference | None = None
         self.waiting = start.context.with_new_group(LONG_WAIT_SECONDS)
 
     def values(self, source: SourceDataset, file: Path) -> tuple[torch.Tensor, str]:
@@ -290,20 +293,21 @@ def _log_probs(reference: Reference, batch: DeviceBatch) -> torch.Tensor:
     return torch.stack([reference.log_probs(batch.of_row(row)) for row in (0, 1)], dim=1)
 
 
-def _compute(reference: Reference, source: ComparedRows, config: FinetuneSettings, start: Start) -> torch.Tensor:
+def _compute(reference: _PassReference, source: ComparedRows, config: FinetuneSettings, start: Start) -> torch.Tensor:
     """Compute the log-probabilities of both answers of each pair, or rows of each sample, float32 [num_pairs, 2].
 
     A collective.
     """
     context, size = start.context, config.train.micro_batch_size
-    divided = context_ranks(reference.model.module, context) if isinstance(reference, ModelReference) else None
+    module = reference.model.module if isinstance(reference, ModelReference) else reference.model
+    divided = context_ranks(module, context)
     values = torch.zeros(source.num_pairs, 2, dtype=torch.float32)
     progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
     if context.is_main:
         progress = report_progress(len(source), "log-probabilities of the reference", "samples")
     with progress as count:
         for indices in evaluation_batches(len(source), size, context.data_rank, context.num_data_ranks):
-            batch = own_part(source.batch(indices), divided, keeps_whole=True)
+            batch = own_part(read_batch(source, indices, module), divided, keeps_whole=True)
             found = _log_probs(reference, to_device(batch, context.device)).cpu()
             # Samples that only fill up a batch come last.
             pairs = [pair for index in indices.tolist() if index != NO_WINDOW for pair in source.pairs_of(index)]

@@ -24,9 +24,8 @@ from torch import nn
 from fsdp_shard.data import LABELED, Dataset
 from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.models import check_vocabulary
 from fsdp_shard.sharding import ShardedModel, clean_fqn, transformers_model
-from fsdp_shard.training.batch_loader import to_device
+from fsdp_shard.training.batch_loader import read_batch, to_device
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.held_out.evaluator import evaluating
 from fsdp_shard.training.loss.device_batch import DeviceBatch
@@ -113,12 +112,10 @@ def _batches(
 
     Of answers with a label, only those that are trained on, not the prompts with other answers.
     """
-    first, config = 0, getattr(module, "config", None)
+    first = 0
 
     def read(first: int) -> DeviceBatch:
-        batch = dataset.batch(np.arange(first, first + micro_batch_size))
-        if config is not None:
-            check_vocabulary(batch.inputs["input_ids"], config)
+        batch = read_batch(dataset, np.arange(first, first + micro_batch_size), module)
         found = to_device(batch, context.device)
         return found.of_row(0) if is_labeled else found
 

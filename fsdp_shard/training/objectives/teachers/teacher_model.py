@@ -32,7 +32,7 @@ from fsdp_shard.data import (
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import DataError, Interrupted
 from fsdp_shard.models import load_config
-from fsdp_shard.training.batch_loader import evaluation_batches, to_device
+from fsdp_shard.training.batch_loader import evaluation_batches, read_batch, to_device
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loss.device_batch import DeviceBatch
@@ -201,7 +201,7 @@ class _TeacherPass:
         assert self._teacher is not None
         if not len(indices):
             return
-        batch = source.batch(indices)
+        batch = read_batch(source, indices, self._teacher.model)
         targets = self._teacher.targets(to_device(batch, self._context.device))
         log_probs, tokens = targets.log_probs.cpu(), targets.tokens.cpu()
         if not bool(log_probs.isfinite().all()):
