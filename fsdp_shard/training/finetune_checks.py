@@ -71,7 +71,7 @@ def check_finetune(config: FinetuneSettings) -> None:
     config.optim.check_divided(config.shard.tensor_parallel, config.shard.expert_parallel)
     find_loss(config.loss)
     data.check_task(config.model.task, config.data, config.objective.samples)
-    data.check_data(config.data, config.model.task)
+    data.check_data(config.data, config.model.task, config.objective.samples)
     check_held_out(config.train, config.data)
     config.adapter.check_installed()
     is_again = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()

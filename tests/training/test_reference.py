@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import ConfigError, ModelError
+from fsdp_shard.errors import ConfigError, DataError, ModelError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training import RunStart, add_reference, open_data
 from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.finetune_checks import check_finetune
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.dpo import DpoConfig
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
@@ -68,6 +69,15 @@ def test_tokens_of_another_model_are_named(
     start = RunStart(alone, config.source)
     with pytest.raises(ModelError, match="has a vocabulary of 100 tokens, but the tokenizer makes token 2"):
         add_reference(config, start, open_data(config, start))
+
+
+def test_answers_with_a_label_are_no_pairs_before_any_rank_starts(tiny_model: Path, tmp_path: Path) -> None:
+    config = settings(tiny_model, tmp_path)
+    config.run_dir = str(tmp_path / "run")
+    rows = [{"prompt": "a", "completion": f" {n}", "label": n % 2 == 0} for n in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"4 answers of the data have a label.*objective=kto"):
+        check_finetune(config)
 
 
 @pytest.mark.parametrize("packing", [False, True])
