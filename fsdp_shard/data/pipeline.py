@@ -335,13 +335,18 @@ def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, 
 def prepare_held_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[SourceDataset, str]:
     """Return what training would hold out, or all of data.path if it would hold out nothing, in one process.
 
-    The text says what became of the rows, such as how many were truncated.
+    The text says what became of the rows, such as how many were truncated. Evaluations reject mixtures and streams.
     """
-    if config.eval_path is not None:  # data.path is not needed
-        return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, CAUSAL))
-    train, held_out, notes = _open_files(config, tokenize_all(config, tokenizer), Task(), 0)
-    own = {**train, **held_out}  # evaluations reject mixtures and streamed data
-    return own[""], notes[0].partition(": ")[2]
+    factory = SampleFactory(config, Task(), None, 0)
+    file = _tokenize(config, config.eval_path is not None, tokenizer, CAUSAL)
+    if config.eval_fraction and config.packing:
+        _, held_out, (_, note) = factory.open_divided(file)
+        return held_out, note
+    samples, note = factory.open(file)
+    if not config.eval_fraction:
+        return samples, note
+    _, held_out = _divide(config, samples)
+    return held_out, f"{note}; the last {len(held_out):,} of these windows"
 
 
 def prepare_on_ranks(

@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.pipeline import prepare_held_out
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.packing import PackedRows, best_fit
 from fsdp_shard.data.samples.rows import CausalRows
@@ -109,6 +110,15 @@ def test_no_document_is_both_trained_and_held_out(tmp_path: Path) -> None:
     divided = [samples.train.identity, *(source.identity for source in samples.held_out.sources)]
     assert len({whole.identity, *divided}) == 3
     assert whole.identity.startswith(f"packed-1:{whole.num_samples}:CausalRows:"), "as that of steps saved before"
+
+
+def test_an_evaluation_says_what_it_holds_out(tmp_path: Path) -> None:
+    """Not what a run with the same settings trains on."""
+    config = replace(config_of(tmp_path, True, 32), eval_fraction=0.2, cache_dir=str(tmp_path / "cache"))
+    packed, note = prepare_held_out(config, byte_tokenizer())
+    assert f"packed into {len(packed)} windows of 32" in note
+    unpacked, note = prepare_held_out(replace(config, packing=False), byte_tokenizer())
+    assert note.endswith(f"; the last {len(unpacked)} of these windows")
 
 
 @pytest.mark.parametrize(("lengths", "warned"), [((5, 500), True), ((500, 5), False), ((5, 20), False)])
