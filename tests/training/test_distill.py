@@ -272,6 +272,21 @@ def test_a_cache_has_what_was_written(tmp_path: Path) -> None:
             cache.values(24)
 
 
+def test_a_cache_that_two_runs_create_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers, their processes may have the same number."""
+    data, cache, save = stream(25, 8), TeacherCache(tmp_path / "cache", 2), np.save
+
+    def after_the_other(file: Path, array: Any) -> None:
+        monkeypatch.setattr(np, "save", save)
+        cache.create(data)
+        save(file, array)
+
+    monkeypatch.setattr(np, "save", after_the_other)
+    cache.create(data)
+    assert cache.starts(3).tolist() == [0, 8, 16, 24]
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
 def test_a_stopped_pass_keeps_what_it_has(alone: DistributedContext, tiny_model: Path, tmp_path: Path) -> None:
     teacher, text = tmp_path / "teacher", tmp_path / "text.txt"
     _teacher().save_pretrained(teacher)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from fsdp_shard.data import Ints, SourceDataset
 from fsdp_shard.errors import DataError
-from fsdp_shard.utils import write_atomically
+from fsdp_shard.utils import atomic_directory, write_atomically
 
 LOG_PROBS, TOKENS = "log_probs", "tokens"
 _STARTS, _DONE = "starts", "done"
@@ -51,18 +50,13 @@ class TeacherCache:
         if self.directory.exists():
             return
         counts = [source.batch([index]).num_predictions for index in range(len(source))]
-        new = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.partial")
-        with self._writing():
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir(parents=True)
+        with self._writing(), atomic_directory(self.directory) as new:  # another run may be faster
             starts = np.cumsum([0, *counts], dtype=np.int64)
             np.save(new / f"{_STARTS}.npy", starts)
             np.save(new / f"{_DONE}.npy", np.zeros(len(source), bool))
             for name, dtype in _DTYPES.items():
                 shape = (max(1, int(starts[-1])), self.k)
                 np.lib.format.open_memmap(new / f"{name}.npy", mode="w+", dtype=dtype, shape=shape).flush()
-            if not self.directory.exists():  # another run may have been faster
-                new.rename(self.directory)
 
     def starts(self, num_samples: int) -> Ints:
         """Return where the predictions of each sample begin, int64 [num_samples + 1]."""
