@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +215,21 @@ def test_windows_of_a_masked_model_begin_once(tmp_path: Path) -> None:
     streamed = open_samples(stream, tokenize_all(stream, tokenizer, "masked_lm"), task, 3, lambda: tokenizer)
     batch = streamed.train.batch([0])
     assert np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[0].tolist().count(begin) == 1
+
+
+def open_narrow_windows(directory: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"cls_token": "<s>", "sep_token": "<|end|>", "mask_token": "<mask>"})
+    path = write(Path(directory, "a.txt"), "abc" * 40)
+    opened(DataConfig(path=path, sequence_length=2), Path(directory, "cache"), Task("masked_lm"), tokenizer)
+
+
+def test_windows_without_space_for_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.sequence_length=2"):
+        open_narrow_windows(str(tmp_path))
+    program = f"from tests.data.test_tasks import open_narrow_windows; open_narrow_windows({str(tmp_path)!r})"
+    ended = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=False)
+    assert "DataError: data.sequence_length=2" in ended.stderr, "asserts are left out"
 
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:

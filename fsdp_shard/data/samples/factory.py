@@ -83,7 +83,7 @@ class SampleFactory:
         return "document" if self.config.kind == "text" else "row"
 
     def _open_tokens(self, file: TokenFile) -> tuple[SourceDataset, list[str]]:
-        assert self.window_tokens
+        self.num_window_tokens()  # raises DataError
         empty = f" ({file.num_dropped} empty left out)" if file.num_dropped else ""
         documents = format_count(file.num_rows - file.num_dropped, "document")
         notes = [f"{documents}{empty}", format_count(file.num_tokens, "token")]
@@ -164,9 +164,8 @@ class SampleFactory:
         special = self.special.within(self.task.vocabulary)
         return MaskedWindows(tokens, length, name, special, self.config.mask_fraction, seed)
 
-    @property
-    def window_tokens(self) -> int:
-        """Tokens of text per window, without special tokens; raises DataError if there is no space for any."""
+    def num_window_tokens(self) -> int:
+        """Return the tokens of text in a window, without special ones; raise DataError if there is no space for any."""
         length = self.config.window_length
         num_tokens = length - (len(self.special.begin) + len(self.special.end) if self.special is not None else 0)
         if num_tokens < 1:

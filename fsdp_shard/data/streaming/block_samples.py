@@ -76,7 +76,7 @@ class TextSamples:
     num_separators: int
 
     def __call__(self, table: pyarrow.Table, leftover: list[int], counts: Counts, first: int) -> list[SourceDataset]:
-        step = self.factory.window_tokens
+        step = self.factory.num_window_tokens()
         overlap = int(self.factory.special is None)  # the last token that a window predicts is the first of the next
         left, parts = np.asarray(leftover, np.int64), list[SourceDataset]()
         for start in range(0, len(table), _ROWS_OF_A_PART):
