@@ -20,11 +20,15 @@ from fsdp_shard.utils import REQUIRED, check_one, nearest, setting, user_cache
 class DataConfig(KindSettings):
     """Settings of the training data and of the held-out data."""
 
+    # Not annotated, so they are not settings: the prefix of the settings in messages, and the default of `split`.
+    where = "data"
+    default_split = "train"
+
     # Settings that another one replaces.
     instead: ClassVar[dict[str, tuple[str, ...]]] = {"path": ("mixture",)}
 
     subset: str | None = setting(None, "Configuration of a dataset on the hub, such as wikitext-2-raw-v1.")
-    split: str = setting("train", "Split of the dataset in data.path, on the hub or with saved splits.")
+    split: str = setting(default_split, "Split of the dataset in data.path, on the hub or with saved splits.")
     mixture: Any = field(
         default=None,
         metadata={
@@ -90,16 +94,6 @@ class DataConfig(KindSettings):
         "~/.cache/fsdp-shard/tokens.",
     )
 
-    @property
-    def where(self) -> str:
-        """The prefix of these settings, for messages."""
-        return "data"
-
-    @property
-    def default_split(self) -> str:
-        """What `split` is where nobody has set it."""
-        return default_of("split")  # type: ignore[no-any-return]
-
     def check(self, prefix: str) -> None:
         """Raise ConfigError if settings contradict each other."""
         for kind in KINDS.values():
@@ -131,30 +125,12 @@ class DataConfig(KindSettings):
 
 
 @dataclass
-class MixtureSource(DataConfig):
-    """The settings of one source of a mixture: its own, and those of `data.*` for everything else."""
+class NamedSource(DataConfig):
+    """A source of `data.mixture` or a set of `data.eval_sets`: its own settings, and those of `data.*` for the rest."""
 
-    source_name: str = ""
     weight: float = setting(1.0, "Proportion of the samples, relative to the other weights.", above=0.0)
-
-    @property
-    def where(self) -> str:
-        return f"data.mixture.{self.source_name}"
-
-
-@dataclass
-class HeldOutSet(DataConfig):
-    """The settings of one set of `data.eval_sets`: its own, and those of `data.*` for everything else."""
-
-    set_name: str = ""
-
-    @property
-    def where(self) -> str:
-        return f"data.eval_sets.{self.set_name}"
-
-    @property
-    def default_split(self) -> str:
-        return self.eval_split
+    where: str = ""
+    default_split: str = DataConfig.default_split
 
 
 def default_of(name: str) -> Any:
@@ -180,55 +156,44 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 _SOURCE_FIELDS: dict[str, Field[Any]] = {
     member.name: member
-    for member in fields(MixtureSource)
+    for member in fields(NamedSource)
     if member.name in ("path", "weight", "kind", "subset", "split", "sample_by", "roles")
     or member.name.endswith("_column")
 }
 _SET_FIELDS = {name: member for name, member in _SOURCE_FIELDS.items() if name != "weight"}
 
 
-def sources_of(config: DataConfig, prefix: str = "data.") -> dict[str, DataConfig]:
-    """Return the settings of each source of the training data by name.
-
-    Args:
-        config: The settings of the data.
-        prefix: Prefix of the settings in messages.
-
-    Returns:
-        The sources of `data.mixture`, or `config` itself under an empty name.
+def sources_of(config: DataConfig) -> dict[str, DataConfig]:
+    """Return the settings of each source of the training data by name: of `data.mixture`, or `config` itself under "".
 
     Raises:
         ConfigError: A setting in `data.mixture` is unknown, missing, of the wrong type or out of range.
     """
-    return dict(mixture_of(config, prefix)) if config.mixture else {"": config}
+    return dict(mixture_of(config)) if config.mixture else {"": config}
 
 
-def mixture_of(config: DataConfig, prefix: str = "data.") -> dict[str, MixtureSource]:
+def mixture_of(config: DataConfig, prefix: str = "data.") -> dict[str, NamedSource]:
     """Return the sources of `data.mixture` by name, none without a mixture; raise ConfigError as `sources_of` does."""
-    inherited = _shared(config) | {"mixture": None}
-    return {
-        name: MixtureSource(**(inherited | given), source_name=name)
-        for name, given in _parse_named(config.mixture, f"{prefix}mixture", _SOURCE_FIELDS).items()
-    }
+    return _named(config, "mixture", prefix, _SOURCE_FIELDS, {"mixture": None})
 
 
-def held_out_sets_of(config: DataConfig, prefix: str = "data.") -> dict[str, HeldOutSet]:
+def held_out_sets_of(config: DataConfig, prefix: str = "data.") -> dict[str, NamedSource]:
     """Return the sets of `data.eval_sets` by name, none without; raise ConfigError as `sources_of` does."""
-    own = {"mixture": None, "eval_sets": None, "streaming": False, "subset": None, "split": config.eval_split}
-    inherited = _shared(config) | own
-    return {
-        name: HeldOutSet(**(inherited | given), set_name=name)
-        for name, given in _parse_named(config.eval_sets, f"{prefix}eval_sets", _SET_FIELDS).items()
-    }
+    own = {"mixture": None, "eval_sets": None, "streaming": False, "subset": None}
+    splits = {"split": config.eval_split, "default_split": config.eval_split}
+    return _named(config, "eval_sets", prefix, _SET_FIELDS, own | splits)
 
 
-def _shared(config: DataConfig) -> dict[str, Any]:
-    return {member.name: getattr(config, member.name) for member in fields(DataConfig)}
-
-
-def _parse_named(given: Any, name: str, known: Mapping[str, Field[Any]]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each named source that are not null; raise ConfigError for what is none of `known`."""
-    return {key: _parse_source(value, f"{name}.{key}", known) for key, value in _by_name(given, name).items()}
+def _named(
+    config: DataConfig, section: str, prefix: str, known: Mapping[str, Field[Any]], own: Mapping[str, Any]
+) -> dict[str, NamedSource]:
+    """Return the sources of a section by name. Each has its settings, those of all of them (`own`), and `data.*`."""
+    inherited = {member.name: getattr(config, member.name) for member in fields(DataConfig)} | dict(own)
+    found = {}
+    for name, given in _by_name(getattr(config, section), f"{prefix}{section}").items():
+        values = inherited | _parse_source(given, f"{prefix}{section}.{name}", known)
+        found[name] = NamedSource(**values, where=f"data.{section}.{name}")
+    return found
 
 
 def _by_name(given: Any, name: str) -> dict[str, Any]:
