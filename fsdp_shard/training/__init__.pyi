@@ -56,6 +56,7 @@ from .loss.row_values import LOSS_CHUNK_BYTES as LOSS_CHUNK_BYTES
 from .model_identity import check_base_model as check_base_model
 from .model_origin import (
     NewHead as NewHead,
+    RunStart as RunStart,
     build_model as build_model,
     check_classifier as check_classifier,
     collect_model_files as collect_model_files,
@@ -90,7 +91,6 @@ from .peft.lora import Adapter as Adapter, check_continues as check_continues, i
 from .peft.principal import principal_factors as principal_factors
 from .peft.qlora import quantize_base as quantize_base
 from .run_setup import (
-    RunStart as RunStart,
     build_unfilled as build_unfilled,
     finish_run as finish_run,
     open_data as open_data,

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.checkpoint import (
     CONFIG,
@@ -28,7 +28,35 @@ from fsdp_shard.models import SEQ2SEQ, ModelConfig, build_on_meta, classifier_na
 from fsdp_shard.training.config import ModelSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
 from fsdp_shard.training.seeding import derived_seed
+from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.utils import check, first_line, read_bounded
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run of `finetune` starts, and its ranks.
+
+    Attributes:
+        context: The ranks that train.
+        source: Where config, tokenizer and weights are.
+        step: The directory of the step to resume from, if any.
+        is_finished: Whether the run has ended before, so that nothing is left to do.
+        stop: The signals that ask the run to stop.
+        note: A line if the model that the run began from could not be compared with `model.path`.
+        trust_remote_code: Whether code that comes with the model may run.
+    """
+
+    context: DistributedContext
+    source: Location
+    step: Path | None = None
+    is_finished: bool = False
+    stop: StopSignal = field(default_factory=StopSignal)
+    note: str | None = None
+    trust_remote_code: bool = False
+
+    def open_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Open the tokenizer of `source`."""
+        return load_tokenizer(self.source.tokenizer, self.trust_remote_code)
 
 
 def model_source(config: ModelSettings, step_directory: Path | None) -> Location:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
 
-from fsdp_shard.checkpoint import BASE_MODEL, RUN_CONFIG, Location
+from fsdp_shard.checkpoint import BASE_MODEL, RUN_CONFIG
 from fsdp_shard.data import Dataset, Samples, prepare_on_ranks
 from fsdp_shard.distributed import (
     LONG_WAIT_SECONDS,
@@ -21,7 +18,7 @@ from fsdp_shard.distributed import (
     is_restarted,
     run_on_main,
 )
-from fsdp_shard.models import load_context, load_tokenizer
+from fsdp_shard.models import load_context
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.recorded_settings import changed_values
 from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
@@ -38,7 +35,7 @@ from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.custom_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
-from fsdp_shard.training.model_origin import collect_model_files, data_task, model_source
+from fsdp_shard.training.model_origin import RunStart, collect_model_files, data_task, model_source
 from fsdp_shard.training.objectives.reference_model import open_reference
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, teacher_record
 from fsdp_shard.training.optim.build import check_rates
@@ -49,33 +46,6 @@ from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal, interrupted
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import device_peak_bytes, format_count, keep_freed_memory, reset_device_peak, say
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """Where a run of `finetune` starts, and its ranks.
-
-    Attributes:
-        context: The ranks that train.
-        source: Where config, tokenizer and weights are.
-        step: The directory of the step to resume from, if any.
-        is_finished: Whether the run has ended before, so that nothing is left to do.
-        stop: The signals that ask the run to stop.
-        note: A line if the model that the run began from could not be compared with `model.path`.
-        trust_remote_code: Whether code that comes with the model may run.
-    """
-
-    context: DistributedContext
-    source: Location
-    step: Path | None = None
-    is_finished: bool = False
-    stop: StopSignal = field(default_factory=StopSignal)
-    note: str | None = None
-    trust_remote_code: bool = False
-
-    def open_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Open the tokenizer of `source`."""
-        return load_tokenizer(self.source.tokenizer, self.trust_remote_code)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from safetensors.torch import load_file, save
@@ -30,33 +30,18 @@ from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_answers
 from fsdp_shard.training.loss.log_probs import LabelLogProbs
 from fsdp_shard.training.model_identity import model_name
+from fsdp_shard.training.model_origin import RunStart
 from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, open_dispatched
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import DISPATCHED, PRECOMPUTED, Reference, ReferenceConfig, Teacher
 from fsdp_shard.training.objectives.teachers.teacher_model import PrecomputedTeacher, add_targets, open_teacher
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
 from fsdp_shard.training.peft.earlier_adapter import locate_earlier
-from fsdp_shard.training.stop_signal import StopSignal, raise_if_stopped
+from fsdp_shard.training.stop_signal import raise_if_stopped
 from fsdp_shard.utils import format_count, report_progress, write_atomically
 
 EXTRA = "reference_log_probs"
 _VERSION = "reference-1"  # of what the cached values are
-
-
-class Start(Protocol):
-    """Where a run starts (`RunStart`), as far as its reference needs it."""
-
-    @property
-    def context(self) -> DistributedContext:
-        """The ranks."""
-
-    @property
-    def stop(self) -> StopSignal:
-        """The signals that ask the run to stop."""
-
-    @property
-    def step(self) -> Path | None:
-        """The step to resume from."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +107,7 @@ def reference_kind(config: FinetuneSettings) -> str | None:
     return config.objective.reference_kind(begins_at_base=begins_at_base, is_streamed=is_streamed)
 
 
-def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) -> Reference | Teacher | None:
+def open_reference(config: FinetuneSettings, start: RunStart, loaded: LoadedModel) -> Reference | Teacher | None:
     """Return the reference or the teacher of a run, None for objectives without one; a collective.
 
     Args:
@@ -175,7 +160,7 @@ def _began_from(config: FinetuneSettings) -> Location:
     return locate_earlier(config.adapter, model_name(config.model)) or config.source
 
 
-def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samples:
+def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> Samples:
     """Add to the samples what a reference or a teacher says of them, if it is computed before training; a collective.
 
     The values of each source are in the data cache, or are computed, by the model that training began from or by the
@@ -194,7 +179,7 @@ def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samp
         >>> data = fs.add_reference(config, start, fs.open_data(config, start))  # doctest: +SKIP
     """
     if isinstance(config.objective, DistillConfig):
-        return add_targets(config, config.objective, start.context, start.stop, start.step, data)
+        return add_targets(config, config.objective, start, data)
     if reference_kind(config) != PRECOMPUTED:
         return data
     if data.held_out is not None:
@@ -221,7 +206,7 @@ class _CachedReference:
         waiting: The ranks, with time to wait for one that reads all weights.
     """
 
-    def __init__(self, config: FinetuneSettings, start: Start) -> None:
+    def __init__(self, config: FinetuneSettings, start: RunStart) -> None:
         self._config, self._start = config, start
         self._reference: _PassReference | None = None
         self.waiting = start.context.with_new_group(LONG_WAIT_SECONDS)
@@ -293,7 +278,9 @@ def _log_probs(reference: Reference, batch: DeviceBatch) -> torch.Tensor:
     return torch.stack([reference.log_probs(batch.of_row(row)) for row in (0, 1)], dim=1)
 
 
-def _compute(reference: _PassReference, source: ComparedRows, config: FinetuneSettings, start: Start) -> torch.Tensor:
+def _compute(
+    reference: _PassReference, source: ComparedRows, config: FinetuneSettings, start: RunStart
+) -> torch.Tensor:
     """Compute the log-probabilities of both answers of each pair, or rows of each sample, float32 [num_pairs, 2].
 
     A collective.

@@ -37,11 +37,11 @@ from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.distillation import Targets, TopTokens, split_targets
+from fsdp_shard.training.model_origin import RunStart
 from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, open_dispatched
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import PRECOMPUTED
 from fsdp_shard.training.objectives.teachers.teacher_cache import LOG_PROBS, TOKENS, CacheWriter, TeacherCache
-from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.utils import format_count, report_progress
 
 _VERSION = "teacher-1"  # of what the cached values are
@@ -93,14 +93,7 @@ def num_tokens(distill: DistillConfig, config: FinetuneSettings) -> int:
     return int(text.vocab_size)
 
 
-def add_targets(
-    config: FinetuneSettings,
-    distill: DistillConfig,
-    context: DistributedContext,
-    stop: StopSignal,
-    step: Path | None,
-    data: Samples,
-) -> Samples:
+def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStart, data: Samples) -> Samples:
     """Add the teacher's tokens to the samples, if they are computed before training; a collective.
 
     Those of each source are in the data cache, or the teacher computes what the run needs, and it is kept there.
@@ -108,9 +101,7 @@ def add_targets(
     Args:
         config: The settings of `finetune`.
         distill: Its objective.
-        context: The ranks.
-        stop: A signal that ends the pass.
-        step: The step to resume from, if any.
+        start: The ranks, a signal that ends the pass, and the step to resume from.
         data: The samples.
 
     Raises:
@@ -119,10 +110,11 @@ def add_targets(
     """
     if distill.teacher_logits != PRECOMPUTED:
         return data
+    context = start.context
     waiting = context.with_new_group(LONG_WAIT_SECONDS)
     caches = run_on_main(waiting, lambda: _caches(config, distill, data.sources))
-    used = run_on_all(waiting, lambda: _used(config, step, data))
-    teacher = _TeacherPass(config, distill, context, stop)
+    used = run_on_all(waiting, lambda: _used(config, start.step, data))
+    teacher = _TeacherPass(config, distill, start)
     extended, notes = [], []
     for source, cache, wanted in zip(data.sources, caches, used, strict=True):
         run_on_main(waiting, partial(cache.create, source))
@@ -160,10 +152,8 @@ def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[np
 class _TeacherPass:
     """Computes what caches lack; the teacher is loaded when the first value must be computed."""
 
-    def __init__(
-        self, config: FinetuneSettings, distill: DistillConfig, context: DistributedContext, stop: StopSignal
-    ) -> None:
-        self._config, self._distill, self._context, self._stop = config, distill, context, stop
+    def __init__(self, config: FinetuneSettings, distill: DistillConfig, start: RunStart) -> None:
+        self._config, self._distill, self._context, self._stop = config, distill, start.context, start.stop
         self._teacher: ModelTeacher | None = None
 
     def fill(self, source: SourceDataset, cache: TeacherCache, wanted: npt.NDArray[np.bool_]) -> int:
