@@ -41,7 +41,7 @@ from fsdp_shard.checkpoint import CheckpointConfig, tensor_bytes
 from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import rebuild_buffers, tied_names
 from fsdp_shard.sharding import Fsdp2Config
-from fsdp_shard.training import LoadedModel, LoadFigures, Saver, TrainerState, new_saver
+from fsdp_shard.training import LoadedModel, LoadFigures, Saver, TrainerState
 from fsdp_shard.utils import keep_freed_memory
 
 # SmolLM2-135M's sizes, and a model of a few MB.
@@ -130,7 +130,7 @@ class Training:
     def saver(self, **settings: Any) -> Saver:
         if (key := json.dumps(settings)) not in self.savers:
             config, beside = CheckpointConfig(**settings), {"config.json": b"{}"}
-            self.savers[key] = new_saver(
+            self.savers[key] = Saver(
                 str(self.work), config, self.context, self.loaded, self.optimizer, beside, _Quiet()
             )
         return self.savers[key]

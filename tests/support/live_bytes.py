@@ -35,13 +35,13 @@ from fsdp_shard.training import (
     LoraConfig,
     ModelReference,
     PrecomputedReference,
+    Saver,
     TrainerState,
     TrainingRun,
     WeightAverage,
     build_optimizer,
     evaluate_loss,
     inject_lora,
-    new_saver,
     quantize_base,
     train,
     use_loss_head,
@@ -203,7 +203,7 @@ def _measure(
         saving = CheckpointConfig(every=run.saves_every, asynchronous=run.saves_asynchronously)
         where = (directory, saving, context, loaded, training.optimizer, {}, _Silent())
         gradients: list[int] = []
-        with step_phases(live, training, gradients), new_saver(*where) as saver:
+        with step_phases(live, training, gradients), Saver(*where) as saver:
             saver.average = training.average
             live.reset()
             live.phase = "start"

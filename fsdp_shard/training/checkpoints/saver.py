@@ -19,31 +19,45 @@ from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
 class Saver(StepSaver):
-    """Saves steps of a run of `finetune`; every method is a collective.
+    """Saves steps of a run of `finetune`; a context manager, of which every method is a collective.
+
+    It begins by deleting what an interrupted save left and uploading the newest step if the remote lacks it. If there
+    is no step yet, config.yaml of the run directory receives the settings of this run.
 
     Args:
-        context: The ranks.
+        run_dir: The run directory.
         config: The settings `checkpoint.*`.
+        context: The ranks.
         loaded: The model.
         optimizer: Its optimizer.
         model_files: Config, tokenizer and settings of the run, by file name; needed on rank 0 only.
-        committer: What commits a step.
         log: What reports saves.
 
     Attributes:
         average: The average of the weights that is saved with each step, if any.
+
+    Raises:
+        RemoteError: A step could not be uploaded.
     """
 
     def __init__(
         self,
-        context: DistributedContext,
+        run_dir: str,
         config: checkpoint.CheckpointConfig,
+        context: DistributedContext,
         loaded: LoadedModel,
         optimizer: Optimizer,
         model_files: Mapping[str, bytes],
-        committer: StepCommitter,
         log: SaveLog,
     ) -> None:
+        store = checkpoint.Store(Path(run_dir) / checkpoint.CHECKPOINTS)
+        run_on_main(context, lambda: _begin(store, model_files))
+        committer = StepCommitter(context, store, config, is_adapter=loaded.adapter is not None)
+        if (error := committer.apply_retention()) is not None:
+            log.warn(f"Older steps could not be deleted. {error}")
+        step = committer.upload_missing()
+        if committer.remote is not None and step is not None:
+            log.note(f"uploaded {committer.remote.address(step)}, which was in the run directory only")
         super().__init__(context, config, committer, log)
         self._loaded, self._optimizer, self._model_files = loaded, optimizer, model_files
         self.average: WeightAverage | None = None
@@ -111,45 +125,6 @@ class Saver(StepSaver):
         if before.held_out_loss is None:  # saved by an older version, or before it was evaluated
             return state.is_best
         return loss < before.held_out_loss
-
-
-def new_saver(
-    run_dir: str,
-    config: checkpoint.CheckpointConfig,
-    context: DistributedContext,
-    loaded: LoadedModel,
-    optimizer: Optimizer,
-    model_files: Mapping[str, bytes],
-    log: SaveLog,
-) -> Saver:
-    """Create the saver of a run, after deleting what an interrupted save left and uploading a step that was not.
-
-    A collective. If there is no step yet, config.yaml of the run directory gets the settings of this run.
-
-    Args:
-        run_dir: The run directory.
-        config: The settings `checkpoint.*`.
-        context: The ranks.
-        loaded: The model.
-        optimizer: Its optimizer.
-        model_files: Config, tokenizer and settings of the run, by file name; needed on rank 0 only.
-        log: What reports saves.
-
-    Returns:
-        The saver, to be used as a context manager.
-
-    Raises:
-        RemoteError: A step could not be uploaded.
-    """
-    store = checkpoint.Store(Path(run_dir) / checkpoint.CHECKPOINTS)
-    run_on_main(context, lambda: _begin(store, model_files))
-    committer = StepCommitter(context, store, config, is_adapter=loaded.adapter is not None)
-    if (error := committer.apply_retention()) is not None:
-        log.warn(f"Older steps could not be deleted. {error}")
-    step = committer.upload_missing()
-    if committer.remote is not None and step is not None:
-        log.note(f"uploaded {committer.remote.address(step)}, which was in the run directory only")
-    return Saver(context, config, loaded, optimizer, model_files, committer, log)
 
 
 def _begin(store: checkpoint.Store, model_files: Mapping[str, bytes]) -> None:
