@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
 from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.data.samples.batch import Ints
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source, open_source
@@ -21,18 +22,10 @@ NAMES = ("id", "name")  # columns that name a row, the first one that it has
 
 
 @dataclass(frozen=True)
-class WholeText(Kind):
+class WholeText(TextKind):
     """Each text as one example of any length: `begin` and its own tokens, without one that ends it."""
 
-    kind: Kind
     begin: tuple[int, ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.kind.columns
-
-    def read(self, row: Row) -> Any:
-        return self.kind.read(row)
 
     def examples(self, read: list[str], tokenizer: Tokenizer) -> list[list[Example]]:
         begin, unpredicted = list(self.begin), [False] * len(self.begin)
@@ -126,9 +119,8 @@ def prepare_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
         DataError: The data cannot be read, or has nothing to predict.
     """
     source, tokenizer = open_evaluated(config), with_chat_template(tokenizer, config)
-    kind = kind_of(config, CAUSAL)
-    if config.kind == "text":
-        kind = WholeText(kind, tuple(beginning(tokenizer)))
+    is_text = config.kind == "text"
+    kind = WholeText(config.text_column, None, tuple(beginning(tokenizer))) if is_text else kind_of(config, CAUSAL)
     file = tokenize(source, kind, tokenizer, cache_directory(config), config.workers)
     return Documents(file.examples(), file.digest, source, kind, file.examples_per_row())
 

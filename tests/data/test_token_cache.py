@@ -44,7 +44,7 @@ KIND = TextKind("text", 9)
 
 def file_of(config: DataConfig, tokenizer: Any, cache: Path) -> TokenFile:
     return tokenize(
-        open_source(config, False), RunningText.of(kind_of(config), tokenizer), tokenizer, cache, config.workers
+        open_source(config, False), RunningText.of(config.text_column, tokenizer), tokenizer, cache, config.workers
     )
 
 
@@ -170,7 +170,7 @@ class OneRead:
 
 
 def made(source: Any, tokenizer: Any, cache: Path) -> TokenFile:
-    return tokenize(source, RunningText.of(KIND, tokenizer), tokenizer, cache)
+    return tokenize(source, RunningText.of("text", tokenizer), tokenizer, cache)
 
 
 def test_the_cache_is_found_again(tmp_path: Path, tokenizer: Any) -> None:

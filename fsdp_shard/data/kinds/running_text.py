@@ -7,39 +7,31 @@ from typing import Any
 
 from fsdp_shard.data.config import DataConfig, is_running_text, kind_of
 from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning, plain_ids
-from fsdp_shard.data.sources.row import Row
+from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import MASKED_LM
 
 
 @dataclass(frozen=True)
-class RunningText(Kind):
+class RunningText(TextKind):
     """Documents of one stream of tokens, each after `separators`, which are cut off the first one, and `begin`."""
 
-    kind: Kind
     separators: tuple[int, ...]
     begin: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: Kind, tokenizer: Tokenizer, begins: bool = True) -> RunningText:
-        """Return documents of which `kind` has the text.
+    def of(cls, column: str, tokenizer: Tokenizer, begins: bool = True) -> RunningText:
+        """Return documents with their text in `column`.
 
         They are separated by the end-of-text token. If the tokenizer adds the beginning-of-text token to a text and
         `begins` is true, each of them begins with it.
         """
         end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id  # [SEP], as in BERT
-        return cls(kind, () if end is None else (int(end),), tuple(beginning(tokenizer)) if begins else ())
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.kind.columns
+        return cls(column, None, () if end is None else (int(end),), tuple(beginning(tokenizer)) if begins else ())
 
     @property
     def stream_separators(self) -> tuple[int, ...]:
         return self.separators
-
-    def read(self, row: Row) -> Any:
-        return self.kind.read(row)
 
     def examples(self, read: list[str], tokenizer: Tokenizer) -> list[list[Example]]:
         return [[Example([*self.separators, *self.begin, *ids], [])] for ids in plain_ids(read, tokenizer)]
@@ -60,8 +52,7 @@ class RunningText(Kind):
 
 def encoded_kind(config: DataConfig, task: str, tokenizer: Tokenizer) -> Kind:
     """Return how rows are tokenized: as running text, or as examples by `data.kind`."""
-    kind = kind_of(config, task)
     if not is_running_text(config, task):
-        return kind
+        return kind_of(config, task)
     # Each window of a masked language model begins with special tokens, so documents do not.
-    return RunningText.of(kind, tokenizer, begins=task != MASKED_LM)
+    return RunningText.of(config.text_column, tokenizer, begins=task != MASKED_LM)
