@@ -2,8 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp_shard.checkpoint import CONFIG_START
@@ -25,29 +24,19 @@ def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: st
     comment = f"{CONFIG_START}{program} THIS_FILE run_dir=NEW"
     groups = [{name: option} for name, option in chosen.items()]
     defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *groups, "_self_"]})
-    settings = OmegaConf.structured(_change_text(config, lambda name, text: escape(redact_setting(name, text))))
-    return redact(f"{comment}\n{defaults}{OmegaConf.to_yaml(settings)}")
+    return redact(f"{comment}\n{defaults}{OmegaConf.to_yaml(_as_plain(config))}")
 
 
-def _change_text(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:
-    """A copy of a config dataclass whose text is what `change` makes of its dotted name and value."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        name, value = prefix + field.name, getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            changed[field.name] = _change_text(value, change, f"{name}.")
-        elif isinstance(value, str | list | dict):
-            changed[field.name] = _change_texts(value, partial(change, name))
-    return dataclasses.replace(config, **changed)
-
-
-def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A text, or the texts in a list or a map, as `change` makes them; all else as it is."""
-    if isinstance(value, list):
-        return [_change_texts(one, change) for one in value]
+def _as_plain(value: Any, name: str = "") -> Any:
+    """A setting, or the settings of a dataclass by name: without secrets, and with `${` escaped in texts."""
+    if dataclasses.is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {key: _as_plain(part, f"{name}.{key}" if name else key) for key, part in parts.items()}
     if isinstance(value, dict):
-        return {key: _change_texts(one, change) for key, one in value.items()}
-    return change(value) if isinstance(value, str) else value
+        return {key: _as_plain(one, name) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_as_plain(one, name) for one in value]
+    return escape(redact_setting(name, value)) if isinstance(value, str) else value
 
 
 def escape(text: str) -> str:
