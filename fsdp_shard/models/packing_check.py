@@ -8,7 +8,7 @@ Other properties of an architecture that no config states are tried in the same 
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,23 +59,13 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
     Raises:
         ModelError: One document changes the logits of the other, or no tiny model can be run.
     """
-    name, cls = named_class(config)
-    others = layers_without_attention(config)
     instead = "data.packing=false for this model"
-    if cls is None:
-        reason = "its code is not part of transformers"
-    elif "position_ids" not in inspect.signature(cls.forward).parameters:
-        reason = "it takes no position_ids"
-    elif others:
-        reason = f"it has layers without attention ({', '.join(others)})"
-    elif problem := _leak(config, "eager" if attention == "eager" else None):
-        reason = problem
-    elif attention == "flash_attention_2" and _leak(config, _flash_like()):
+    reason = why_unsuitable(config, ("position_ids",)) or _leak(config, "eager" if attention == "eager" else None)
+    if not reason and attention == "flash_attention_2" and _leak(config, _flash_like()):
         reason = "its layers do not pass positions to flash attention"
         instead = "model.attention=sdpa, or data.packing=false"
-    else:
-        return
-    raise ModelError(f"{name} cannot keep packed documents apart: {reason}. Set {instead}.")
+    if reason:
+        raise ModelError(f"{named_class(config)[0]} cannot keep packed documents apart: {reason}. Set {instead}.")
 
 
 def check_left_to_right(config: PretrainedConfig) -> None:
@@ -104,10 +94,22 @@ def check_left_to_right(config: PretrainedConfig) -> None:
     )
 
 
-def layers_without_attention(config: PretrainedConfig) -> list[str]:
-    """Return the types of layers that mix tokens by other means than attention, as far as a config names them."""
+def why_unsuitable(config: PretrainedConfig, arguments: Sequence[str]) -> str:
+    """Return why a model cannot have several texts in a row, as far as its code and config show; empty if they do not.
+
+    Args:
+        config: Its config.
+        arguments: Arguments that its forward pass needs.
+    """
+    _, cls = named_class(config)
+    if cls is None:
+        return "its code is not part of transformers"
+    if missing := [name for name in arguments if name not in inspect.signature(cls.forward).parameters]:
+        return f"it takes no {missing[0]}"
+    # Types of layers that mix tokens by other means than attention, if the config lists types.
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    return f"it has layers without attention ({', '.join(others)})" if others else ""
 
 
 def _leak(config: PretrainedConfig, attention: str | None) -> str:

@@ -7,7 +7,6 @@ mask of four dimensions as it is, or one for each type of layer where these diff
 tokens of the answer's own text.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -21,7 +20,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models.loading import attention_implementations, named_class
-from fsdp_shard.models.packing_check import layers_without_attention, try_tiny_model
+from fsdp_shard.models.packing_check import try_tiny_model, why_unsuitable
 
 Masks: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 _LayerMasks: TypeAlias = dict[str, torch.Tensor | None]
@@ -132,23 +131,13 @@ def check_shared_prompts(config: PretrainedConfig, attention: str, sequence_leng
     Raises:
         ModelError: The results differ, or no tiny model can be run.
     """
-    name, cls = named_class(config)
-    taken = set() if cls is None else set(inspect.signature(cls.forward).parameters)
-    missing = [argument for argument in ("position_ids", "attention_mask") if argument not in taken]
-    instead = "data.packing=false for this model"
-    if cls is None:
-        reason = "its code is not part of transformers"
-    elif attention == "flash_attention_2":
+    instead, reason = "data.packing=false for this model", why_unsuitable(config, ("position_ids", "attention_mask"))
+    if not reason and attention == "flash_attention_2":
         reason, instead = "flash attention takes no masks", "model.attention=sdpa, or data.packing=false"
-    elif missing:
-        reason = f"it takes no {missing[0]}"
-    elif others := layers_without_attention(config):
-        reason = f"it has layers without attention ({', '.join(others)})"
-    elif problem := _problem(config, "eager" if attention == "eager" else None, sequence_length):
-        reason = problem
-    else:
-        return
-    raise ModelError(f"{name} cannot compute the prompt of two answers once: {reason}. Set {instead}.")
+    reason = reason or _problem(config, "eager" if attention == "eager" else None, sequence_length)
+    if reason:
+        name, _ = named_class(config)
+        raise ModelError(f"{name} cannot compute the prompt of two answers once: {reason}. Set {instead}.")
 
 
 def _problem(config: PretrainedConfig, attention: str | None, sequence_length: int) -> str:
