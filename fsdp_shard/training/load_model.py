@@ -232,19 +232,10 @@ def match_weights(
         CheckpointError: The tensors are not those of the model.
     """
     checkpoint.untie(model, index)
-    head = _new_head(model, config, index, is_read=head_is_read)
+    head = NewHead.of(model) if config.labels and not head_is_read else None
+    if head is not None:
+        head.add_to(index, seed=0)  # `load` knows the seed
     return head, checkpoint.match_names(model, index)
-
-
-def _new_head(
-    model: PreTrainedModel, config: ModelConfig, index: checkpoint.TensorIndex, *, is_read: bool
-) -> NewHead | None:
-    """The head that `model.labels` asks for, as entries of `index`, unless it `is_read` from a step."""
-    if not config.labels or is_read:
-        return None
-    head = NewHead.of(model)
-    head.add_to(index, seed=0)  # `load` knows the seed
-    return head
 
 
 def load_sharded(
