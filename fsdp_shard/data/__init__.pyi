@@ -80,7 +80,6 @@ from .task import (
     check_task as check_task,
 )
 from .tokenized.encoder import tokenizer_state as tokenizer_state
-from .tokenized.token_cache import cache_key as cache_key
 from .tokenized.token_file import Array as Array, Examples as Examples
 from .validate import (
     check_data as check_data,

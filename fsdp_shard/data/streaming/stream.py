@@ -28,9 +28,8 @@ from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.streaming.block_reader import RowBlock, encode_blocks, read_blocks
 from fsdp_shard.data.streaming.block_samples import Counts, MakeSamples, RowSamples, TextSamples
 from fsdp_shard.data.tokenized.encoder import Encoder
-from fsdp_shard.data.tokenized.token_cache import cache_key
 from fsdp_shard.errors import CheckpointError, DataError
-from fsdp_shard.utils import set_environment
+from fsdp_shard.utils import json_digest, set_environment
 
 if TYPE_CHECKING:
     import pyarrow
@@ -118,7 +117,7 @@ class StreamDataset(Dataset):
         shape = [] if self.factory.task.samples == ROWS else [self.factory.task.samples, _COMPARED_VERSION]
         parts = [_FORMAT_VERSION, kept, task, *shape, self.source.stream_fingerprint()]
         # It covers names, sizes and first bytes of the files, and everything that decides about the samples.
-        self.identity = f"stream:{cache_key([*parts, *Encoder(kind, self.encoder.tokenizer).fingerprint()])}"
+        self.identity = f"stream:{json_digest([*parts, *Encoder(kind, self.encoder.tokenizer).fingerprint()])}"
         self.load_state_dict(None)
 
     @property

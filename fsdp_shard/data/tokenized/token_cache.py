@@ -10,12 +10,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_shard.data.kinds.kind import Kind, Tokenizer
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
@@ -50,7 +50,7 @@ def tokenize(source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, 
     """
     kind.check_tokenizer(tokenizer)
     encoder = Encoder(kind, tokenizer)
-    directory = cache_dir / cache_key([source.fingerprint(), *encoder.fingerprint()])
+    directory = cache_dir / json_digest([source.fingerprint(), *encoder.fingerprint()])
     if (known := TokenFile.read(directory)) is not None:
         return known
     try:
@@ -66,11 +66,6 @@ def tokenize(source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, 
     written = TokenFile.read(directory)
     assert written is not None, directory
     return written
-
-
-def cache_key(parts: Sequence[Any]) -> str:
-    """Return the name of the directory for what `parts`, as JSON, identify."""
-    return json_digest(parts)
 
 
 def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) -> list[Path]:

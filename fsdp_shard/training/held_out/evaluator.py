@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_shard.data import Batch, Concatenation, MapDataset, cache_key
+from fsdp_shard.data import Batch, Concatenation, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel, attending_alone, free_gathered
@@ -19,6 +19,7 @@ from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, metric_means
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
 from fsdp_shard.training.trainer_state import TrainerState, is_due
+from fsdp_shard.utils import json_digest
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class HeldOutEvaluator:
         held-out data leave nothing to train.
         """
         state = self._run.state
-        if self._samples is not None and state.hold_out(cache_key([one.identity for one in self._samples.sources])):
+        if self._samples is not None and state.hold_out(json_digest([one.identity for one in self._samples.sources])):
             up_to = f"of the evaluations up to step {state.step}"
             self._log.note(f"held-out data differ from those {up_to}: best step and patience start anew")
         if self._run.is_over and 0 < state.step != state.evaluated_step:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location, describe_model, model_digests
-from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, cache_key, with_extras
+from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, with_extras
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel, free_gathered
@@ -38,7 +38,7 @@ from fsdp_shard.training.objectives.teachers.teacher_model import PrecomputedTea
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
 from fsdp_shard.training.peft.earlier_adapter import locate_earlier
 from fsdp_shard.training.stop_signal import raise_if_stopped
-from fsdp_shard.utils import format_count, report_progress, write_atomically
+from fsdp_shard.utils import format_count, json_digest, report_progress, write_atomically
 
 EXTRA = "reference_log_probs"
 _VERSION = "reference-1"  # of what the cached values are
@@ -247,7 +247,7 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
         kernels, norms_in_float32 = "none", False
     numbers = [model.dtype, model.attention, kernels, shard.param_dtype, norms_in_float32]
     numbers += [getattr(config.adapter, "quantize", "none"), model.trust_remote_code]
-    names = [cache_key([_VERSION, digests, numbers, source.identity]) for source in sources]
+    names = [json_digest([_VERSION, digests, numbers, source.identity]) for source in sources]
     return [cache_directory(config.data) / f"reference-{name}.safetensors" for name in names]
 
 

@@ -25,7 +25,6 @@ from fsdp_shard.data import (
     Samples,
     SourceDataset,
     cache_directory,
-    cache_key,
     used_samples,
     with_token_values,
 )
@@ -42,7 +41,7 @@ from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, ope
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import PRECOMPUTED
 from fsdp_shard.training.objectives.teachers.teacher_cache import LOG_PROBS, TOKENS, CacheWriter, TeacherCache
-from fsdp_shard.utils import format_count, report_progress
+from fsdp_shard.utils import format_count, json_digest, report_progress
 
 _VERSION = "teacher-1"  # of what the cached values are
 _BATCHES_KEPT = 64  # batches of a rank after which what was computed is recorded
@@ -135,7 +134,7 @@ def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[
     """The caches of each source under the teacher's weights, of which all are read."""
     k, teacher = num_tokens(distill, config), distill.source
     model = model_digests(describe_model(teacher))
-    names = [cache_key([_VERSION, model, k, source.identity]) for source in sources]
+    names = [json_digest([_VERSION, model, k, source.identity]) for source in sources]
     return [TeacherCache(cache_directory(config.data) / f"teacher-{name}", k) for name in names]
 
 
