@@ -6,7 +6,6 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import DISPATCHED, PRECOMPUTED, ObjectiveConfig, ReferenceConfig
-from fsdp_shard.training.objectives.teachers.teacher_checks import check_distill
 from fsdp_shard.training.peft.config import AdapterConfig
 
 
@@ -40,8 +39,11 @@ def check_objective(
             f"data.packing=true does not go together with shard.context_parallel={shard.context_parallel} for "
             f"objective={objective.name} yet: packed pairs have masks of their own. Leave one of them out."
         )
-    if isinstance(objective, DistillConfig):
-        check_distill(objective, is_streamed=is_streamed)
+    if isinstance(objective, DistillConfig) and objective.is_precomputed and is_streamed:
+        raise ConfigError(
+            "objective.teacher_logits=precomputed needs all samples before training, which data.streaming=true does "
+            "not have; set objective.teacher_logits=computed."
+        )
     if not isinstance(objective, ReferenceConfig):
         return
     given, begins_at_base = objective.reference, adapter.begins_at_base

@@ -9,15 +9,6 @@ from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.objectives.distill import DistillConfig
 
 
-def check_distill(distill: DistillConfig, *, is_streamed: bool) -> None:
-    """Raise ConfigError if the settings of distillation contradict others; opens no file."""
-    if distill.is_precomputed and is_streamed:
-        raise ConfigError(
-            "objective.teacher_logits=precomputed needs all samples before training, which data.streaming=true does "
-            "not have; set objective.teacher_logits=computed."
-        )
-
-
 def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None:
     """Check that the teacher of a run can be loaded, and has the vocabulary and the positions that it needs.
 
