@@ -49,7 +49,6 @@ from .samples.batch import (
     PROMPT_PART as PROMPT_PART,
     REJECTED_PART as REJECTED_PART,
     Batch as Batch,
-    Floats as Floats,
     Ints as Ints,
     Sample as Sample,
     attended as attended,
@@ -59,7 +58,6 @@ from .samples.mixture import Concatenation as Concatenation
 from .samples.packed_pairs import PackedPairs as PackedPairs
 from .samples.preferences import (
     ComparedRows as ComparedRows,
-    RewardRows as RewardRows,
     with_extras as with_extras,
 )
 from .samples.protocol import (

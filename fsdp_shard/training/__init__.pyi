@@ -101,5 +101,4 @@ from .run_setup import (
     start_run as start_run,
 )
 from .sample_length import describe_lengths as describe_lengths, settle_run_length as settle_run_length
-from .stop_signal import StopSignal as StopSignal
 from .trainer_state import TrainerState as TrainerState

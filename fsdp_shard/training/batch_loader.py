@@ -7,22 +7,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset, MapDataset
+from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset, Ints, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
 from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, divided_by, transformers_model
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart, PackedAnswers, own_counted
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
-
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples.batch import MASKED, NUM_PARTS, Ints, Sample, padded
-from fsdp_shard.data.samples.rows import RowDataset, next_tokens
+from fsdp_shard.data.samples.rows import RowDataset, next_labels
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
 
@@ -108,7 +108,7 @@ class PackedRows(RowDataset):
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
         numbers = [] if index is None else self.examples_of(index).tolist()
-        documents = [next_tokens(self.examples, number, self.sequence_length) for number in numbers]
+        documents = [next_labels(*self.examples.tokens_of(number), self.sequence_length) for number in numbers]
         return joined(documents, self.sequence_length)
 
 

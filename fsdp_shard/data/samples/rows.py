@@ -97,13 +97,8 @@ def width_of(num_tokens: int, longest: int) -> int:
     return min(-(-num_tokens // _WIDTH_UNIT) * _WIDTH_UNIT, max(num_tokens, longest))
 
 
-def next_tokens(examples: Examples, index: int, longest: int) -> tuple[Ints, Ints]:
-    """Return inputs and labels, both [at most longest], of an example: a label is the next token, or MASKED."""
-    return next_labels(*examples.tokens_of(index), longest)
-
-
 def next_labels(tokens: npt.NDArray[Any], predicted: npt.NDArray[Any], longest: int) -> tuple[Ints, Ints]:
-    """Return inputs and labels as `next_tokens` does, of `tokens` [length], of which some are `predicted` [length]."""
+    """Return inputs and labels, both [at most longest]: a label is the next token, or MASKED unless `predicted`."""
     ids = tokens[: longest + 1].astype(np.int64)
     return ids[:-1], np.where(predicted[1 : len(ids)] != 0, ids[1:], MASKED)
 
@@ -118,7 +113,7 @@ class CausalRows(RowDataset):
     def _sample(self, index: int | None, epoch: int) -> Sample:
         inputs = labels = np.empty(0, np.int64)
         if index is not None:
-            inputs, labels = next_tokens(self.examples, int(self.kept[index]), self.sequence_length)
+            inputs, labels = next_labels(*self.examples.tokens_of(int(self.kept[index])), self.sequence_length)
         width = width_of(len(inputs), self.sequence_length)
         return Sample({"input_ids": padded(inputs, width)}, padded(labels, width, MASKED))
 
