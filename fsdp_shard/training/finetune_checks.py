@@ -84,7 +84,7 @@ def check_finetune(config: FinetuneSettings) -> None:
     if not resume.is_finished(resumed, config.run_dir, config.train):
         resume.check_optimizer(resumed)
         check_average(config.train.ema_decay, resumed)
-    if config.train.ema_decay is not None and getattr(config.adapter, "init", None) in PRINCIPAL:
+    if config.train.ema_decay is not None and config.adapter.init in PRINCIPAL:
         raise ConfigError(
             f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
         )

@@ -156,7 +156,7 @@ def unfilled_model(
     config: ModelConfig,
     source: checkpoint.Location,
     shard: ShardConfig,
-    adapter: AdapterConfig | None,
+    adapter: AdapterConfig,
     resumed: Path | None,
     context: DistributedContext,
     *,
@@ -168,7 +168,7 @@ def unfilled_model(
         config: Dtype, task and kernels.
         source: Where config and weights are, which stay open within the block.
         shard: How it will be sharded: the blocks that the user names, and what the wrapper can quantize.
-        adapter: The adapter to add.
+        adapter: The adapter to add, if any.
         resumed: Step directory to resume from, with the adapter's weights; None makes a new adapter.
         context: The ranks to shard over.
         chunks_any_vocabulary: Whether `model.chunked_loss=auto` includes small vocabularies.
@@ -249,16 +249,17 @@ def load_sharded(
 ) -> LoadedModel:
     """Build a model, shard it, and read each rank's shards from the files, as `finetune` does; a collective.
 
-    The arguments and errors are those of `unfilled_model`; `seed` is that of a new adapter's weights.
+    The arguments and errors are those of `unfilled_model`; `seed` is that of a new adapter's weights. Without `adapter`
+    all parameters are trained.
     """
-    with unfilled_model(config, source, shard, adapter, resumed, context) as model:
+    with unfilled_model(config, source, shard, adapter or AdapterConfig(), resumed, context) as model:
         return model.load(shard.shard(model.module, context), seed)
 
 
 def _base_model(
     config: ModelConfig,
     source: checkpoint.Location,
-    adapter: AdapterConfig | None,
+    adapter: AdapterConfig,
     index: checkpoint.TensorIndex,
     resumed: Path | None,
 ) -> checkpoint.BaseModel | None:
@@ -300,7 +301,7 @@ def _head_changes(
     return checkpoint.HeadChanges(tuple(sorted({*unused, *tied, *head.tensors})), classifier_entries(config, model))
 
 
-def check_adapter_mesh(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
+def check_adapter_mesh(adapter: AdapterConfig, shard: ShardConfig) -> None:
     """Raise ConfigError if the adapter cannot be combined with the parallelism of `shard`."""
     for name in ("tensor_parallel", "expert_parallel"):  # peft wraps layers and experts, and plans know no wrapper
         if isinstance(adapter, LoraConfig) and getattr(shard, name) > 1:
@@ -308,7 +309,7 @@ def check_adapter_mesh(adapter: AdapterConfig | None, shard: ShardConfig) -> Non
                 f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
                 f"out."
             )
-    if adapter is not None and adapter.finds_directions and shard.context_parallel > 1:
+    if adapter.finds_directions and shard.context_parallel > 1:
         raise ConfigError(
             f"adapter.init=eva does not go together with shard.context_parallel={shard.context_parallel} yet; leave "
             f"one of them out."

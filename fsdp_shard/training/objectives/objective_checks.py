@@ -74,7 +74,7 @@ def check_objective(
 
 def _check_dispatched(model: ModelConfig, shard: ShardConfig, adapter: AdapterConfig) -> None:
     """Raise ConfigError where a dispatched model would not be the reference of this run."""
-    if (kind := getattr(adapter, "quantize", "none")) != "none":
+    if (kind := adapter.quantize) != "none":
         raise ConfigError(
             f"objective.reference={DISPATCHED} does not go together with adapter.quantize={kind}, as the reference is "
             f"the quantized model; use objective.reference=adapter or precomputed."

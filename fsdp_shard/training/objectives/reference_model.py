@@ -135,8 +135,7 @@ def _load_reference(config: FinetuneSettings, context: DistributedContext) -> Mo
     Its quantization is that of the run, so it gets a new adapter, too, which is disabled when it runs, unless it begins
     with the values of an earlier one.
     """
-    adapter = None if config.adapter.trains_all else config.adapter
-    where = (config.model, config.source, config.shard, adapter, None, context)
+    where = (config.model, config.source, config.shard, config.adapter, None, context)
     with unfilled_model(*where, chunks_any_vocabulary=True) as unfilled:
         unfilled.module.requires_grad_(False)
         loaded = unfilled.load(config.shard.shard(unfilled.module, context), config.seed)
@@ -246,7 +245,7 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
     if getattr(config.objective, "reference", None) == DISPATCHED:  # which has neither of them
         kernels, norms_in_float32 = "none", False
     numbers = [model.dtype, model.attention, kernels, shard.param_dtype, norms_in_float32]
-    numbers += [getattr(config.adapter, "quantize", "none"), model.trust_remote_code]
+    numbers += [config.adapter.quantize, model.trust_remote_code]
     names = [json_digest([_VERSION, digests, numbers, source.identity]) for source in sources]
     return [cache_directory(config.data) / f"reference-{name}.safetensors" for name in names]
 

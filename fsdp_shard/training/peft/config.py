@@ -15,6 +15,7 @@ class AdapterConfig:
     """`adapter=none`: all parameters are trained, and checkpoints hold the model."""
 
     trains_all: ClassVar[bool] = True
+    init, quantize = "default", "none"  # no settings of this one
 
     @property
     def begins_at_base(self) -> bool:
