@@ -77,7 +77,7 @@ def settle_length(data: LengthSettings, context: Context) -> int:
     """
     if data.sequence_length is None:
         data.sequence_length = min(context.length or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
-    context.describe(data.sequence_length)
+    context.check(f"data.sequence_length={data.sequence_length}", data.sequence_length)
     return data.sequence_length
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -41,7 +42,7 @@ from fsdp_shard.training.peft.earlier_adapter import (
     pin_earlier,
 )
 from fsdp_shard.training.peft.qlora import quantize_base
-from fsdp_shard.training.sample_length import describe_lengths, settle_run_length
+from fsdp_shard.training.sample_length import settle_run_length
 
 
 def check_finetune(config: FinetuneSettings) -> None:
@@ -127,10 +128,11 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     packs_pairs = config.data.packing and config.objective.samples == data.PAIRS
     if config.data.packing and not packs_pairs:
         models.check_packing(model_config, config.model.attention)
+    open_tokenizer = cache(lambda: models.load_tokenizer(source.tokenizer, config.model.trust_remote_code))
     if task == models.MASKED_LM:
-        data.SpecialTokens.of(models.load_tokenizer(source.tokenizer, config.model.trust_remote_code))
+        data.SpecialTokens.of(open_tokenizer())
     if any(part.kind != "text" for part in data.all_sources(config.data)):
-        data.check_tokenizer(config.data, models.load_tokenizer(source.tokenizer, config.model.trust_remote_code), task)
+        data.check_tokenizer(config.data, open_tokenizer(), task)
     model = empty_model(config.model, source)
     head_is_read = resumed is not None and not isinstance(adapter, LoraConfig)
     # Matching adds entries to an index, and that of `source` is to be compared with other ones as it is.
@@ -138,14 +140,15 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         match_weights(model, config.model, index, head_is_read=head_is_read)
     context = models.context_of(model_config, config.model.trust_remote_code)
     settle_run_length(config.data, resumed, context)
-    describe_lengths(config.data, context)
+    if (target := config.data.target_length) is not None:
+        context.check(f"data.target_length={target}", target)
     if packs_pairs:
         models.check_shared_prompts(model_config, config.model.attention, config.data.window_length)
     sharding.check_context_parallel(model_config, model, config.model, shard, config.data.window_length)
     if config.train.sample_prompts:
         if task != models.CAUSAL:
             raise ConfigError(f"train.sample_prompts is for model.task={models.CAUSAL}, not {task}; leave it out.")
-        check_samples(config, models.load_tokenizer(source.tokenizer, config.model.trust_remote_code), context)
+        check_samples(config, open_tokenizer(), context)
     if task == models.SEQ2SEQ:
         decoder_start(model)
     sharding.check_shardable(model, shard)
