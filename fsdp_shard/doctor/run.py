@@ -190,8 +190,8 @@ def model_config(config: FinetuneConfig) -> PretrainedConfig:
     return training.origin_config(config.model, _source(config))
 
 
-def _context(config: FinetuneConfig) -> models.Context:
-    return models.load_context(_source(config).directory, config.model.trust_remote_code)
+def _context(config: FinetuneConfig) -> models.ContextLength:
+    return models.load_context_length(_source(config).directory, config.model.trust_remote_code)
 
 
 def _settle_length(config: FinetuneConfig) -> int:

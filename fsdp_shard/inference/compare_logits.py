@@ -10,7 +10,7 @@ from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch_model
 from fsdp_shard.inference.generation.tokenize_prompts import tokenize
-from fsdp_shard.models import check_causal, check_vocabulary, context_of, load_config, load_tokenizer, running
+from fsdp_shard.models import check_causal, check_vocabulary, context_length_of, load_config, load_tokenizer, running
 from fsdp_shard.utils import format_count
 
 
@@ -107,7 +107,7 @@ def _check(source: Location, num_tokens: int) -> str | None:
     """Check that the model predicts the next token, and return a warning if the prompt is longer than its context."""
     config = load_config(source.directory)
     check_causal(config)
-    return context_of(config).check(f"{source}: --logits, with {num_tokens} tokens,", num_tokens, "shorten it")
+    return context_length_of(config).check(f"{source}: --logits, with {num_tokens} tokens,", num_tokens, "shorten it")
 
 
 def _logits(source: Location, tokens: list[int]) -> torch.Tensor:

@@ -8,10 +8,10 @@ from .config import (
     ModelConfig as ModelConfig,
 )
 from .context import (
-    Context as Context,
+    ContextLength as ContextLength,
     LengthSettings as LengthSettings,
-    context_of as context_of,
-    load_context as load_context,
+    context_length_of as context_length_of,
+    load_context_length as load_context_length,
     settle_length as settle_length,
 )
 from .file_errors import (

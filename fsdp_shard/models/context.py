@@ -22,7 +22,7 @@ class LengthSettings(Protocol):
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextLength:
     """How many tokens a model knows the positions of.
 
     Attributes:
@@ -62,12 +62,12 @@ class Context:
         return f"{name}={sequence_length} of {known}"
 
 
-def settle_length(data: LengthSettings, context: Context) -> int:
+def settle_length(data: LengthSettings, context_length: ContextLength) -> int:
     """Set `data.sequence_length`, if it is null, to the smaller of the context and 2,048.
 
     Args:
         data: The settings of the data; all that comes after sees a number.
-        context: That of the model.
+        context_length: That of the model.
 
     Returns:
         The length.
@@ -76,12 +76,12 @@ def settle_length(data: LengthSettings, context: Context) -> int:
         ConfigError: A length is given, and the model has no such positions.
     """
     if data.sequence_length is None:
-        data.sequence_length = min(context.length or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
-    context.check(f"data.sequence_length={data.sequence_length}", data.sequence_length)
+        data.sequence_length = min(context_length.length or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
+    context_length.check(f"data.sequence_length={data.sequence_length}", data.sequence_length)
     return data.sequence_length
 
 
-def context_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Context:
+def context_length_of(config: PretrainedConfig, trust_remote_code: bool = False) -> ContextLength:
     """Return the context of a model.
 
     Args:
@@ -95,16 +95,16 @@ def context_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Con
         text = config.get_text_config()
         stated = getattr(text, "max_position_embeddings", None)
         if stated is None or stated < 1:  # XLNet has -1
-            return Context(None)
+            return ContextLength(None)
         if rope := getattr(text, "rope_parameters", None):
-            return Context(_scaled(stated, rope))
+            return ContextLength(_scaled(stated, rope))
     rows = _table_rows(build_on_meta(config, trust_remote_code=trust_remote_code), stated)
-    return Context(stated if rows is None else rows, is_table=rows is not None)
+    return ContextLength(stated if rows is None else rows, is_table=rows is not None)
 
 
-def load_context(directory: Path, trust_remote_code: bool) -> Context:
-    """Return the context of the model whose config.json is in `directory`; see `load_config` and `context_of`."""
-    return context_of(load_config(directory, trust_remote_code), trust_remote_code)
+def load_context_length(directory: Path, trust_remote_code: bool) -> ContextLength:
+    """Return the context length of the model whose config.json is in `directory`, as `context_length_of` does."""
+    return context_length_of(load_config(directory, trust_remote_code), trust_remote_code)
 
 
 def _scaled(stated: int, rope: dict[str, object]) -> int:

@@ -64,7 +64,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         8437268480
     """
     from fsdp_shard.data import check_packed, check_settings_of_task
-    from fsdp_shard.models import check_model_task, context_of
+    from fsdp_shard.models import check_model_task, context_length_of
     from fsdp_shard.planning.measured.comparison_with_run import compare_with_run, comparison_figures, comparison_text
     from fsdp_shard.planning.planned_run import PlannedRun
     from fsdp_shard.training import check_task, origin_config, settle_run_length
@@ -73,13 +73,13 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     measured = None if config.run is None else _measured(config)
     with only_errors_of("transformers"):  # kernels that are missing on this machine say nothing of the planned one
         model_config = origin_config(config.model, model.source)
-        context = context_of(model_config, trusted)
+        context_length = context_length_of(model_config, trusted)
     check_model_task(model_config, config.model.task)
     check_task(config.objective, config.model.task)
     check_settings_of_task(config.model.task, vars(config.data))
     if config.data.packing:
         check_packed(config.model.task, config.objective.samples)
-    length, num_ranks = settle_run_length(config.data, model.resumed_from, context), config.launch.num_ranks
+    length, num_ranks = settle_run_length(config.data, model.resumed_from, context_length), config.launch.num_ranks
     on_gpu = _plans_gpus(config)
     if measured is not None:
         num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
@@ -88,9 +88,9 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     with only_errors_of("transformers"):
         notes = _notes(config, run, is_adapter_read=_reads_adapter(model_config, run))
         found = plan(config, model, model_config, run)
-    lengths = context.describe(length)
+    lengths = context_length.describe(length)
     if run.target_length is not None:
-        lengths += f"\n{context.describe(run.target_length, 'data.target_length')}"
+        lengths += f"\n{context_length.describe(run.target_length, 'data.target_length')}"
     text = f"{lengths}\n{_quantization_line(model)}{notes}{found.text}"
     if model.resumed_from is not None:
         resumed = f"The run would resume from {model.resumed_from}; nothing was written into its directory."

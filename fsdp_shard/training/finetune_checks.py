@@ -138,17 +138,17 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     # Matching adds entries to an index, and that of `source` is to be compared with other ones as it is.
     with replace(source).model_index as index:
         match_weights(model, config.model, index, head_is_read=head_is_read)
-    context = models.context_of(model_config, config.model.trust_remote_code)
-    settle_run_length(config.data, resumed, context)
+    context_length = models.context_length_of(model_config, config.model.trust_remote_code)
+    settle_run_length(config.data, resumed, context_length)
     if (target := config.data.target_length) is not None:
-        context.check(f"data.target_length={target}", target)
+        context_length.check(f"data.target_length={target}", target)
     if packs_pairs:
         models.check_shared_prompts(model_config, config.model.attention, config.data.window_length)
     sharding.check_context_parallel(model_config, model, config.model, shard, config.data.window_length)
     if config.train.sample_prompts:
         if task != models.CAUSAL:
             raise ConfigError(f"train.sample_prompts is for model.task={models.CAUSAL}, not {task}; leave it out.")
-        check_samples(config, open_tokenizer(), context)
+        check_samples(config, open_tokenizer(), context_length)
     if task == models.SEQ2SEQ:
         decoder_start(model)
     sharding.check_shardable(model, shard)

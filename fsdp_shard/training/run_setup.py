@@ -18,7 +18,7 @@ from fsdp_shard.distributed import (
     is_restarted,
     run_on_main,
 )
-from fsdp_shard.models import load_context
+from fsdp_shard.models import load_context_length
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.recorded_settings import changed_values
 from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
@@ -251,8 +251,8 @@ def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> lis
             f"shard.context_parallel={run.context.num_context_ranks}: the loss and metrics of your own get the tokens "
             f"of one rank, not whole sequences; they must be sums over tokens"
         )
-    context = load_context(start.source.directory, config.model.trust_remote_code)
-    lines += [*describe_lengths(config.data, context), *describe_unbound(config.launch)]
+    context_length = load_context_length(start.source.directory, config.model.trust_remote_code)
+    lines += [*describe_lengths(config.data, context_length), *describe_unbound(config.launch)]
     if (epochs := run.config.epochs) is not None:
         steps = format_count(run.config.num_steps, "step")
         lines.append(f"train.epochs={epochs:g} of {run.state.samples_per_epoch:,} samples: {steps}")

@@ -9,13 +9,15 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.training.checkpoints.recorded_settings import read_settings
 
 
-def settle_run_length(data: models.LengthSettings, step_directory: Path | None, context: models.Context) -> int:
+def settle_run_length(
+    data: models.LengthSettings, step_directory: Path | None, context_length: models.ContextLength
+) -> int:
     """Set `data.sequence_length`, if it is null, to that of the step to resume from, or as `settle_length` does.
 
     Args:
         data: The settings of the data.
         step_directory: The step to resume from, if any.
-        context: That of the model.
+        context_length: That of the model.
 
     Returns:
         The length.
@@ -26,13 +28,15 @@ def settle_run_length(data: models.LengthSettings, step_directory: Path | None, 
     """
     if data.sequence_length is None and step_directory is not None:
         data.sequence_length = _recorded_length(step_directory)
-    return models.settle_length(data, context)
+    return models.settle_length(data, context_length)
 
 
-def describe_lengths(data: DataConfig, context: models.Context) -> list[str]:
+def describe_lengths(data: DataConfig, context_length: models.ContextLength) -> list[str]:
     """Describe the length of samples and the context; raises ConfigError if the model has no such positions."""
-    lines = [context.describe(data.window_length)]
-    return lines if data.target_length is None else [*lines, context.describe(data.target_length, "data.target_length")]
+    lines = [context_length.describe(data.window_length)]
+    if data.target_length is not None:
+        lines.append(context_length.describe(data.target_length, "data.target_length"))
+    return lines
 
 
 def _recorded_length(step_directory: Path) -> int:

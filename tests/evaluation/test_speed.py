@@ -23,7 +23,7 @@ from fsdp_shard.evaluation.report.comparison import build_report
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
 from fsdp_shard.evaluation.speed_task.speed import open_speed, sizes_within
 from fsdp_shard.inference import DispatchConfig, KVCacheBudget, OnPlan, dispatch_model
-from fsdp_shard.models import Context, load_config
+from fsdp_shard.models import ContextLength, load_config
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, llama
 
@@ -189,11 +189,11 @@ def test_sizes_beyond_memory_are_left_out(tiny_model: Path, tmp_path: Path) -> N
 def test_the_lengths_that_nobody_gives() -> None:
     speed = SpeedConfig(batch_sizes=[1])
     for length, used, others in ((None, [128, 1024], []), (1055, [128], [1024]), (100, [68], [128, 1024])):
-        sizes, left_out = sizes_within(speed, Context(length))
+        sizes, left_out = sizes_within(speed, ContextLength(length))
         assert [size.context_length for size in sizes] == used
         assert [one.size.context_length for one in left_out] == others
     with pytest.raises(ConfigError, match=r"new_tokens=32 leaves no room .* context of 32 tokens; give at most 31"):
-        sizes_within(speed, Context(32))
+        sizes_within(speed, ContextLength(32))
 
 
 def test_a_report_has_the_sizes(of_directory: Ended) -> None:

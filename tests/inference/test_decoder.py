@@ -29,7 +29,7 @@ from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_b
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize, tokenize_prompts
-from fsdp_shard.models import Context, check_causal, context_of, no_split_blocks
+from fsdp_shard.models import ContextLength, check_causal, context_length_of, no_split_blocks
 from fsdp_shard.utils import check
 from tests.support.tiny import byte_tokenizer, llama_config
 
@@ -222,7 +222,7 @@ def test_a_conversation_is_what_transformers_makes_of_it() -> None:
 
 def test_prompts_that_leave_no_room_are_refused() -> None:
     prompts = [Prompt("x", "file.txt, line 6,"), Prompt("x" * 100, "file.txt, line 7,")]
-    tokens, table = [[5], [5] * 100], Context(128, is_table=True)
+    tokens, table = [[5], [5] * 100], ContextLength(128, is_table=True)
     assert check_room(prompts, tokens, 28, table) is None
     with pytest.raises(ConfigError, match=r"line 7, has 100 tokens.* 128 tokens.*; shorten it, or generate at most 28"):
         check_room(prompts, tokens, 29, table)
@@ -234,7 +234,7 @@ def test_prompts_that_leave_no_room_are_refused() -> None:
 
 
 def test_prompts_beyond_a_context_of_rotary_positions_are_named_once() -> None:
-    prompts, rotary = [Prompt("x", "one"), Prompt("x", "two")], context_of(llama_config())
+    prompts, rotary = [Prompt("x", "one"), Prompt("x", "two")], context_length_of(llama_config())
     warning = check_room(prompts, [[5] * 127, [5] * 200], 4, rotary)
     assert warning is not None
     assert "two has 200 tokens" in warning

@@ -22,10 +22,10 @@ from transformers import (
 
 from fsdp_shard.data import DataConfig, all_sources
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models.context import Context, context_of, settle_length
+from fsdp_shard.models.context import ContextLength, context_length_of, settle_length
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
-TABLE = Context(64, is_table=True)
+TABLE = ContextLength(64, is_table=True)
 
 
 def llama(**values: Any) -> LlamaConfig:
@@ -41,15 +41,15 @@ def llama(**values: Any) -> LlamaConfig:
         (RobertaConfig(**SIZES, intermediate_size=8, max_position_embeddings=66, pad_token_id=1), TABLE),
         (OPTConfig(**SIZES, ffn_dim=8, word_embed_proj_dim=8, max_position_embeddings=64), TABLE),
         (BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, max_position_embeddings=64, vocab_size=9), TABLE),
-        (llama(), Context(64)),
-        (T5Config(), Context(None)),
-        (BloomConfig(), Context(None)),
-        (XLNetConfig(), Context(None)),
+        (llama(), ContextLength(64)),
+        (T5Config(), ContextLength(None)),
+        (BloomConfig(), ContextLength(None)),
+        (XLNetConfig(), ContextLength(None)),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_contexts(config: PretrainedConfig, expected: Context) -> None:
-    assert context_of(config) == expected
+def test_contexts(config: PretrainedConfig, expected: ContextLength) -> None:
+    assert context_length_of(config) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_contexts(config: PretrainedConfig, expected: Context) -> None:
     ],
 )
 def test_rope_scaling_counts(rope: dict[str, Any], stated: int, expected: int) -> None:
-    assert context_of(llama(max_position_embeddings=stated, rope_parameters=rope)) == Context(expected)
+    assert context_length_of(llama(max_position_embeddings=stated, rope_parameters=rope)) == ContextLength(expected)
 
 
 def test_rope_scaling_of_some_layers_counts() -> None:
     config = Gemma3TextConfig(max_position_embeddings=64)
     config.rope_parameters["full_attention"] |= {"factor": 4.0, "original_max_position_embeddings": 64}
-    assert context_of(config) == Context(256)
+    assert context_length_of(config) == ContextLength(256)
 
 
 @pytest.mark.parametrize(("context", "expected"), [(64, 64), (2048, 2048), (131072, 2048), (None, 2048)])
@@ -77,23 +77,23 @@ def test_the_default_is_the_context_up_to_2048(context: int | None, expected: in
     data = DataConfig(path="x")
     with pytest.raises(ConfigError, match=r"data\.sequence_length is not set"):
         _ = data.window_length
-    assert settle_length(data, Context(context)) == data.sequence_length == data.window_length == expected
+    assert settle_length(data, ContextLength(context)) == data.sequence_length == data.window_length == expected
 
 
 def test_the_sources_of_a_mixture_have_the_same_length() -> None:
     data = DataConfig(path="", mixture={"a": {"path": "x"}, "b": {"path": "y"}})
-    settle_length(data, Context(64))
+    settle_length(data, ContextLength(64))
     assert [source.window_length for source in all_sources(data)] == [64, 64]
 
 
 def test_what_is_given_is_kept_and_compared() -> None:
     data = DataConfig(path="x", sequence_length=65)
-    assert settle_length(data, Context(64)) == settle_length(data, Context(None)) == 65
+    assert settle_length(data, ContextLength(64)) == settle_length(data, ContextLength(None)) == 65
     assert settle_length(DataConfig(path="x", sequence_length=64), TABLE) == 64
     with pytest.raises(
         ConfigError, match=r"^data\.sequence_length=65 exceeds the model's context of 64 tokens.* set at"
     ):
         settle_length(data, TABLE)
-    assert Context(64).describe(64) == "data.sequence_length=64 of a context of 64 tokens"
-    assert "warning: data.sequence_length=65 exceeds" in Context(64).describe(65)
-    assert "without limit" in Context(None).describe(9_999)
+    assert ContextLength(64).describe(64) == "data.sequence_length=64 of a context of 64 tokens"
+    assert "warning: data.sequence_length=65 exceeds" in ContextLength(64).describe(65)
+    assert "without limit" in ContextLength(None).describe(9_999)

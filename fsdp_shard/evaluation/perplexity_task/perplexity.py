@@ -34,7 +34,14 @@ from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.significance import Difference, Floats
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
-from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
+from fsdp_shard.models import (
+    ContextLength,
+    context_length_of,
+    load_config,
+    load_context_length,
+    load_tokenizer,
+    settle_length,
+)
 from fsdp_shard.utils import format_count, say
 
 LOSSES_FILE, OTHER_LOSSES_FILE = "losses.jsonl", "losses_against.jsonl"
@@ -250,8 +257,8 @@ def open_perplexity(given: EvaluationInputs) -> PerplexityEvaluation:
     """
     settings, tokenizer, ranks = given.settings, given.tokenizer, given.ranks
     trust = settings.dispatch.trust_remote_code
-    contexts = [context_of(load_config(source.directory, trust), trust) for source in settings.sources]
-    lengths = dict.fromkeys(context.describe(settings.data.window_length) for context in contexts)
+    contexts = [context_length_of(load_config(source.directory, trust), trust) for source in settings.sources]
+    lengths = dict.fromkeys(context_length.describe(settings.data.window_length) for context_length in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
     # Rank 0 tokenizes, and others find the tokens in the cache.
     first = run_on_all(ranks, lambda: opened(settings.data, settings.stride, tokenizer) if ranks.is_main else None)
@@ -270,11 +277,12 @@ def settle_windows(settings: EvaluateSettings) -> None:
     """
     trust = settings.dispatch.trust_remote_code
 
-    def length_of(context: Context) -> float:
-        return math.inf if context.length is None else context.length
+    def length_of(context_length: ContextLength) -> float:
+        return math.inf if context_length.length is None else context_length.length
 
-    for context in sorted((load_context(source.directory, trust) for source in settings.sources), key=length_of):
-        settle_length(settings.data, context)
+    found = [load_context_length(source.directory, trust) for source in settings.sources]
+    for context_length in sorted(found, key=length_of):
+        settle_length(settings.data, context_length)
     length, stride = settings.data.window_length, settings.stride
     if stride is not None and (stride > length or length < 2):
         raise ConfigError(

@@ -30,7 +30,7 @@ from fsdp_shard.models import (
     check_model_task,
     check_vocabulary,
     config_file,
-    context_of,
+    context_length_of,
     load_config,
     running,
     settle_length,
@@ -211,4 +211,4 @@ def check_classification(settings: EvaluateSettings) -> None:
             f"{config_file(config)} has problem_type={problem}, and task={CLASSIFICATION} scores one class for each "
             f"text; give a classifier of problem_type=single_label_classification."
         )
-    settle_length(settings.data, context_of(config, trust))
+    settle_length(settings.data, context_length_of(config, trust))

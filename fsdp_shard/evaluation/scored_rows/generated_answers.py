@@ -34,7 +34,7 @@ from fsdp_shard.inference import (
     check_generates,
     complete,
 )
-from fsdp_shard.models import CAUSAL, SEQ2SEQ, check_vocabulary, context_of, load_config
+from fsdp_shard.models import CAUSAL, SEQ2SEQ, check_vocabulary, context_length_of, load_config
 from fsdp_shard.utils import format_count, format_table, report_progress
 
 
@@ -189,7 +189,7 @@ def open_generation(given: EvaluationInputs) -> GeneratedAnswers:
     settings = given.settings
     trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
     config = load_config(settings.source.directory, trust)
-    length = context_of(config, trust).length
+    length = context_length_of(config, trust).length
     has_encoder = bool(config.is_encoder_decoder)
     room = None if length is None else length - (0 if has_encoder else most)
     beyond = f"beyond the model's context of {length} tokens" + ("" if has_encoder else f" with {most} new tokens")
@@ -219,7 +219,7 @@ def check_answering(settings: EvaluateSettings) -> None:
     check_generates(config)
     if config.is_encoder_decoder:
         check_task(SEQ2SEQ, settings.data)
-    length = context_of(config, trust).length
+    length = context_length_of(config, trust).length
     least = 0 if config.is_encoder_decoder else 1  # tokens of a prompt
     if length is not None and most > length - least:
         raise ConfigError(

@@ -37,7 +37,7 @@ from fsdp_shard.models import (
     check_model_task,
     check_vocabulary,
     config_file,
-    context_of,
+    context_length_of,
     load_config,
     running,
     settle_length,
@@ -206,4 +206,4 @@ def check_rewards(settings: EvaluateSettings) -> None:
     if (num_labels := len(config.id2label or {})) != 1:
         raise ModelError(f"{needs}, and {config_file(config)} has num_labels={num_labels}; {give}.")
     check_classifier(config, is_reward_model=True)
-    settle_length(settings.data, context_of(config, trust))
+    settle_length(settings.data, context_length_of(config, trust))

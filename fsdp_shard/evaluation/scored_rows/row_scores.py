@@ -14,7 +14,7 @@ from fsdp_shard.evaluation.earlier_results import PREDICTIONS
 from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.significance import LEVEL, Floats, bootstrap_interval
-from fsdp_shard.models import SEQUENCE_CLASSIFICATION, ModelConfig, context_of, load_config
+from fsdp_shard.models import SEQUENCE_CLASSIFICATION, ModelConfig, context_length_of, load_config
 from fsdp_shard.training import data_task
 from fsdp_shard.utils import write_atomically
 
@@ -68,4 +68,4 @@ def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:
     """Return the task of a classifier, `settings.checkpoint`, and a note on how long texts and its context are."""
     trust, source = settings.dispatch.trust_remote_code, settings.source
     task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
-    return task, context_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)
+    return task, context_length_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)

@@ -21,7 +21,7 @@ from fsdp_shard.evaluation.speed_task.speed_passes import Size, SizeFigures, Tim
 from fsdp_shard.evaluation.speed_task.speed_plot import speed_plot
 from fsdp_shard.evaluation.speed_task.speed_table import speed_table
 from fsdp_shard.inference import DevicePlan, KVCacheBudget, device_name
-from fsdp_shard.models import Context, context_of, load_config, load_context
+from fsdp_shard.models import ContextLength, context_length_of, load_config, load_context_length
 from fsdp_shard.utils import (
     first_line,
     format_count,
@@ -162,35 +162,35 @@ def open_speed(given: EvaluationInputs) -> SpeedEvaluation:
             f"task=speed measures one process, and this run has {context.world_size} ranks; remove launch.ranks."
         )
     config: PretrainedConfig = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
-    sizes, left_out = sizes_within(settings.speed, context_of(config, settings.dispatch.trust_remote_code))
+    sizes, left_out = sizes_within(settings.speed, context_length_of(config, settings.dispatch.trust_remote_code))
     return SpeedEvaluation(**vars(given), sizes=tuple(sizes), left_out=tuple(left_out))
 
 
 def check_sizes(settings: EvaluateSettings) -> None:
     """Raise ConfigError if the model's context has room for none of the sizes."""
-    sizes_within(settings.speed, load_context(settings.source.directory, settings.dispatch.trust_remote_code))
+    sizes_within(settings.speed, load_context_length(settings.source.directory, settings.dispatch.trust_remote_code))
 
 
-def sizes_within(speed: SpeedConfig, context: Context) -> tuple[list[Size], list[UnmeasuredSize]]:
+def sizes_within(speed: SpeedConfig, context_length: ContextLength) -> tuple[list[Size], list[UnmeasuredSize]]:
     """Return the sizes that a context has room for with the new tokens, and the others.
 
     Raises:
         ConfigError: There is room for none.
     """
     wanted = speed.contexts or list(_CONTEXT_LENGTHS)
-    room = max(wanted) if context.length is None else context.length - speed.new_tokens
+    room = max(wanted) if context_length.length is None else context_length.length - speed.new_tokens
     if room < 1:
         raise ConfigError(
             f"speed.new_tokens={speed.new_tokens} leaves no room for a prompt in the model's context of "
-            f"{context.length} tokens; give at most {(context.length or 1) - 1}."
+            f"{context_length.length} tokens; give at most {(context_length.length or 1) - 1}."
         )
     fitting = [length for length in wanted if length <= room]
     if not fitting and speed.contexts:
         raise ConfigError(
             f"speed.context_lengths={speed.context_lengths} with speed.new_tokens={speed.new_tokens} exceeds the "
-            f"model's context of {context.length} tokens; give prompts of at most {room}."
+            f"model's context of {context_length.length} tokens; give prompts of at most {room}."
         )
-    reason = f"with {speed.new_tokens} new tokens it exceeds the model's context of {context.length} tokens"
+    reason = f"with {speed.new_tokens} new tokens it exceeds the model's context of {context_length.length} tokens"
     beyond = [length for length in wanted if length > room]
     sizes = [Size(batch, length) for batch in speed.batches for length in fitting or [room]]
     return sizes, [UnmeasuredSize(Size(batch, length), reason) for batch in speed.batches for length in beyond]

@@ -19,7 +19,7 @@ from fsdp_shard.inference.generation.completions_file import CompletionsFile, op
 from fsdp_shard.inference.generation.decoder import Decoder, DecodingFigures
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
 from fsdp_shard.inference.named_adapters import add_adapters, use_adapter
-from fsdp_shard.models import context_of, load_config, load_tokenizer
+from fsdp_shard.models import context_length_of, load_config, load_tokenizer
 from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, report_progress, say
 
 _write = partial(print, end="", flush=True)
@@ -63,7 +63,7 @@ def complete_prompts(
     tokenizer = with_template_variables(tokenizer, settings.template_variables, "chat_template_kwargs")
     prompts = [] if settings.is_conversation else prompt_files.read_prompts(settings)
     encoded = tokenize_prompts(tokenizer, prompts, config, chat=settings.chat, system=settings.system)
-    room = context_of(config, trusted)
+    room = context_length_of(config, trusted)
     if beyond := check_room(prompts, encoded, sampling.max_new_tokens, room, has_encoder=config.is_encoder_decoder):
         log(f"warning: {beyond}")
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fsdp_shard.data import render_conversation
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.generation.prompts import Prompt
-from fsdp_shard.models import Context, check_causal, check_vocabulary, model_errors, tokenizer_files
+from fsdp_shard.models import ContextLength, check_causal, check_vocabulary, model_errors, tokenizer_files
 from fsdp_shard.utils import run_limited
 
 R = TypeVar("R")
@@ -91,7 +91,7 @@ def check_room(
     prompts: Sequence[Prompt],
     encoded: Sequence[Sequence[int]],
     max_new_tokens: int,
-    context: Context,
+    context_length: ContextLength,
     *,
     has_encoder: bool = False,
 ) -> str | None:
@@ -101,7 +101,7 @@ def check_room(
         prompts: The prompts.
         encoded: Their tokens.
         max_new_tokens: The most tokens of an answer.
-        context: That of the model.
+        context_length: That of the model.
         has_encoder: An encoder reads the prompt and a decoder writes the answer: each has the whole context for it.
 
     Returns:
@@ -114,12 +114,12 @@ def check_room(
     if not lengths:
         return None
     longest = max(lengths)
-    prompt, limit = prompts[lengths.index(longest)], context.length or 0
+    prompt, limit = prompts[lengths.index(longest)], context_length.length or 0
     fewer = limit if has_encoder else limit - longest
     advice = f", or generate at most {fewer}" if 0 < fewer < max_new_tokens else ""
     what = f"{prompt.location} has {longest} tokens, which with generation.max_new_tokens={max_new_tokens}"
     total = max(longest, max_new_tokens) if has_encoder else longest + max_new_tokens
-    return context.check(what, total, f"shorten it{advice}")
+    return context_length.check(what, total, f"shorten it{advice}")
 
 
 def check_generates(config: PretrainedConfig) -> None:

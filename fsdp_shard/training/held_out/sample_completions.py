@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_shard.data import encode_prompts
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import Context, end_tokens, until_end
+from fsdp_shard.models import ContextLength, end_tokens, until_end
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loss.custom_functions import SamplesFunction
@@ -45,21 +45,22 @@ def sample_completions(
     return samples
 
 
-def check_samples(config: FinetuneSettings, tokenizer: PreTrainedTokenizerBase, context: Context) -> None:
+def check_samples(config: FinetuneSettings, tokenizer: PreTrainedTokenizerBase, context_length: ContextLength) -> None:
     """Raise ConfigError or DataError if a prompt cannot be written as `data.kind` does, or leaves no room to complete.
 
     Args:
         config: The settings of the run.
         tokenizer: The model's.
-        context: The positions that the model has.
+        context_length: The positions that the model has.
     """
     num_new = config.train.sample_tokens
     encoded = encode_prompts(config.data, config.train.sample_prompts, tokenizer)
     for number, ids in enumerate(encoded):
-        if context.length is not None and len(ids) + num_new > context.length:
+        if context_length.length is not None and len(ids) + num_new > context_length.length:
             raise ConfigError(
                 f"train.sample_prompts[{number}] has {len(ids)} tokens, which with train.sample_tokens={num_new} "
-                f"exceeds the model's context of {context.length} tokens; shorten it, or lower train.sample_tokens."
+                f"exceeds the model's context of {context_length.length} tokens; shorten it, or lower "
+                f"train.sample_tokens."
             )
 
 

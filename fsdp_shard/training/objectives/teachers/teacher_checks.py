@@ -32,7 +32,7 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
         if config.data.packing:
             models.check_packing(own)
         advice = "set at most that, or choose another teacher"
-        models.context_of(own, trust).check(
+        models.context_length_of(own, trust).check(
             f"data.sequence_length={config.data.window_length}", config.data.window_length, advice
         )
         ids = models.load_tokenizer(teacher.tokenizer, trust, can_be_named=False).get_vocab()
