@@ -1,4 +1,4 @@
-"""A config as the text of config.yaml, which the command composes again to the same config."""
+"""Renders a config as config.yaml, from which the command composes the same config again."""
 
 import dataclasses
 import re
@@ -14,9 +14,9 @@ def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: st
 
     Args:
         config: The config.
-        command: The command that has it.
+        command: The command of the config.
         chosen: The option of each group.
-        own_recipe: The file name of the user's recipe that made the run.
+        own_recipe: The file name of the user's own recipe, if one made the run.
     """
     from omegaconf import OmegaConf
 
@@ -28,7 +28,7 @@ def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: st
 
 
 def _as_plain(value: Any, name: str = "") -> Any:
-    """A setting, or the settings of a dataclass by name: without secrets, and with `${` escaped in texts."""
+    """Convert settings to plain values, with secrets redacted and `${` escaped in strings; `name` is dotted."""
     if dataclasses.is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {key: _as_plain(part, f"{name}.{key}" if name else key) for key, part in parts.items()}

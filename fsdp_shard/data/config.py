@@ -149,7 +149,7 @@ _OWNERS = {
     for name in sorted(_own_fields(settings))
 }
 
-# What a source of a mixture may set, and the types of what is not text.
+# Settings that a source of a mixture may have, and the types of those that are not strings.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "weight": ((int, float), "a number"),
     "roles": ((Mapping, type(None)), "a mapping"),
@@ -164,7 +164,7 @@ _SET_FIELDS = {name: member for name, member in _SOURCE_FIELDS.items() if name !
 
 
 def sources_of(config: DataConfig) -> dict[str, DataConfig]:
-    """Return the settings of each source of the training data by name: of `data.mixture`, or `config` itself under "".
+    """Return the settings of each training source by name: those in `data.mixture`, or `config` itself under "".
 
     Raises:
         ConfigError: A setting in `data.mixture` is unknown, missing, of the wrong type or out of range.
@@ -173,12 +173,12 @@ def sources_of(config: DataConfig) -> dict[str, DataConfig]:
 
 
 def mixture_of(config: DataConfig, prefix: str = "data.") -> dict[str, NamedSource]:
-    """Return the sources of `data.mixture` by name, none without a mixture; raise ConfigError as `sources_of` does."""
+    """Return the sources of `data.mixture` by name, if any; raise ConfigError as `sources_of` does."""
     return _named(config, "mixture", prefix, _SOURCE_FIELDS, {"mixture": None})
 
 
 def held_out_sets_of(config: DataConfig, prefix: str = "data.") -> dict[str, NamedSource]:
-    """Return the sets of `data.eval_sets` by name, none without; raise ConfigError as `sources_of` does."""
+    """Return the sets of `data.eval_sets` by name, if any; raise ConfigError as `sources_of` does."""
     own = {"mixture": None, "eval_sets": None, "streaming": False, "subset": None}
     splits = {"split": config.eval_split, "default_split": config.eval_split}
     return _named(config, "eval_sets", prefix, _SET_FIELDS, own | splits)
@@ -187,7 +187,7 @@ def held_out_sets_of(config: DataConfig, prefix: str = "data.") -> dict[str, Nam
 def _named(
     config: DataConfig, section: str, prefix: str, known: Mapping[str, Field[Any]], own: Mapping[str, Any]
 ) -> dict[str, NamedSource]:
-    """Return the sources of a section by name. Each has its settings, those of all of them (`own`), and `data.*`."""
+    """Return the sources of a section by name: their settings override `own`, and these override `data.*`."""
     inherited = {member.name: getattr(config, member.name) for member in fields(DataConfig)} | dict(own)
     found = {}
     for name, given in _by_name(getattr(config, section), f"{prefix}{section}").items():
@@ -197,7 +197,7 @@ def _named(
 
 
 def _by_name(given: Any, name: str) -> dict[str, Any]:
-    """Return named sources as they are given; raise ConfigError for names that are none, or twice the same."""
+    """Return the given mapping of named sources; raise ConfigError for empty or duplicate names."""
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(
             f"{name}={given} is not a mapping; give sources by name, such as {{books: {{path: a.jsonl}}}}."
@@ -226,12 +226,12 @@ def _parse_source(given: Any, name: str, known: Mapping[str, Field[Any]]) -> dic
 
 
 def _given(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a source that are not null, which stands for that of `data.*`."""
+    """Return the settings of a source that are not null; null stands for the value of `data.*`."""
     return {key: value for key, value in source.items() if value is not None}
 
 
 def _check_streaming(config: DataConfig, prefix: str) -> None:
-    """Raise ConfigError for settings that need all of the data, or a second process that reads it."""
+    """Raise ConfigError for settings that streaming excludes, and for a shuffle buffer without streaming."""
     if not config.streaming:
         if config.shuffle_buffer != default_of("shuffle_buffer"):
             raise ConfigError(
@@ -270,7 +270,7 @@ def _check_mixture(config: DataConfig, prefix: str) -> None:
 
 
 def _check_own_settings(sources: Mapping[str, DataConfig], name: str, given: Any) -> None:
-    """Raise ConfigError if a named source has settings of another kind than its own."""
+    """Raise ConfigError if a named source sets columns or options of another kind of rows."""
     own = _by_name(given, name)
     for source_name, source in sources.items():
         KINDS[source.kind].check_kind(source, f"{name}.{source_name}.")
@@ -282,18 +282,18 @@ def _check_own_settings(sources: Mapping[str, DataConfig], name: str, given: Any
 
 
 def all_sources(config: DataConfig) -> list[DataConfig]:
-    """Return the settings of all sources: of training, of data.eval_sets and, with a mixture, for data.eval_path."""
+    """Return the settings of all sources: training data, data.eval_sets and, with a mixture, data.eval_path."""
     held_out = [config] if config.mixture and config.eval_path is not None else []
     return [*sources_of(config).values(), *held_out, *held_out_sets_of(config).values()]
 
 
 def is_running_text(config: DataConfig, task: str) -> bool:
-    """Return whether documents continue from window to window, so that there are no examples."""
+    """Return whether documents continue from window to window instead of becoming separate examples."""
     return config.kind == "text" and not config.packing and task in (CAUSAL, MASKED_LM)
 
 
 def kind_of(config: DataConfig, task: str = CAUSAL) -> Kind:
-    """Return how rows become examples, by `data.kind` and the task."""
+    """Return the kind that turns rows into examples, by `data.kind` and the task."""
     return KINDS[config.kind].build_kind(config, task)
 
 

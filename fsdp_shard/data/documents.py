@@ -1,4 +1,4 @@
-"""Documents, to be evaluated one at a time: rows with all of their tokens, where they are, and what they are called."""
+"""Documents for evaluation one at a time: rows with all of their tokens, their locations and their names."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import CAUSAL
 
-NAMES = ("id", "name")  # columns that name a row, the first one that it has
+NAMES = ("id", "name")  # columns that name a row; the first one present counts
 
 
 @dataclass(frozen=True)
 class WholeText(TextKind):
-    """Each text as one example of any length: `begin` and its own tokens, without one that ends it."""
+    """Each text as one example of any length: `begin` and the text's tokens, without an end token."""
 
     begin: tuple[int, ...]
 
@@ -43,9 +43,9 @@ class DocumentRow(NamedTuple):
 
     Attributes:
         where: File and line or number of the row.
-        name: What the data calls it, in a column id or name; None without one.
+        name: Its value in a column id or name; None without such a column.
         example: The number of its example; None if it is empty, or has nothing to predict.
-        text: Its text, of rows that are text; None of chats, instructions and pairs.
+        text: Its text if it is plain text; None for chats, instructions and pairs.
     """
 
     where: str
@@ -59,10 +59,10 @@ class Documents:
     """The rows of some data and their tokens.
 
     Attributes:
-        examples: The tokens of rows, and which of them are predicted: of text all, else as in training.
-        digest: Of these tokens.
+        examples: The tokens of rows, and which of them are predicted: all tokens of text, otherwise as in training.
+        digest: The digest of these tokens.
         source: The rows.
-        kind: What they are.
+        kind: Their kind.
         counts: Examples of each row, 0 or 1 [num_rows].
     """
 
@@ -73,7 +73,7 @@ class Documents:
     counts: Ints
 
     def rows(self) -> Iterator[DocumentRow]:
-        """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
+        """Read the rows again, in order; raises DataError if they have changed since they were tokenized."""
         rows, example = rows_again(self.source, self.kind.columns, len(self.counts)), 0
         for row, has_example in zip(rows, map(bool, self.counts), strict=True):
             text = self.kind.read(row) if has_example and isinstance(self.kind, WholeText) else None
@@ -87,7 +87,7 @@ def open_evaluated(config: DataConfig) -> Source:
 
 
 def rows_again(source: Source, columns: Sequence[str], num_rows: int) -> Iterator[Row]:
-    """Read rows again, `columns` and names of them; raises DataError unless there are `num_rows`, as before."""
+    """Read `columns` and names of rows again; raises DataError unless there are still `num_rows`."""
     number = 0
     for number, row in enumerate(source.rows((*columns, *NAMES)), start=1):
         if number > num_rows:
@@ -98,18 +98,18 @@ def rows_again(source: Source, columns: Sequence[str], num_rows: int) -> Iterato
 
 
 def was_changed(source: Source) -> DataError:
-    """Return the error of rows that are others than when they were tokenized."""
+    """Return the error for rows that have changed since they were tokenized."""
     return DataError(f"{source.name} was changed while it was read; start again.")
 
 
 def name_of(row: Row, columns: Sequence[str]) -> str | int | None:
-    """Return what the data calls a row, in a column `id` or `name` that is none of `columns`; None without one."""
+    """Return a row's value in a column `id` or `name` that is not one of `columns`; None without such a column."""
     values = (row.values.get(name) for name in NAMES if name not in columns)
     return next((value for value in values if isinstance(value, (str, int))), None)
 
 
 def prepare_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
-    """Tokenize `data.eval_path`, or data.path without it, a row at a time, unless that is in the cache.
+    """Tokenize each row of `data.eval_path`, or of data.path without it, unless the result is cached.
 
     Args:
         config: The settings of the data.
@@ -126,6 +126,6 @@ def prepare_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
 
 
 def read_texts(config: DataConfig) -> Iterator[str]:
-    """Read the texts of `data.eval_path`, or of data.path without it, that are not empty; raises DataError."""
+    """Read the non-empty texts of `data.eval_path`, or of data.path without it; raises DataError."""
     kind = kind_of(config, CAUSAL)
     return (text for row in open_evaluated(config).rows(kind.columns) if (text := kind.read(row)) is not None)

@@ -1,4 +1,4 @@
-"""From the settings of `data.*` to the samples that are trained and those that are held out.
+"""Turns the settings of `data.*` into training samples and held-out samples.
 
 One process tokenizes (`tokenize_all`), and every process maps the result (`open_samples`). `prepare_on_ranks` does both
 over the ranks of a run.
@@ -47,14 +47,14 @@ _NUM_CHATS_LOOKED_AT = 64  # for a token that ends a turn
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokenized files of a config.
+    """The tokenized files of a data config.
 
     Attributes:
         train: The file of each source of the training data by name; empty for streamed data.
         held_out: The file of `data.eval_path`, under an empty name, or of each set of `data.eval_sets` by name.
         special: The special tokens of a masked language model.
-        notes: Notes on the files that were given, to print.
-        class_names: Of data of a classifier, setting and value of each source, and the names that it gives its classes.
+        notes: Notes on the given files, to print.
+        class_names: For a classifier, the setting and value of each source, with the class names in its data.
     """
 
     train: Mapping[str, TokenFile]
@@ -66,9 +66,9 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Samples:
-    """The training data, the held-out data (None: nothing is held out), and notes on what became of the rows.
+    """The training data, the held-out data (None: nothing is held out), and notes on how the rows were used.
 
-    Notes that begin with `warning: ` are of data that make a run worse.
+    Notes that begin with `warning: ` report data that make a run worse.
     """
 
     train: Dataset
@@ -77,11 +77,11 @@ class Samples:
 
     @property
     def sources(self) -> list[SourceDataset]:
-        """The datasets that have the samples, those of the training data first."""
+        """The datasets that contain the samples, those of the training data first."""
         return [*self.train.sources, *(self.held_out.sources if self.held_out is not None else [])]
 
     def with_sources(self, sources: Sequence[SourceDataset], notes: Sequence[str]) -> Samples:
-        """Return the same with others in the place of its `sources`, and with `notes` after its own."""
+        """Return a copy with other datasets in place of `sources`, and with `notes` after its own."""
         num_train = len(self.train.sources)
         train = self.train.with_sources(sources[:num_train])
         held_out = None if self.held_out is None else self.held_out.with_sources(sources[num_train:])
@@ -89,7 +89,7 @@ class Samples:
 
 
 def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -> Tokenized:
-    """Tokenize what is not in the cache yet, in one process.
+    """Tokenize all sources that are not cached yet, in one process.
 
     Args:
         config: The settings of the data.
@@ -97,7 +97,7 @@ def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -
         task: The value of `model.task`.
 
     Raises:
-        DataError: The data cannot be read, or the cache not be written.
+        DataError: The data cannot be read, or the cache cannot be written.
     """
     special = SpecialTokens.of(tokenizer) if task == MASKED_LM else None
     sources = {} if config.streaming else sources_of(config)
@@ -128,7 +128,7 @@ def _class_names(config: DataConfig) -> tuple[tuple[str, Sequence[str]], ...]:
 
 
 def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer) -> str:
-    """Warn of chats without a token from which a model learns to stop; empty if there is one."""
+    """Return a warning if chats lack a token from which a model learns to stop, else an empty string."""
     tokenizer = with_chat_template(tokenizer, source)
     if ends_turns(examples, tokenizer):
         return ""
@@ -143,7 +143,7 @@ def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterabl
 
 
 def _dated(source: DataConfig, tokenizer: Tokenizer) -> str:
-    """Warn of a chat template that writes today's date, with which other tokens are trained on another day."""
+    """Return a warning if the chat template writes today's date, which changes the trained tokens from day to day."""
     if not writes_date(with_chat_template(tokenizer, source)):
         return ""
     return (
@@ -161,18 +161,18 @@ def open_samples(
     open_tokenizer: Callable[[], Tokenizer] | None = None,
     ranks: Communicator | None = None,
 ) -> Samples:
-    """Map the tokenized files and make samples of them, in every process.
+    """Map the tokenized files and make samples from them, in every process.
 
     Args:
         config: The settings of the data.
         tokenized: The files, as `tokenize_all` returned them.
         task: The task of the model; default is a causal language model.
         seed: Seed of masked tokens, and of the order of streamed data.
-        open_tokenizer: Returns the tokenizer; needed for streamed data only, which uses it in a thread.
-        ranks: The ranks that train, with a group on the CPU, for streamed data; None is this process alone.
+        open_tokenizer: Returns the tokenizer; only streamed data needs it, and uses it in a thread.
+        ranks: The ranks that train, with a group on the CPU, for streamed data; None means this process alone.
 
     Raises:
-        DataError: A file cannot be read, or has nothing to train on.
+        DataError: A file cannot be read, or contains nothing to train on.
     """
     task, special = task or Task(), tokenized.special
     for where, names in tokenized.class_names if task.samples == ROWS else ():
@@ -204,16 +204,16 @@ def open_samples(
 
 @dataclass(frozen=True)
 class RowLosses:
-    """What of a source is not trained.
+    """How much of a source is not trained.
 
     Attributes:
         where: Setting and value of the source.
-        what: What is counted: rows, or pairs or answers that are compared.
-        num_trained: Those of which something is trained.
-        num_truncated: Those of `num_trained` whose end is not.
-        num_dropped: Others, with nothing to learn, or nothing in the tokens of a window.
+        what: The unit of the counts: rows, or pairs or answers that are compared.
+        num_trained: Those that are trained, at least in part.
+        num_truncated: Those of `num_trained` whose end is cut off.
+        num_dropped: Those with nothing to learn, or nothing within the tokens of a window.
         num_beyond: Those of `num_dropped` that a larger window would keep.
-        left_out: Of what is compared, how much was dropped and why, such as `2 pairs with equal answers`.
+        left_out: For compared answers, how many were dropped and why, such as `2 pairs with equal answers`.
     """
 
     where: str
@@ -226,7 +226,7 @@ class RowLosses:
 
 
 def row_losses(config: DataConfig, tokenized: Tokenized, task: Task) -> list[RowLosses]:
-    """Count what `open_samples` would leave out of each source of the training data; none of running text and streams.
+    """Count what `open_samples` would drop from each training source, except running text and streams.
 
     Args:
         config: The settings of the data.
@@ -246,7 +246,7 @@ def row_losses(config: DataConfig, tokenized: Tokenized, task: Task) -> list[Row
 def _open_files(
     config: DataConfig, tokenized: Tokenized, task: Task, seed: int
 ) -> tuple[dict[str, SourceDataset], dict[str, SourceDataset], list[str]]:
-    """Return what is trained of each source, the part of it that is held out, and notes."""
+    """Return the trained part of each source, its held-out part, and notes."""
     train: dict[str, SourceDataset] = {}
     held_out: dict[str, SourceDataset] = {}
     notes, samples_per_round = [], _samples_per_round(config)
@@ -284,7 +284,7 @@ def _open_streams(
 
 
 def _trained_held_out(config: DataConfig, tokenized: Tokenized) -> list[str]:
-    """Warn of held-out data that are training data: their loss says nothing about other text."""
+    """Warn about held-out data that are also training data, whose loss does not reflect other text."""
     sources = sources_of(config)
     trained = {file.digest: sources[name] for name, file in tokenized.train.items()}
     return [
@@ -297,7 +297,7 @@ def _trained_held_out(config: DataConfig, tokenized: Tokenized) -> list[str]:
 
 
 def _samples_per_round(config: DataConfig) -> dict[str, int]:
-    """Number of samples of each source in a round of the mixture; empty without one."""
+    """Return the number of samples of each source in a round of the mixture; empty without a mixture."""
     return counts_per_round({name: source.weight for name, source in mixture_of(config).items()})
 
 
@@ -308,7 +308,7 @@ def _title(name: str, samples_per_round: Mapping[str, int]) -> str:
 
 
 def _more_than_asked(config: DataConfig, num_train: int, num_held_out: int) -> list[str]:
-    """Warn of packed samples of which far more are held out than asked, as they are divided between texts only."""
+    """Return a warning if far more packed samples are held out than asked, as they are divided between texts only."""
     fraction = num_held_out / (num_train + num_held_out)
     if num_held_out < 2 or fraction <= 2 * config.eval_fraction:
         return []
@@ -320,7 +320,7 @@ def _more_than_asked(config: DataConfig, num_train: int, num_held_out: int) -> l
 
 
 def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, SourceDataset]:
-    """Divide windows into those that are trained and those that are held out."""
+    """Divide windows into training windows and held-out windows."""
     num_windows = len(windows)
     if num_windows < 2:
         raise DataError(
@@ -335,7 +335,7 @@ def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, 
 def prepare_held_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[SourceDataset, str]:
     """Return what training would hold out, or all of data.path if it would hold out nothing, in one process.
 
-    The text says what became of the rows, such as how many were truncated. Evaluations reject mixtures and streams.
+    The text describes how the rows were used, such as how many were truncated. Evaluations reject mixtures and streams.
     """
     factory = SampleFactory(config, Task(), None, 0)
     file = _tokenize(config, config.eval_path is not None, tokenizer, CAUSAL)
@@ -361,7 +361,7 @@ def prepare_on_ranks(
     Args:
         config: The settings of the data.
         open_tokenizer: Returns the tokenizer; called on rank 0, and on every rank for streamed data.
-        context: The ranks. They wait for rank 0 in a group of their own, as large texts take hours.
+        context: The ranks. They wait for rank 0 in a separate group, as large texts take hours.
         task: The task of the model; default is a causal language model.
         seed: Seed of masked tokens, and of the order of streamed data.
 
@@ -382,7 +382,7 @@ def prepare_on_ranks(
 
 
 def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, task: str) -> TokenFile:
-    """Tokenize to one stream of tokens for running text, and to examples for everything else."""
+    """Tokenize running text to one stream of tokens, and everything else to examples."""
     source, tokenizer = open_source(config, held_out), with_chat_template(tokenizer, config)
     kind = encoded_kind(config, task, tokenizer)
     return tokenize(source, kind, tokenizer, cache_directory(config), config.workers)

@@ -14,17 +14,16 @@ from fsdp_shard.models import MASKED_LM
 
 @dataclass(frozen=True)
 class RunningText(TextKind):
-    """Documents of one stream of tokens, each after `separators`, which are cut off the first one, and `begin`."""
+    """Documents of one stream of tokens. Each starts with `separators`, which the first one lacks, and `begin`."""
 
     separators: tuple[int, ...]
     begin: tuple[int, ...]
 
     @classmethod
     def of(cls, column: str, tokenizer: Tokenizer, begins: bool = True) -> RunningText:
-        """Return documents with their text in `column`.
+        """Return documents with their text in `column`, separated by the end-of-text token.
 
-        They are separated by the end-of-text token. If the tokenizer adds the beginning-of-text token to a text and
-        `begins` is true, each of them begins with it.
+        If the tokenizer adds the beginning-of-text token to a text and `begins` is true, each document begins with it.
         """
         end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id  # [SEP], as in BERT
         return cls(column, None, () if end is None else (int(end),), tuple(beginning(tokenizer)) if begins else ())
@@ -51,7 +50,7 @@ class RunningText(TextKind):
 
 
 def encoded_kind(config: DataConfig, task: str, tokenizer: Tokenizer) -> Kind:
-    """Return how rows are tokenized: as running text, or as examples by `data.kind`."""
+    """Return the kind by which rows are tokenized: running text, or examples by `data.kind`."""
     if not is_running_text(config, task):
         return kind_of(config, task)
     # Each window of a masked language model begins with special tokens, so documents do not.

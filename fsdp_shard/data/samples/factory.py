@@ -1,4 +1,4 @@
-"""How tokens and examples become samples, by the settings of a source and the task, with notes to print."""
+"""Makes samples from tokens and examples, by the settings of a source and the task, with notes to print."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ from fsdp_shard.utils import format_count
 
 @dataclass(frozen=True)
 class SampleFactory:
-    """Makes samples of tokenized files, or of the examples of some rows, by the settings of a source.
+    """Makes samples from tokenized files, or from the examples of some rows, by the settings of a source.
 
     Attributes:
         config: The settings of the source.
-        task: What the model is trained to do.
+        task: The task that the model is trained for.
         special: The special tokens of a masked language model.
-        seed: Seed of the choice of masked tokens.
+        seed: Seed for choosing masked tokens.
     """
 
     config: DataConfig
@@ -38,7 +38,7 @@ class SampleFactory:
     seed: int
 
     def open(self, file: TokenFile) -> tuple[SourceDataset, str]:
-        """Return the samples of one file, and notes to print on what became of its rows."""
+        """Return the samples of one file, and notes to print on how its rows were used."""
         if is_running_text(self.config, self.task.name):
             dataset, notes = self._open_tokens(file)
         else:
@@ -47,10 +47,10 @@ class SampleFactory:
         return dataset, ", ".join([*notes, dataset.summary])
 
     def open_divided(self, file: TokenFile) -> tuple[SourceDataset, SourceDataset, tuple[str, str]]:
-        """Return packed samples to train, others of the last rows to hold out, and notes to print on both.
+        """Return packed samples to train, others from the last rows to hold out, and notes to print on both.
 
-        Rows are divided, and then packed: windows are shuffled, so that parts of one row are in many of them. A text
-        that is the only one is divided itself.
+        Rows are divided before they are packed: windows are shuffled, which spreads parts of one row over many of them.
+        A single text is itself divided.
 
         Raises:
             DataError: There is no second row with something to train on.
@@ -90,7 +90,7 @@ class SampleFactory:
         return self.windows(file.tokens(), file.digest, self.seed), notes
 
     def _cut_rows(self, file: TokenFile) -> tuple[Cut, list[str]]:
-        """Return what truncation leaves of the examples of a file, and notes; raise DataError if that is nothing."""
+        """Return the examples of a file after truncation, and notes; raise DataError if none are left."""
         config, longest, what = self.config, self.config.window_length, self._noun
         cut = self.cut(file.examples(), file.classes)
         notes = [format_count(file.num_rows, what), format_count(file.num_tokens, "token")]
@@ -113,7 +113,7 @@ class SampleFactory:
         """Truncate examples to windows of `data.sequence_length`; keep those with something left to predict.
 
         Raises:
-            DataError: Answers are not such as the objective compares.
+            DataError: The objective cannot compare the answers.
         """
         if self.task.samples != ROWS:
             packs = self.config.packing and self.task.samples != LABELED
@@ -135,11 +135,11 @@ class SampleFactory:
 
     @property
     def _scored_padding(self) -> int | None:
-        """The padding token of a reward model; None where the tokens of answers are predicted."""
+        """The padding token of a reward model; None for models that predict the tokens of answers."""
         return self.task.padding if self.task.name == SEQUENCE_CLASSIFICATION else None
 
     def samples(self, examples: Examples, cut: Cut, classes: Sequence[str | int]) -> SourceDataset:
-        """Make samples of the examples that `cut` kept; `classes` has the names of their labels."""
+        """Make samples from the examples that `cut` kept; `classes` are the names of their labels."""
         task, given = self.task, (examples, cut.kept, self.config.window_length)
         if task.samples != ROWS:
             found = preference_samples(*given, classes, task)
@@ -157,7 +157,7 @@ class SampleFactory:
         return self.config.target_length or self.config.window_length
 
     def windows(self, tokens: Array, name: str, seed: int) -> SourceDataset:
-        """Make windows of `tokens` [num_tokens]; `seed` decides which are masked."""
+        """Make windows of `tokens` [num_tokens]; `seed` decides which tokens are masked."""
         length = self.config.window_length
         if self.special is None:
             return WindowDataset(tokens, length, name)
@@ -165,7 +165,7 @@ class SampleFactory:
         return MaskedWindows(tokens, length, name, special, self.config.mask_fraction, seed)
 
     def num_window_tokens(self) -> int:
-        """Return the tokens of text in a window, without special ones; raise DataError if there is no space for any."""
+        """Return how many tokens of text fit into a window beside special tokens; raise DataError if none do."""
         length = self.config.window_length
         num_tokens = length - (len(self.special.begin) + len(self.special.end) if self.special is not None else 0)
         if num_tokens < 1:
@@ -174,7 +174,7 @@ class SampleFactory:
 
 
 def _class_numbers(classes: Sequence[str | int], task: Task) -> tuple[int, ...]:
-    """Return the model's index of each class in the data; raise DataError for a class that it does not have."""
+    """Return the model's index of each class in the data; raise DataError for a class that the model lacks."""
     numbers = [_class_number(name, task) for name in classes]
     for name, number in zip(classes, numbers, strict=True):
         if not 0 <= number < task.num_labels:
@@ -187,10 +187,10 @@ def _class_numbers(classes: Sequence[str | int], task: Task) -> tuple[int, ...]:
 
 
 def _class_number(name: str | int, task: Task) -> int:
-    """Return the index of a class: text is its name, or, as in CSV files, its index; -1 if there is none of that name.
+    """Return the index of a class, or -1 for an unknown name. A string is its name or, as in CSV files, its index.
 
     Raises:
-        DataError: `name` is an integer that is the name of a class with another index.
+        DataError: `name` is an integer, and also the name of a class with another index.
     """
     known, text = task.label_numbers, str(name).strip()
     if isinstance(name, str) and not text.isdecimal():

@@ -1,8 +1,8 @@
-"""Several examples in one window: which are packed together (best fit), and how they are kept apart.
+"""Packs several examples into each window by best fit, and keeps them apart.
 
 Positions restart at each example. transformers detects the boundaries from that, and its masks (sdpa, eager, flash,
 sliding windows) then let no token attend to another example. It does so only without an attention mask, so none is
-given. `models.check_packing` refuses models that do not support this.
+passed. `models.check_packing` rejects models that do not support this.
 """
 
 from bisect import bisect_left, insort
@@ -20,7 +20,7 @@ from fsdp_shard.data.samples.rows import RowDataset, next_labels
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
 
-ORDER = 1  # changes if the same index becomes another window
+ORDER = 1  # changes when an index refers to another window
 
 
 def best_fit(lengths: Ints, capacity: int) -> list[list[int]]:
@@ -37,7 +37,7 @@ def best_fit(lengths: Ints, capacity: int) -> list[list[int]]:
     """
     assert not len(lengths) or 0 < int(lengths.min()) <= int(lengths.max()) <= capacity
     windows: list[list[int]] = []
-    by_space = defaultdict[int, list[int]](list)  # free space -> windows with that much, the newest last
+    by_space = defaultdict[int, list[int]](list)  # free space -> windows with that much space, the newest last
     spaces = [capacity]  # the keys of `by_space` that have windows, sorted, and the space of a new window
     for item in np.argsort(-lengths, kind="stable").tolist():
         space = spaces[bisect_left(spaces, lengths[item])]
@@ -58,7 +58,7 @@ def best_fit(lengths: Ints, capacity: int) -> list[list[int]]:
 def packed_windows(lengths: Ints, capacity: int) -> tuple[list[int], Ints]:
     """Pack items by best fit, and shuffle the windows with a fixed seed.
 
-    So a part of them, such as the first held-out windows, is like the rest: best fit starts with the longest items.
+    Best fit starts with the longest items; shuffled, any part, such as the first held-out windows, is like the rest.
 
     Args:
         lengths: As in `best_fit`.
@@ -74,7 +74,7 @@ def packed_windows(lengths: Ints, capacity: int) -> tuple[list[int], Ints]:
 
 @dataclass(frozen=True)
 class PackedRows(RowDataset):
-    """Several examples per window: window i has the examples `kept[starts[i] : starts[i + 1]]`."""
+    """Several examples per window: window i contains the examples `kept[starts[i] : starts[i + 1]]`."""
 
     starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
 
@@ -113,12 +113,12 @@ class PackedRows(RowDataset):
 
 
 def joined(documents: Iterable[tuple[Ints, Ints]], length: int, part: int | None = None) -> Sample:
-    """Return a window of documents, with `position_ids`; padding is one more in which nothing is predicted.
+    """Return a window of documents, with `position_ids`; padding is one more document, in which nothing is predicted.
 
     Args:
         documents: Inputs and labels of each.
         length: Number of tokens of the window.
-        part: Which part of a pair each document is, such as CHOSEN_PART; None if they are no parts of pairs.
+        part: Which part of a pair each document is, such as CHOSEN_PART; None if they do not belong to pairs.
     """
     ids, labels, positions = padded([], length), padded([], length, MASKED), padded([], length)
     segments, end = padded([], length), 0

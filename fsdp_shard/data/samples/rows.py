@@ -1,6 +1,6 @@
 """Examples as samples, one per window: truncated if they are too long, padded if they are short.
 
-There are three shapes: text of which some tokens are predicted, a source and a target, and a text and its class.
+There are three shapes: text with predicted tokens, a source and a target, and a text and its class.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ _WIDTH_UNIT = 8
 
 
 class LeftOut(NamedTuple):
-    """How many of what is compared are left out, and why: 2, `pair` and ` with equal answers`."""
+    """How many compared pairs or answers are left out, and why: 2, `pair` and ` with equal answers`."""
 
     number: int
     noun: str
@@ -31,17 +31,17 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """What truncation leaves.
+    """The examples that truncation leaves.
 
     Attributes:
-        kept: The examples that are left [num_kept], of pairs [num_kept, 2].
+        kept: The numbers of these examples [num_kept], or of both answers of pairs [num_kept, 2].
         num_truncated: Those of `kept` that were longer.
-        num_dropped: Others, with nothing left to learn.
+        num_dropped: Examples with nothing left to learn.
         num_beyond: Those of `num_dropped` that a larger window would keep.
-        what: What is counted: rows, or pairs or answers that are compared.
-        left_out: Of what is compared, how much was dropped and why.
-        notes: What else to print.
-        shared: Of pairs to pack, the number of tokens that both answers share [num_kept].
+        what: The unit of the counts: rows, or pairs or answers that are compared.
+        left_out: How many compared pairs or answers were dropped, and why.
+        notes: Further notes to print.
+        shared: For pairs to pack, the number of tokens that both answers share [num_kept].
     """
 
     kept: Ints
@@ -78,21 +78,21 @@ class RowDataset(SourceDataset):
         return self.examples.tokens_of(int(self.kept[index]))[0].astype(np.int64)
 
     def text_inputs(self, ids: Ints, padding: int) -> dict[str, Ints]:
-        """Return the inputs for a text [num_tokens]. If it is truncated, the token that ends it remains the last."""
+        """Return the inputs for a text [num_tokens]. A truncated text keeps its end token as the last one."""
         longest = self.sequence_length
         ids = cut_text(ids, longest, self.examples.keeps_last)
         return attended(ids, width_of(len(ids), longest), padding)
 
 
 def cut_text(ids: npt.NDArray[Any], longest: int, keeps_last: bool) -> npt.NDArray[Any]:
-    """Return at most `longest` tokens of a text, with its last one if it `keeps_last`."""
+    """Return at most `longest` tokens of a text, including its last one if `keeps_last`."""
     if len(ids) <= longest:
         return ids
     return np.concatenate([ids[: longest - 1], ids[-1:]]) if keeps_last else ids[:longest]
 
 
 def width_of(num_tokens: int, longest: int) -> int:
-    """Return the length of a sample of `num_tokens`; `longest` is that of the longest possible one."""
+    """Return the length of a sample of `num_tokens`; `longest` is the length of the longest possible sample."""
     num_tokens = max(1, num_tokens)
     return min(-(-num_tokens // _WIDTH_UNIT) * _WIDTH_UNIT, max(num_tokens, longest))
 
@@ -104,7 +104,7 @@ def next_labels(tokens: npt.NDArray[Any], predicted: npt.NDArray[Any], longest: 
 
 
 class CausalRows(RowDataset):
-    """One example per window; the tokens that it marks are predicted from those before them."""
+    """One example per window; the tokens that it marks are predicted from the preceding ones."""
 
     @property
     def summary(self) -> str:
@@ -120,7 +120,7 @@ class CausalRows(RowDataset):
 
 @dataclass(frozen=True)
 class Seq2SeqRows(RowDataset):
-    """The encoder reads the source; the decoder predicts each token of the target from those before it."""
+    """The encoder reads the source; the decoder predicts each token of the target from the preceding ones."""
 
     target_length: int = 0
     decoder_start: int = 0
@@ -156,6 +156,6 @@ class LabeledRows(RowDataset):
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
         label = MASKED if index is None else self.numbers[self.examples.labels[self.kept[index]]]
-        # Without a label there is still a text: some models look for the token that ends it.
+        # A sample without a label still needs a text: some models look for its end token.
         inputs = self.text_inputs(self.tokens_of(index or 0), self.padding)
         return Sample(inputs, np.asarray(label, np.int64), self.padding)

@@ -1,7 +1,7 @@
-"""The samples of a block of a stream, made in the same way as those of a tokenized file.
+"""Makes the samples of a block of a stream, in the same way as those of a tokenized file.
 
 Text continues from row to row and from block to block: tokens that do not fill a window are prepended to the next
-block's. Rows of other kinds have their own windows. Packed rows are packed with those of their block.
+block's. Rows of other kinds have their own windows. With packing, the rows of a block are packed together.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fsdp_shard.data.tokenized.token_file import Examples, classes_of
 if TYPE_CHECKING:
     import pyarrow
 
-_ROWS_OF_A_PART = 8  # of text: which tokens a masked language model predicts depends on it
+_ROWS_OF_A_PART = 8  # of text; decides which tokens a masked language model predicts
 
 
 @dataclass
 class Counts:
     """Rows read, examples used, rows and examples dropped, examples truncated, tokens.
 
-    `left_out` has how many of those dropped were left out for each reason, of what is compared.
+    `left_out` counts dropped pairs or answers by reason, in data that are compared.
     """
 
     rows: int = 0
@@ -43,8 +43,8 @@ class Counts:
         return {name: count for name, count in asdict(self).items() if name != "left_out" or count}
 
 
-# Makes datasets of the samples of a block out of its table, the tokens left over from the block before, which it
-# updates, the counts over all blocks, which it updates, and the index of the first sample.
+# Makes datasets of a block's samples from its table, the tokens left over from the block before, the counts over all
+# blocks, and the index of the first sample. It updates the leftover tokens and the counts.
 MakeSamples: TypeAlias = "Callable[[pyarrow.Table, list[int], Counts, int], list[SourceDataset]]"
 
 
@@ -63,7 +63,7 @@ class RowSamples:
         counts.dropped += cut.num_dropped
         counts.truncated += cut.num_truncated
         reasons = {f"{one.noun}s{one.words}": one.number for one in cut.left_out}
-        counts.left_out = dict(Counter(counts.left_out) + Counter(reasons))  # that of the block before stays
+        counts.left_out = dict(Counter(counts.left_out) + Counter(reasons))  # adds to earlier blocks
         counts.tokens += len(examples.tokens)
         return [self.factory.samples(examples, cut, classes)] if len(cut.kept) else []
 
@@ -77,7 +77,9 @@ class TextSamples:
 
     def __call__(self, table: pyarrow.Table, leftover: list[int], counts: Counts, first: int) -> list[SourceDataset]:
         step = self.factory.num_window_tokens()
-        overlap = int(self.factory.special is None)  # the last token that a window predicts is the first of the next
+        overlap = int(
+            self.factory.special is None
+        )  # the last token that a window predicts is the first one of the next window
         left, parts = np.asarray(leftover, np.int64), list[SourceDataset]()
         for start in range(0, len(table), _ROWS_OF_A_PART):
             documents = Examples.of(table[start : start + _ROWS_OF_A_PART], [])

@@ -1,9 +1,9 @@
-"""Samples of a source that is read while training, by blocks of rows.
+"""Samples of a source that is read during training, in blocks of rows.
 
-Rows are read in blocks of `data.shuffle_buffer`, and each block is trained in an order that follows from (seed, epoch,
-block). So the state of a stream is the position of the first row of its block, and the tokens that the block before
-left over: the rest of the block is read again, with the same result. Each row is tokenized on one rank, and every rank
-makes the samples of all of them, which is why they are the same on any number of ranks.
+Rows are read in blocks of `data.shuffle_buffer`, and (seed, epoch, block) determines the order of training within a
+block. The state of a stream is therefore the position of the first row of its block, and the tokens that the block
+before left over: a resumed run reads the block again, with the same result. Each row is tokenized on one rank, and all
+ranks make the samples of all rows, so samples are the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fsdp_shard.distributed import Communicator
 
 _FORMAT_VERSION = 2
-_COMPARED_VERSION = 2  # of the rule which answers are compared
+_COMPARED_VERSION = 2  # of the rule that decides which answers are compared
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StreamState:
 
 @dataclass(frozen=True)
 class ReadBlock:
-    """The samples of a block, each in a dataset and with its index there; where it begins, and the counts after it."""
+    """The samples of a block, each as a dataset and an index; where the block begins, and the counts after it."""
 
     state: StreamState
     samples: Sequence[tuple[SourceDataset, int]]
@@ -89,17 +89,17 @@ class ReadBlock:
 
 @dataclass(eq=False)
 class StreamDataset(Dataset):
-    """The samples of one source, which are read in the order of training.
+    """The samples of one source, read in the order of training.
 
-    `state_dict` and `figures` are for samples that are ready, those of the call of `prepare` before, or the next ones.
+    `state_dict` and `figures` accept samples that are ready: those of the preceding `prepare` call, or the next ones.
 
     Attributes:
         source: The rows.
-        encoder: Tokenizes them.
+        encoder: Tokenizes the rows.
         make_samples: Makes the samples of a block.
         factory: Its settings; the seed is that of the order of files and rows.
-        ranks: The ranks that train, with a group on the CPU; None is this process alone.
-        lock: Is held while rows are tokenized: the streams of a mixture have one tokenizer, each in its own thread.
+        ranks: The ranks that train, with a group on the CPU; None means this process alone.
+        lock: Held while rows are tokenized: the streams of a mixture share a tokenizer, each in its own thread.
     """
 
     source: Source
@@ -116,7 +116,7 @@ class StreamDataset(Dataset):
         kept, kind = [getattr(config, name) for name in names], kind_of(config, task)
         shape = [] if self.factory.task.samples == ROWS else [self.factory.task.samples, _COMPARED_VERSION]
         parts = [_FORMAT_VERSION, kept, task, *shape, self.source.stream_fingerprint()]
-        # It covers names, sizes and first bytes of the files, and everything that decides about the samples.
+        # The identity covers names, sizes and first bytes of the files, and everything that determines the samples.
         self.identity = f"stream:{json_digest([*parts, *Encoder(kind, self.encoder.tokenizer).fingerprint()])}"
         self.load_state_dict(None)
 
@@ -126,9 +126,9 @@ class StreamDataset(Dataset):
         return f"{self.source.name} is streamed, {order}"
 
     def first_examples(self, num_rows: int) -> list[tuple[list[int], list[bool]]]:
-        """Return token ids of the first rows, and whether each is predicted; raises DataError if one cannot be used."""
+        """Return token ids of the first rows, and whether each is predicted; raises DataError for an unusable row."""
         rows = list(islice(self.source.rows(self.encoder.kind.columns), num_rows))
-        with set_environment({"TOKENIZERS_PARALLELISM": "false"}):  # a process that is forked later has no threads
+        with set_environment({"TOKENIZERS_PARALLELISM": "false"}):  # processes that are forked later lack threads
             encoded = self.encoder.kind.encode(rows, self.encoder.tokenizer)
         return [(one.ids, one.predicted) for one in chain.from_iterable(encoded)]
 
@@ -161,7 +161,7 @@ class StreamDataset(Dataset):
         return dataset.sample(index)
 
     def _at(self, num_samples: int) -> tuple[StreamState, Counts]:
-        """Return where the block of the last of `num_samples` samples begins, and the counts after it."""
+        """Return where the block with the last of `num_samples` samples begins, and the counts after it."""
         oldest = self._blocks[0].state if self._blocks else self._next
         if num_samples <= oldest.first:
             return oldest, oldest.counts
@@ -180,7 +180,7 @@ class StreamDataset(Dataset):
             return self.encoder(rows)
 
     def _read_block(self) -> None:
-        """Read the block at `_next`, and make its samples."""
+        """Read the block at `_next` and make its samples."""
         from pyarrow import compute
 
         state = self._next
@@ -212,7 +212,7 @@ class StreamDataset(Dataset):
             self._next = replace(state, epoch=state.epoch + 1, block=0, rows=None, used_before=counts.used)
 
     def _permutation(self, size: int, purpose: int = 0) -> Ints:
-        """Return the seeded order of `size` items of the block at `_next`, another one for each `purpose`."""
+        """Return the seeded order of `size` items of the block at `_next`, a different one for each `purpose`."""
         if self._buffer == 1:
             return np.arange(size)
         return permutation(size, self.factory.seed, self._next.epoch, self._next.block, purpose)
@@ -224,10 +224,10 @@ def open_stream(
     """Open the samples of one source from their beginning.
 
     Args:
-        factory: Makes samples by the settings of the source; its seed is that of the order too.
-        tokenizer: The tokenizer. Threads use it, so nothing but streams with the same lock may.
-        lock: Is held while rows are tokenized.
-        ranks: The ranks that train, with a group on the CPU; None is this process alone.
+        factory: Makes samples by the settings of the source; its seed also determines the order.
+        tokenizer: The tokenizer. Threads use it, so only streams with the same lock may use it, too.
+        lock: Held while rows are tokenized.
+        ranks: The ranks that train, with a group on the CPU; None means this process alone.
 
     Raises:
         DataError: The source cannot be read, or the tokenizer lacks a token.

@@ -1,7 +1,7 @@
 """The cache of tokenized rows: Arrow files that `datasets.Dataset.map` writes, in a directory for each source.
 
-The name of the directory covers the rows, the tokenizer and what is made of the rows, but not the length of windows:
-nothing is truncated.
+The name of the directory identifies the rows, the tokenizer and the kind of examples, but not the length of windows:
+rows are not truncated.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fsdp_shard.utils import atomic_directory, json_digest, set_environment
 if TYPE_CHECKING:
     import pyarrow
 
-# Rows that are tokenized in one call: enough for the tokenizer's threads, few enough for the memory.
+# Rows tokenized in one call: enough for the tokenizer's threads, few enough for the memory.
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 20
 _OF_JSON = (str, int, float, list, dict, type(None))  # bytes, dates and decimals are not
 _LEFTOVER_SECONDS = 24 * 3600  # a run writes more often than that
 
 
 def tokenize(source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, num_workers: int = 1) -> TokenFile:
-    """Tokenize the rows of a source, unless that is in the cache.
+    """Tokenize the rows of a source, unless they are cached.
 
     Args:
         source: The rows.
@@ -71,8 +71,8 @@ def tokenize(source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, 
 def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) -> list[Path]:
     """Write Arrow files of tokens into `directory`.
 
-    The rows are read once, into a file that is deleted then, and a dataset of the byte ranges of batches in it is
-    mapped: each process reads its batches there, and the dataset itself stays small, as mapped files count as memory.
+    The rows are read once, into a temporary file. `map` runs over a dataset of byte ranges of that file, one for each
+    batch, so each process reads its own batches. The dataset itself stays small, as mapped files count as memory.
     """
     import datasets
 
@@ -102,7 +102,7 @@ def _store(source: Source, kind: Kind, file: Path) -> tuple[list[int], int]:
     """Write rows as lines of JSON; return where each batch of them ends, and the number of rows.
 
     Raises:
-        DataError: A row cannot be written, or has a value that `kind` refuses and that JSON would have as text.
+        DataError: A row cannot be written, or has a value that `kind` rejects and that JSON would store as text.
     """
     from tqdm import tqdm
 
@@ -127,7 +127,7 @@ def _store(source: Source, kind: Kind, file: Path) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class _EncodeBatch:
-    """Tokenizes a batch of rows, a byte range of a file; plain data, as it is sent to processes."""
+    """Tokenizes a batch of rows, a byte range of a file; plain data, because it is sent to other processes."""
 
     file: Path
     encoder: Encoder
@@ -142,7 +142,7 @@ class _EncodeBatch:
 
 @contextmanager
 def _errors_of_map(num_workers: int) -> Iterator[None]:
-    """Raise our own errors as they are, name the setting if a process died, and restore what `map` changes."""
+    """Raise our own errors unchanged, name the setting if a process died, and restore the environment after `map`."""
     environment = os.environ  # `map` with several processes replaces it
     with set_environment({"TOKENIZERS_PARALLELISM": "false"} if num_workers > 1 else {}):
         try:
@@ -161,7 +161,7 @@ def _errors_of_map(num_workers: int) -> Iterator[None]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Delete what killed runs left behind, by its age: machines with one cache have no lock in common."""
+    """Delete old files that killed runs left behind; age decides, because machines with one cache share no lock."""
     for entry in cache.glob(".*.partial"):
         with suppress(OSError):  # it may be finished by now, or belong to another user
             changed = max(path.lstat().st_mtime for path in (entry, *entry.rglob("*")))
