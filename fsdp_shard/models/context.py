@@ -1,4 +1,4 @@
-"""The context of a model, and the one rule for every length that is asked of it: of samples, prompts and answers."""
+"""The context length of a model, and the one rule that checks lengths of samples, prompts and answers against it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,33 +16,33 @@ _TABLES = frozenset({"position_embeddings", "position_embedding", "embed_positio
 
 
 class LengthSettings(Protocol):
-    """The settings `data.*` of a command, as far as they say how long samples are; None until the context is known."""
+    """The settings `data.*` that define how long samples are; None until the context length is known."""
 
     sequence_length: int | None
 
 
 @dataclass(frozen=True)
 class ContextLength:
-    """How many tokens a model knows the positions of.
+    """The number of positions that a model supports.
 
     Attributes:
-        length: The context in tokens, as rope scaling extends it; None if there is no limit, as for relative positions.
-        is_table: The positions are rows of a table, learned or not, so that there is nothing beyond the last one.
+        length: The context length in tokens, including rope scaling; None without a limit, as for relative positions.
+        is_table: Whether positions are rows of a table, learned or not, so that none exist beyond the last row.
     """
 
     length: int | None
     is_table: bool = False
 
     def check(self, what: str, length: int, advice: str | None = None) -> str | None:
-        """Check a length that is asked for.
+        """Check a requested length.
 
         Args:
-            what: What has this length, for messages.
+            what: The name of whatever has this length, for messages.
             length: Number of tokens.
-            advice: What to do if there are no such positions.
+            advice: What to do if the model has no such positions.
 
         Returns:
-            A warning if the model was never trained on such positions, but computes them, as rotary ones.
+            A warning if the model computes such positions, as with rotary ones, but was never trained on them.
 
         Raises:
             ConfigError: The model has no such positions.
@@ -50,12 +50,12 @@ class ContextLength:
         if self.length is None or length <= self.length:
             return None
         exceeded = f"{what} exceeds the model's context of {self.length} tokens"
-        if self.is_table:  # a GPU would stop with an error that does not name the cause
+        if self.is_table:  # a GPU would fail with an error that does not name the cause
             raise ConfigError(f"{exceeded}, and it has no positions beyond; {advice or f'set at most {self.length}'}.")
         return f"{exceeded}: positions beyond it were never trained"
 
     def describe(self, sequence_length: int, name: str = "data.sequence_length") -> str:
-        """Describe the length of samples and the context in one line; raises ConfigError as `check` does."""
+        """Describe the length of samples and the context length in one line; raises ConfigError as `check` does."""
         if warning := self.check(f"{name}={sequence_length}", sequence_length):
             return f"warning: {warning}"
         known = "a context without limit" if self.length is None else f"a context of {self.length} tokens"
@@ -63,17 +63,17 @@ class ContextLength:
 
 
 def settle_length(data: LengthSettings, context_length: ContextLength) -> int:
-    """Set `data.sequence_length`, if it is null, to the smaller of the context and 2,048.
+    """Set `data.sequence_length`, if it is null, to the smaller of the context length and 2,048.
 
     Args:
-        data: The settings of the data; all that comes after sees a number.
-        context_length: That of the model.
+        data: The settings of the data; all later code sees a number.
+        context_length: The context length of the model.
 
     Returns:
         The length.
 
     Raises:
-        ConfigError: A length is given, and the model has no such positions.
+        ConfigError: The given length exceeds the positions of the model.
     """
     if data.sequence_length is None:
         data.sequence_length = min(context_length.length or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
@@ -82,7 +82,7 @@ def settle_length(data: LengthSettings, context_length: ContextLength) -> int:
 
 
 def context_length_of(config: PretrainedConfig, trust_remote_code: bool = False) -> ContextLength:
-    """Return the context of a model.
+    """Return the context length of a model.
 
     Args:
         config: Its config; unless that has rotary positions or no limit, the model is built on the meta device.
@@ -108,24 +108,24 @@ def load_context_length(directory: Path, trust_remote_code: bool) -> ContextLeng
 
 
 def _scaled(stated: int, rope: dict[str, object]) -> int:
-    """Return the context with rope scaling: most configs state it, but the recipes for YaRN leave the trained one."""
+    """Return the length with rope scaling: most configs state it, but YaRN recipes leave the trained length."""
     found = [stated]
     for kind in (rope, *rope.values()):  # some models have one for each type of layer
         if isinstance(kind, dict):
-            own = stated if kind.get("rope_type") == "dynamic" else 0  # which stretches the context that is stated
+            own = stated if kind.get("rope_type") == "dynamic" else 0  # dynamic scaling stretches the stated length
             found.append(int((kind.get("factor") or 1) * (kind.get("original_max_position_embeddings") or own)))
     return max(found)
 
 
 def _table_rows(model: PreTrainedModel, stated: int) -> int | None:
-    """Return the number of positions in the tables of a model; None if it has none."""
+    """Return the number of positions in the tables of a model; None without such tables."""
     found = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in _TABLES and isinstance(module, nn.Embedding):
             # RoBERTa counts from its padding token, and OPT and BART have an offset.
             padding = module.padding_idx
             offset = int(getattr(module, "offset", 0)) if padding is None else padding + 1
-            if stated in (module.num_embeddings, module.num_embeddings - offset):  # others are of images
+            if stated in (module.num_embeddings, module.num_embeddings - offset):  # other tables are for images
                 found.append(module.num_embeddings - offset)
     buffers = (buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in _TABLES)
     found += [stated for buffer in buffers if buffer.shape[0] == stated]  # GPT-J computes its table once

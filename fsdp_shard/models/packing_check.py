@@ -1,9 +1,9 @@
-"""Whether a model keeps packed documents apart, checked by running a tiny one of the same architecture.
+"""Checks whether a model keeps packed documents apart, by running a tiny model of the same architecture.
 
 The model itself masks attention between packed documents, by `position_ids` that restart with each document, which
-`data/samples/packing.py` writes. Where a model ignores them, packing is refused.
+`data/samples/packing.py` writes. Packing is rejected for models that ignore them.
 
-Other properties of an architecture that no config states are tried in the same way (`try_tiny_model`).
+`try_tiny_model` also tests other properties of an architecture that no config states.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from fsdp_shard.models.file_errors import config_file
 from fsdp_shard.models.loading import build_on_meta, named_class, rebuild_buffers
 from fsdp_shard.utils import one_thread, persistent_buffers
 
-# The settings of transformers' configs that decide the size of a model, and their values in a tiny one.
+# The settings of transformers' configs that determine the size of a model, and their values in a tiny one.
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "index_n_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim", "emb_dim")
@@ -30,8 +30,8 @@ _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k", "moe_topk", "moe_k", "n_group
 _TINY_INNER, _TINY_VOCABULARY = 64, 97
 _MOST_PARAMETERS = 150_000_000  # half a second to initialize; larger ones are rejected
 
-# The settings of transformers' configs by which a language model attends to earlier tokens only. Models without them
-# are not tried, which takes up to three seconds: no class attends both ways without such a setting.
+# The settings of transformers' configs that make a language model attend to earlier tokens only. Models without them
+# skip the trial, which takes up to three seconds: no class attends both ways without such a setting.
 _LEFT_TO_RIGHT = {
     "is_decoder": True,
     "causal": True,
@@ -49,8 +49,9 @@ _FLASH_LIKE = "fsdp_shard_by_positions"  # transformers looks for kernels if a n
 def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
     """Check that a model keeps packed documents, whose positions restart, apart.
 
-    A tiny model of the same architecture is run on a window of two documents, as in training. Flash attention gets no
-    mask, so each layer must pass the positions on; a function with the same inputs replaces it, so no GPU is needed.
+    The check runs a tiny model of the same architecture on a window of two documents, as in training. Flash attention
+    receives no mask, so each layer must pass the positions on; a function with the same inputs replaces it, so no GPU
+    is needed.
 
     Args:
         config: The model's config; `architectures` names its class.
@@ -69,16 +70,16 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
 
 
 def check_left_to_right(config: PretrainedConfig) -> None:
-    """Check that no token of a causal language model depends on later ones, by a tiny model of the same architecture.
+    """Check with a tiny model of the same architecture that no token of a causal language model depends on later ones.
 
-    Models that fill in masked words have classes that predict the next token, too, whose attention is still that of the
-    masked model unless config.json says otherwise: they would copy what they should predict.
+    Masked language models also have classes that predict the next token, but unless config.json says otherwise, those
+    still attend to later tokens: they would copy what they should predict.
 
     Args:
         config: The model's config; `architectures` names its class, which `check_causal` accepts.
 
     Raises:
-        ModelError: A token depends on later ones. A model of which no tiny one can be run passes.
+        ModelError: A token depends on later ones. A model passes if no tiny version of it can run.
     """
     name, cls = named_class(config)
     text = config.get_text_config().to_dict()
@@ -95,7 +96,7 @@ def check_left_to_right(config: PretrainedConfig) -> None:
 
 
 def why_unsuitable(config: PretrainedConfig, arguments: Sequence[str]) -> str:
-    """Return why a model cannot have several texts in a row, as far as its code and config show; empty if they do not.
+    """Return why a model cannot process several texts in a row, if its class or config shows that; else "".
 
     Args:
         config: Its config.
@@ -106,7 +107,7 @@ def why_unsuitable(config: PretrainedConfig, arguments: Sequence[str]) -> str:
         return "its code is not part of transformers"
     if missing := [name for name in arguments if name not in inspect.signature(cls.forward).parameters]:
         return f"it takes no {missing[0]}"
-    # Types of layers that mix tokens by other means than attention, if the config lists types.
+    # Layers that mix tokens by other means than attention, if the config lists types of layers.
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     return f"it has layers without attention ({', '.join(others)})" if others else ""
@@ -124,26 +125,26 @@ def try_tiny_model(
 
     Args:
         config: The config of the model.
-        attention: Attention implementation, as named by transformers; None is its choice.
+        attention: Attention implementation, as named by transformers; None leaves the choice to it.
         test: Whether a model, in eval mode with a vocabulary of 97 tokens, has the property.
-        failure: What to return if it has not.
+        failure: The result if it lacks the property.
 
     Returns:
-        `failure`, or why no tiny model of the architecture runs; empty if the test is passed.
+        `failure`, or why no tiny model of the architecture runs; empty if the test passes.
     """
     reason = ""
     for num_heads in (1, 4, None):  # some architectures need several heads, or a fixed ratio of widths
         try:
             with torch.random.fork_rng(devices=[]), one_thread():
                 return "" if test(_tiny_model(config, attention, num_heads)) else failure
-        except Exception as error:  # any type, from code that does not expect such sizes
+        except Exception as error:  # of any type, from code that does not expect such sizes
             text = " ".join(f"{type(error).__name__}: {error}".split())
             reason = reason or f"a tiny model of this architecture, which would test it, does not run ({text})"
     return reason
 
 
 def _is_left_to_right(model: PreTrainedModel) -> bool:
-    """Return whether another last token leaves the logits of the tokens before it as they are."""
+    """Return whether changing the last token leaves the logits of the preceding tokens unchanged."""
     window = torch.randint(5, _TINY_VOCABULARY - 5, (1, _FIRST), generator=torch.Generator().manual_seed(1))
     another = window.clone()
     another[:, -1] = _TINY_VOCABULARY - 5
@@ -153,7 +154,7 @@ def _is_left_to_right(model: PreTrainedModel) -> bool:
 
 
 def _keeps_apart(model: PreTrainedModel) -> bool:
-    """Return whether the second document of a window has the same logits as without the first one."""
+    """Return whether the second document of a window has the same logits with and without the first one."""
     generator = torch.Generator().manual_seed(1)
     window, another = torch.randint(5, _TINY_VOCABULARY - 5, (2, 1, _FIRST + _SECOND), generator=generator)
     second = another[:, _FIRST:] = window[:, _FIRST:]
@@ -180,7 +181,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def _tiny_model(config: PretrainedConfig, attention: str | None, num_heads: int | None) -> PreTrainedModel:
     """Build a small model with the architecture of `config` on the CPU, with random weights.
 
-    It has all layers, as not every config lists which kind each of them is.
+    It has all layers, because not every config lists the kind of each layer.
     """
     small = type(config).from_dict(_shrunk(config.to_dict(), num_heads))
     model = build_on_meta(small, "float32", attention=attention)
@@ -192,7 +193,7 @@ def _tiny_model(config: PretrainedConfig, attention: str | None, num_heads: int 
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if param not in filled:
-                # Not as the architecture initializes: zeros would hide a leak.
+                # Random, unlike the architecture's own initialization, whose zeros would hide a leak.
                 spread = param.shape[-1] ** -0.5 if param.ndim > 1 else 0.1
                 values = torch.empty(param.shape).normal_(0, spread, generator=generator)
                 values += param.ndim == 1 and name == "weight"  # of a norm
@@ -204,7 +205,7 @@ def _tiny_model(config: PretrainedConfig, attention: str | None, num_heads: int 
 
 
 def _shrunk(values: Mapping[str, Any], num_heads: int | None, heads: int = 0) -> dict[str, Any]:
-    """Return the settings of a config, or of a part of it, for a tiny one; `heads` is the number in the full model."""
+    """Return the settings of a config, or of a part of it, for a tiny model; `heads` is the full model's number."""
     heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), heads)
     chosen = [values[name] for name in _CHOSEN_EXPERTS if isinstance(values.get(name), int)]
 

@@ -1,9 +1,9 @@
-"""Rows in which two answers share their prompt: the masks for them, and whether a model computes such rows right.
+"""Rows in which two answers share their prompt: their masks, and a check that a model computes such rows correctly.
 
-A row has several pairs, each as prompt, chosen answer and rejected answer. The rejected answer must attend to the
-prompt and to itself, as if the chosen one were not there, and its positions go on from the prompt. transformers takes a
-mask of four dimensions as it is, or one for each type of layer where these differ. It makes them here for a text alone
-(`create_masks_for_generate`); as they are then indexed by the positions of the tokens, a sliding window counts only
+A row consists of several pairs, each as prompt, chosen answer and rejected answer. The rejected answer must attend to
+the prompt and to itself, as if the chosen answer were absent, and its positions continue from the prompt. transformers
+uses a four-dimensional mask unchanged, or one for each type of layer if these differ. Here it makes the masks for a
+single text (`create_masks_for_generate`). They are then indexed by token positions, so a sliding window counts only
 tokens of the answer's own text.
 """
 
@@ -25,10 +25,10 @@ from fsdp_shard.models.packing_check import try_tiny_model, why_unsuitable
 Masks: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
 _LayerMasks: TypeAlias = dict[str, torch.Tensor | None]
 
-_LOWEST = torch.finfo(torch.bfloat16).min  # what is added to the scores of other tokens; in all dtypes a number or -inf
+_LOWEST = torch.finfo(torch.bfloat16).min  # added to the scores of other tokens; a number or -inf in every dtype
 _LARGEST_TOKEN = 90  # in the texts of the trial
 _ROUNDING = 1e-3  # relative to the largest value: experts multiply tokens of several texts at once
-# Parts of the names of settings by which layers treat distant tokens differently, and their value in a tiny model.
+# Parts of the names of settings that make layers treat distant tokens differently, and their value in a tiny model.
 _LIMITS, _TINY_LIMIT = ("window", "chunk", "local_attention", "floor_scale", "index_topk", "index_block"), 4
 
 _known: WeakKeyDictionary[nn.Module, dict[tuple[int, torch.device], _LayerMasks]] = WeakKeyDictionary()
@@ -42,12 +42,12 @@ def shared_prompt_masks(
     Args:
         model: The model.
         segments: The number of the prompt or answer that each token belongs to, int64 [num_rows, length].
-        prompts: The number of the prompt that it also attends to, such as its own, int64 [num_rows, length].
+        prompts: The number of the prompt that each token also attends to, such as its own, int64 [num_rows, length].
         positions: The position of each token in its text, int64 [num_rows, length].
 
     Returns:
-        Bool [num_rows, 1, length, length], true where a query may attend to a key; for eager attention what is added
-        to the scores, float32. Where the types of layers differ, a mask for each by its name in the config.
+        Bool [num_rows, 1, length, length], true where a query may attend to a key; for eager attention the float32
+        values to add to the scores. If the types of layers differ, a mask for each type by its name in the config.
     """
     length, keys = segments.shape[1], segments[:, None, None, :]
     allowed = (segments[:, None, :, None] == keys) | (prompts[:, None, :, None] == keys)
@@ -65,13 +65,13 @@ def shared_prompt_masks(
 
 
 def _layer_masks(model: PreTrainedModel, length: int, device: torch.device) -> _LayerMasks:
-    """The masks of one text alone, bool [length, length] by type of layer; None where all tokens before count.
+    """The masks of a single text, bool [length, length] by type of layer; None if all preceding tokens count.
 
-    There is a single one, named "", if no layer has a window that is shorter than the text.
+    There is only one mask, named "", if no layer has a window that is shorter than the text.
     """
     known = _known.setdefault(model, {})
     if (length, device) not in known:
-        # For sdpa there is no mask where torch's flag for a causal one is enough.
+        # sdpa needs no mask where torch's flag for a causal one is enough.
         config = type(model.config).from_dict(model.config.to_dict(), attn_implementation="sdpa")
         embeddings = torch.empty(1, length, 1)
         made: Any = create_masks_for_generate(config, embeddings, attention_mask=None, past_key_values=None)
@@ -109,7 +109,7 @@ def giving_answer_scores(model: PreTrainedModel, ends: torch.Tensor) -> Iterator
 
 
 def _score_head(model: PreTrainedModel) -> nn.Module:
-    """The module of a classifier that follows its base model."""
+    """Return the module of a classifier that follows its base model."""
     base = model.base_model_prefix
     heads = [child for name, child in model.named_children() if name != base and not isinstance(child, nn.Dropout)]
     if len(heads) != 1:
@@ -118,10 +118,10 @@ def _score_head(model: PreTrainedModel) -> nn.Module:
 
 
 def check_shared_prompts(config: PretrainedConfig, attention: str, sequence_length: int) -> None:
-    """Check that a model computes answers that share a prompt as it does each of them alone.
+    """Check that a model computes answers that share a prompt as it computes each of them alone.
 
-    A tiny model of the same architecture is run on both. Its windows and the like are shorter than its texts, if those
-    of the model are shorter than its rows.
+    The check runs a tiny model of the same architecture on both. Its attention windows and similar limits are shorter
+    than its texts, if those of the model are shorter than its rows.
 
     Args:
         config: The model's config; `architectures` names its class.
@@ -151,7 +151,7 @@ def _problem(config: PretrainedConfig, attention: str | None, sequence_length: i
 
 
 def _with_limits(values: Mapping[str, Any], sequence_length: int) -> dict[str, Any]:
-    """The settings of a config, or of a part of it, with tiny windows where they are shorter than rows."""
+    """Return the settings of a config, or of a part of it, with tiny windows where they are shorter than rows."""
 
     def limit(name: str, value: Any) -> Any:
         if isinstance(value, dict):
@@ -164,13 +164,13 @@ def _with_limits(values: Mapping[str, Any], sequence_length: int) -> dict[str, A
 
 
 def _is_same_as_alone(model: PreTrainedModel) -> bool:
-    """Return whether the answers of two rows have the same results as each of them alone after its prompt."""
+    """Return whether the answers of two rows have the same results as each answer alone after its prompt."""
     generator = torch.Generator().manual_seed(1)
     lengths = ((9, 8, 5), (1, 4, 7), (11, 3, 12))  # of prompt, chosen and rejected answer
     pairs = [[torch.randint(5, _LARGEST_TOKEN, (size,), generator=generator) for size in each] for each in lengths]
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     for part in (part for pair in pairs for part in pair):
-        part[part == padding] = _LARGEST_TOKEN  # which classifiers do not look at
+        part[part == padding] = _LARGEST_TOKEN  # classifiers ignore padding
     rows = [_row(pairs[:2]), _row(pairs[2:])]
     width = max(row.shape[1] for row in rows)
     ids, segments, prompts, positions = torch.stack([F.pad(row, (0, width - row.shape[1])) for row in rows], dim=1)
@@ -196,7 +196,7 @@ def _is_same_as_alone(model: PreTrainedModel) -> bool:
 
 
 def _row(pairs: list[list[torch.Tensor]]) -> torch.Tensor:
-    """Tokens, segments, prompts and positions of a row with these pairs, int64 [4, length]."""
+    """Return tokens, segments, prompts and positions of a row with these pairs, int64 [4, length]."""
     parts = []
     for number, pair in enumerate(pairs):
         prompt = 3 * number + 1

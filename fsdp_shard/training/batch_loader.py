@@ -1,4 +1,4 @@
-"""Loads the samples of the next step in a thread while this step runs, up to the memory of the device."""
+"""Loads the samples of the next step into device memory, in a thread while this step runs."""
 
 import time
 import weakref
@@ -25,7 +25,7 @@ from fsdp_shard.training.objectives.objective import ObjectiveConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PartBatch(Batch):
-    """A batch of parts of sequences; `sequence` is what must be known of the whole."""
+    """A batch of parts of sequences; `sequence` describes the whole ones."""
 
     sequence: WholeSequence
 
@@ -35,8 +35,8 @@ class DividedBatch(Batch):
     """A batch of whole sequences, with this rank's part of them.
 
     Attributes:
-        own: The inputs of the part, and what must be known of the whole.
-        places: Where its tokens are in the sequences, int64 [part].
+        own: The inputs of the part, and a description of the whole sequences.
+        places: The positions of its tokens in the sequences, int64 [part].
     """
 
     own: SequencePart
@@ -51,8 +51,8 @@ class LoadedStep:
         samples: Positions of the samples of all ranks, int64 [global_batch_size].
         parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
         batches: The micro-batches.
-        counts: Of this rank: what each term of the loss is a mean over, trained tokens, and those of each source of a
-            mixture; its share of them where several ranks have counted the same sequences; float64, on the device.
+        counts: The divisor of each term of the loss, the trained tokens, and those of each source of a mixture, float64
+            on the device: those of this rank, or its share of them if several ranks counted the same sequences.
     """
 
     samples: Ints
@@ -69,8 +69,8 @@ class BatchLoader:
         config: Sizes of the batches.
         context: The ranks that train.
         model: The model, whose vocabulary must have all tokens.
-        objective: Counts in a batch what each term of the loss is a mean over, and its tokens. If it compares whole
-            sequences, batches of divided ones have those, too.
+        objective: Counts the divisor of each term of the loss in a batch, and its tokens. If it compares whole
+            sequences, batches of divided sequences contain the whole ones, too.
 
     Attributes:
         seconds_waited: How long the last step waited for its samples, on this rank.
@@ -89,7 +89,7 @@ class BatchLoader:
         self._context_ranks, self._keeps_whole = context_ranks(model, context), objective.compares_whole_sequences
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
-        # At exit, too: a generator of `train` that is still there is closed when modules are gone already.
+        # Also at exit: a generator of `train` that still exists is closed only after modules are gone.
         self._end_thread = weakref.finalize(self, self._thread.shutdown, cancel_futures=True)
         self._loading: Future[LoadedStep] | None = None
         self.seconds_waited = 0.0
@@ -101,7 +101,7 @@ class BatchLoader:
         self._end_thread()
 
     def next(self, first: int, is_last: bool) -> LoadedStep:
-        """Return the samples of a step, and begin to load those of the step after it; a collective.
+        """Return the samples of a step, and begin to load those of the next one; a collective.
 
         Args:
             first: Number of samples before the step.
@@ -116,7 +116,7 @@ class BatchLoader:
         return loaded
 
     def _begin(self, first: int) -> Future[LoadedStep]:
-        # Here, not in the thread: the ranks exchange what they tokenized of streamed data.
+        # Here, not in the thread: the ranks exchange the rows of streamed data that they tokenized.
         self._dataset.prepare(first, self._config.global_batch_size)
         return self._thread.submit(self._load, np.arange(first, first + self._config.global_batch_size))
 
@@ -127,7 +127,7 @@ class BatchLoader:
         batches = [own_part(batch, self._context_ranks, keeps_whole=self._keeps_whole) for batch in whole]
         counts = [sum(of_batches) for of_batches in zip(*map(self._objective.all_counts, batches), strict=True)]
         counts += source_tokens(self._dataset, parts, map(self._objective.trained_tokens, batches))
-        if self._keeps_whole:  # each of the ranks that divide the sequences has counted all
+        if self._keeps_whole:  # each rank that divides the sequences has counted all of them
             counts = [count / context.num_context_ranks for count in counts]
         with self._copying():
             on_device = [to_device(batch, context.device) for batch in batches]
@@ -135,7 +135,7 @@ class BatchLoader:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """Copy on a stream of its own, on the GPU of this rank: the thread would else make a context on GPU 0."""
+        """Copy on a separate stream of this rank's GPU; otherwise the thread would create a context on GPU 0."""
         if self._copies is None:
             yield
             return
@@ -144,7 +144,7 @@ class BatchLoader:
 
 
 def context_ranks(model: nn.Module, context: DistributedContext) -> ContextRanks | None:
-    """The ranks that divide the sequences of `model` with this one; None if it has whole sequences."""
+    """Return the ranks that divide the sequences of `model` with this one; None if it processes whole sequences."""
     method = divided_by(model)
     return None if method is None else ContextRanks.of(context, method)
 
@@ -160,7 +160,7 @@ def read_batch(dataset: Dataset | MapDataset, samples: Sequence[int] | Ints, mod
 def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = False) -> Batch:
     """Return this rank's part of each sequence of a batch, or the batch if `ranks` is None.
 
-    With `keeps_whole` the batch has both, the part and the whole sequences, for objectives that compare them.
+    With `keeps_whole`, the batch contains both the part and the whole sequences, for objectives that compare these.
     """
     if ranks is None:
         return batch
@@ -175,12 +175,12 @@ def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = Fa
 def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
     """Split a global batch into micro-batches: the same global batch on any number of ranks.
 
-    Micro-batch m of rank r has the samples at (m * num_ranks + r) * micro_batch_size and following.
+    Micro-batch m of rank r contains micro_batch_size samples from (m * num_ranks + r) * micro_batch_size on.
 
     Args:
         samples: The samples [global_batch_size] of the global batch, by position or index.
         micro_batch_size: Samples per micro-batch.
-        rank: The rank, among those with different data.
+        rank: The rank, among the ranks with different data.
         num_ranks: The number of such ranks.
 
     Returns:
@@ -197,8 +197,8 @@ def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: in
 def evaluation_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks: int) -> Iterator[Ints]:
     """Yield the indices [micro_batch_size] of each batch of this rank, for one pass over all samples in order.
 
-    Every rank gets the same number of batches, as each forward pass is a collective; the last are filled up with
-    `NO_WINDOW`. The arguments are those of `micro_batches`.
+    Every rank receives the same number of batches, because each forward pass is a collective; `NO_WINDOW` fills up the
+    last ones. The arguments are those of `micro_batches`.
     """
     unit = micro_batch_size * num_ranks
     padded = np.full(-(-num_samples // unit) * unit, NO_WINDOW, np.int64)
@@ -212,7 +212,7 @@ def source_tokens(dataset: Dataset, samples: Iterable[Ints], trained: Iterable[n
     Args:
         dataset: The dataset of the samples.
         samples: Positions of the samples of each batch.
-        trained: Which tokens of each batch are trained, as `ObjectiveConfig.trained_tokens` says.
+        trained: Which tokens of each batch are trained, as returned by `ObjectiveConfig.trained_tokens`.
 
     Returns:
         The number of trained tokens of each of `dataset.source_names`.
@@ -260,7 +260,7 @@ def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hand_over(loaded: LoadedStep, copies: torch.cuda.Stream) -> None:
-    """Let the current stream wait for the copies, and keep their memory until it has used them."""
+    """Make the current stream wait for the copies, and keep their memory until it has used them."""
     current = torch.cuda.current_stream(copies.device)
     current.wait_stream(copies)
     for tensor in (loaded.counts, *(tensor for batch in loaded.batches for tensor in batch.tensors())):

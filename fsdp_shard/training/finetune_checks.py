@@ -1,4 +1,4 @@
-"""What is wrong with the settings of a run, found before any rank starts: for its machine, its data and its model."""
+"""Checks the settings of a run against its machine, its data and its model, before any rank starts."""
 
 import re
 from dataclasses import replace
@@ -46,10 +46,10 @@ from fsdp_shard.training.sample_length import settle_run_length
 
 
 def check_finetune(config: FinetuneSettings) -> None:
-    """Raise an InputError for everything that can be found wrong with a run before it starts.
+    """Raise an InputError for every mistake that can be found before a run starts.
 
-    Sets `data.sequence_length` if it is null, so that the ranks, and all that is recorded, have a number; and
-    `adapter.path` to the step that a run there has now.
+    Sets `data.sequence_length` if it is null, so that the ranks and all records have a number. If `adapter.path` is a
+    run, sets it to the run's current step.
 
     Args:
         config: The settings of `finetune`.
@@ -106,7 +106,7 @@ def check_finetune(config: FinetuneSettings) -> None:
 
 
 def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: Path | None = None) -> None:
-    """Build the model on the meta device, and check that it fits the settings, and determine `data.sequence_length`.
+    """Build the model on the meta device, check that it fits the settings, and determine `data.sequence_length`.
 
     Args:
         config: The settings of the run.
@@ -114,7 +114,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         resumed: The step to resume from, if any.
 
     Raises:
-        ModelError, ConfigError, DataError: The model cannot be built, sharded or adapted as the settings ask, or it or
+        ModelError, ConfigError, DataError: The model cannot be built, sharded or adapted by these settings, or it or
             its tokenizer does not support the data.
     """
     task, shard, adapter = config.model.task, config.shard, config.adapter
@@ -135,7 +135,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         data.check_tokenizer(config.data, open_tokenizer(), task)
     model = empty_model(config.model, source)
     head_is_read = resumed is not None and not isinstance(adapter, LoraConfig)
-    # Matching adds entries to an index, and that of `source` is to be compared with other ones as it is.
+    # Matching adds entries to an index, but the index of `source` must stay as stored for later comparisons.
     with replace(source).model_index as index:
         match_weights(model, config.model, index, head_is_read=head_is_read)
     context_length = models.context_length_of(model_config, config.model.trust_remote_code)
@@ -157,7 +157,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     if isinstance(adapter, LoraConfig):
         head = NewHead.of(model).modules if config.model.labels else ()
         added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
-        is_read = resumed is None or not is_gone(adapter)  # also by a run that is resumed, as the reference
+        is_read = resumed is None or not is_gone(adapter)  # by a resumed run, too, as the reference
         if is_read and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
             shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
             check_head(adapter, config.model.labels, earlier)
@@ -170,7 +170,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
 
 
 def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig, adapter: AdapterConfig) -> None:
-    """Check that what a model trains can be trained with these settings.
+    """Check that these settings can train the trainable parameters of a model.
 
     Args:
         model: The model on meta, with its adapter, and quantized.
@@ -188,7 +188,7 @@ def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig, adapter: 
 
 
 def _check_labels(config: FinetuneSettings, resumed: Path | None) -> None:
-    """Raise ConfigError if the run to resume has a new head with other classes, or the same in another order."""
+    """Raise ConfigError if the resumed run has a new head with other classes, or the same ones in another order."""
     if resumed is None or not config.model.labels:
         return
     if config.adapter.trains_all:
@@ -204,7 +204,7 @@ def _check_labels(config: FinetuneSettings, resumed: Path | None) -> None:
 
 
 def _check_adapted_experts(model: PreTrainedModel, shard: sharding.ShardConfig) -> None:
-    """peft adds to experts' parameters in place, but in a flat parameter they are views that must not be changed."""
+    """Raise ConfigError for adapted experts in flat parameters, whose views peft would change in place."""
     names = [name for name, _ in model.named_parameters() if re.search(r"experts\.(base_layer\.)?lora_A", name)]
     if names and shard.flattens_units:
         raise ConfigError(

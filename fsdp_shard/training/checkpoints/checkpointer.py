@@ -152,12 +152,12 @@ class Checkpointer:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are saved, ascending."""
+        """The saved steps, ascending."""
         return self._store.steps()
 
     @property
     def latest(self) -> int | None:
-        """The highest step that is saved."""
+        """The highest saved step."""
         return self._store.latest()
 
     @property
@@ -180,10 +180,10 @@ class Checkpointer:
     ) -> None:
         """Save a step, in the background unless `asynchronous=False`: then the next call raises what went wrong.
 
-        What the next `optimizer.step()` changes is copied before it does, at most this rank's shards; what no optimizer
-        of this save changes is copied at once. Call `wait()` before weights are changed otherwise, as by `load_weights`
-        or by swapping in an average: in CPU memory a change in place that torch counts (not through `.data`) fails the
-        save, on a GPU it is not noticed.
+        Tensors that an optimizer of this save updates, at most this rank's shards, are copied before the next
+        `optimizer.step()`; all others are copied at once. Call `wait()` before other changes of weights, as by
+        `load_weights` or by swapping in an average: in CPU memory, an in-place change that torch counts (not through
+        `.data`) fails the save; on a GPU it goes unnoticed.
 
         Args:
             step: The number of the step, which must not be saved yet.
@@ -191,22 +191,22 @@ class Checkpointer:
             optimizer: Its optimizer, or several by name.
             extra: Data of rank 0, such as the position in a data set: tensors, None, bool, numbers, strings, bytes, and
                 lists, tuples and dicts of them.
-            extra_per_rank: The same, of each rank its own.
+            extra_per_rank: The same kinds of data, separate for each rank.
             metrics: Figures of the step; those of rank 0 count.
             states: Objects with `state_dict()`, by any name, such as `scheduler=scheduler`. Their states must be the
                 same on all ranks, but for DTensors; None is left out.
 
         Raises:
-            SaveError: The step exists, the directory is that of a run of `finetune`, the ranks disagree about the step,
-                a state is no data, or this or the previous save failed. Earlier steps are kept.
-            ModelError: What this rank holds of a parameter is not known.
+            SaveError: The step exists, the directory belongs to a run of `finetune`, the ranks disagree about the step,
+                a state is not plain data, or this or the previous save failed. Earlier steps are kept.
+            ModelError: It is unknown which part of a parameter this rank holds.
         """
         self._require_open()
         self._saver.wait()
         if type(step) is not int or step < 0:
             raise SaveError(f"The number of a step is a whole number of at least 0, not {step!r}.")
         ranks = self._ranks
-        figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured its own
+        figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured other figures
         value = self._monitored(figures)
         given = GivenState(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
         run_on_main(ranks, lambda: self._require_own(step))
@@ -217,7 +217,7 @@ class Checkpointer:
                 f"restored. What each rank has of its own is for extra_per_rank; what is divided must be DTensors."
             )
         of_ranks = ranks.gather_object((parts.own, parts.values))
-        has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may have nothing of them
+        has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none
         state = parts.run_state(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
         is_best = value is not None and run_on_main(ranks, lambda: self._is_best(value))
         self._saver.settle_before(given.optimizers.values())
@@ -227,16 +227,16 @@ class Checkpointer:
     def save_on_signal(self, step: int, model: Models, optimizer: Optimizers = None, **arguments: Any) -> bool:
         """Save a step if a rank was asked to stop (SIGTERM, SIGINT, SIGUSR1 or SIGHUP); call it after each step.
 
-        From the first call on, these signals no longer end the process: the loop is to end when this returns True.
+        From the first call on, these signals no longer end the process: end the loop when this returns True.
 
         Args:
-            step: The number of the step. If it is saved already, that is enough.
+            step: The number of the step. If it is already saved, nothing more happens.
             model: As in `save`.
             optimizer: As in `save`.
             arguments: As in `save`.
 
         Returns:
-            Whether the loop is to end. The step is on the disk.
+            Whether to end the loop. If so, the step is on the disk.
         """
         self._require_open()
         if self._signal is None:
@@ -250,7 +250,7 @@ class Checkpointer:
         return True
 
     def poll(self) -> None:
-        """Report a save in the background that has ended; without it, that is done by the next `save` or `wait`."""
+        """Report a finished background save, which otherwise the next `save` or `wait` does."""
         self._require_open()
         self._saver.poll()
 
@@ -289,10 +289,10 @@ class Checkpointer:
     def restore(
         self, model: Models, optimizer: Optimizers = None, *, step: int | str = "latest", **states: Stateful | None
     ) -> Restored | None:
-        """Fill models, optimizers and states from a step, which may be of another number of ranks or other wrappers.
+        """Fill models, optimizers and states from a step, which may come from other wrappers or another world size.
 
-        The weights of a model and the options and states of an optimizer must be exactly those that were saved. The
-        optimizer makes its states by a step that changes nothing, which runs hooks of its steps.
+        A model must have exactly the saved weights, and an optimizer the saved options and states. The optimizer
+        creates its states by a step that changes nothing, which runs its step hooks.
 
         Args:
             model: The model, whose values are replaced, or several by name.
@@ -304,7 +304,7 @@ class Checkpointer:
             What was restored, or None if no step is saved.
 
         Raises:
-            CheckpointError: The step is damaged, does not exist, or is of another model, optimizer or objects.
+            CheckpointError: The step is damaged, does not exist, or belongs to another model, optimizer or objects.
         """
         self._require_open()
         if type(step) is not int and step not in ("latest", "best"):
@@ -337,7 +337,7 @@ class Checkpointer:
     def _fill(
         self, stored: StoredStep, model: Models, optimizer: Optimizers, states: Mapping[str, Stateful | None]
     ) -> Restored:
-        """Fill everything from a step, after everything has been compared with it."""
+        """Fill everything from a step, after comparing everything with it."""
         ranks, optimizers = self._ranks, bare_optimizers(optimizer)
         shards = run_on_all(ranks, lambda: shards_of_all(model, ranks))
         given = run_on_all(ranks, lambda: given_states(states, model))
@@ -366,7 +366,7 @@ class Checkpointer:
         )
 
     def _monitored(self, figures: Mapping[str, float]) -> float | None:
-        """The metric by which a step may be the best; None if it is not finite: nothing would be better than NaN."""
+        """Return the metric that makes a step the best, None if it is not finite: nothing would be better than NaN."""
         if self._monitor is None or not figures:
             return None
         if self._monitor not in figures:
@@ -383,7 +383,7 @@ class Checkpointer:
         return None
 
     def _is_best(self, value: float) -> bool:
-        """Whether a metric is better than that of the saved step that is marked as the best; on rank 0."""
+        """Return whether a metric is better than that of the saved step marked as the best; on rank 0."""
         assert self._monitor is not None
         if (best := self._store.best()) is None:
             return True
@@ -396,7 +396,7 @@ class Checkpointer:
             self._store.set_latest(latest)
 
     def _require_own(self, step: int) -> None:
-        """Refuse to save a step that exists, or among those of a run of another kind, which retention would delete."""
+        """Reject a step that exists, or a directory with another kind of run, whose steps retention would delete."""
         self._store.require_new(step)
         latest = self._store.latest()
         if latest is None or has_loop_state(directory := self._store.path(latest)):
@@ -415,16 +415,16 @@ class Checkpointer:
 def check_settings(
     settings: Mapping[str, Any], mode: str = "min", *, kind: str = "Checkpointer", own: Sequence[str] = ()
 ) -> CheckpointConfig:
-    """Check the settings of a Checkpointer; each save of it is one that the loop has asked for.
+    """Check the settings of a Checkpointer, which saves only when the loop calls it.
 
     Args:
-        settings: Those that are fields of `CheckpointConfig`.
-        mode: Which value of the metric is the best.
-        kind: The class that was given them, for errors.
+        settings: The settings that are fields of `CheckpointConfig`.
+        mode: Whether the lowest or the highest metric is the best.
+        kind: The class that received the settings, for errors.
         own: The names of the other settings of that class.
 
     Raises:
-        ConfigError: One is wrong, or not known.
+        ConfigError: A setting is wrong or unknown.
     """
     if mode not in ("min", "max"):
         raise ConfigError(f"mode={mode!r} is neither 'min' nor 'max'.")
@@ -439,7 +439,7 @@ def check_settings(
 
 
 class _Log:
-    """Reports saves by the logger `fsdp_shard`, on rank 0."""
+    """Reports saves through the logger `fsdp_shard`, on rank 0."""
 
     def __init__(self, ranks: Communicator) -> None:
         self._log = _logger.log if ranks.is_main else lambda *_: None

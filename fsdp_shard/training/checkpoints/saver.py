@@ -1,4 +1,4 @@
-"""Saving steps of a run of `finetune`: when one is due, and what of the run is saved."""
+"""Saves steps of a run of `finetune`: when a step is due, and which parts of the run it stores."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
 class Saver(StepSaver):
-    """Saves steps of a run of `finetune`; a context manager, of which every method is a collective.
+    """Saves steps of a run of `finetune`; a context manager. Every method is a collective.
 
     It begins by deleting what an interrupted save left and uploading the newest step if the remote lacks it. If there
     is no step yet, config.yaml of the run directory receives the settings of this run.
@@ -31,7 +31,7 @@ class Saver(StepSaver):
         loaded: The model.
         optimizer: Its optimizer.
         model_files: Config, tokenizer and settings of the run, by file name; needed on rank 0 only.
-        log: What reports saves.
+        log: Reports saves.
 
     Attributes:
         average: The average of the weights that is saved with each step, if any.
@@ -64,14 +64,14 @@ class Saver(StepSaver):
         self.settle_before([optimizer])
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
-        """Whether the settings ask for a save after the step of `state`, in a run of `num_steps` steps."""
+        """Return whether the settings require a save after the step of `state`, in a run of `num_steps` steps."""
         return is_due(state.step, self._config.every, num_steps) or (self._config.save_best and state.is_best)
 
     def save(self, state: TrainerState) -> None:
         """Save the current state, after waiting for the previous save.
 
         Raises:
-            SaveError: The save failed, or the previous one did, and the run has to stop for it.
+            SaveError: This save or the previous one failed, and the run has to stop for it.
         """
         self.wait()
         is_best = run_on_main(self._context, lambda: self._is_best(state))
@@ -79,7 +79,7 @@ class Saver(StepSaver):
         self.save_step(state.step, run_state, is_best=is_best, in_background=in_background)
 
     def _run_state(self, trainer: TrainerState) -> checkpoint.RunState:
-        """This rank's part of what a step directory holds."""
+        """Return this rank's part of a step directory."""
         shards, document = self._loaded.model.local_shards(), json.loads(trainer.to_json())
         states = self._optimizer_states(shards) if self._config.optimizer else {}
         averages = {} if self.average is None else self.average.weights()
@@ -100,7 +100,7 @@ class Saver(StepSaver):
         return checkpoint.optimizer_shards(self._optimizer, shards)
 
     def note_best(self, state: TrainerState) -> None:
-        """Mark the step that the run resumed from as the best, if the evaluation that it still owed says so."""
+        """Mark the step that the run resumed from as the best, if its belated evaluation shows that."""
 
         def note() -> None:
             if self._is_best(state):
@@ -109,9 +109,9 @@ class Saver(StepSaver):
         run_on_main(self._context, note)
 
     def _is_best(self, state: TrainerState) -> bool:
-        """Whether a step has a lower held-out loss than the saved one that is marked as the best; on rank 0.
+        """Return whether a step has a lower held-out loss than the saved step marked as the best; on rank 0.
 
-        That one is the best of all steps only where `checkpoint.save_best` saves those.
+        The marked step is the best of all steps only if `checkpoint.save_best` saves every new best one.
         """
         if (loss := state.held_out_loss) is None:
             return False
@@ -128,7 +128,7 @@ class Saver(StepSaver):
 
 
 def _begin(store: checkpoint.Store, model_files: Mapping[str, bytes]) -> None:
-    """Delete what an interrupted save left. config.yaml gets the settings of the newest step, or of this run."""
+    """Delete what an interrupted save left, and write the newest step's settings, or this run's, to config.yaml."""
     store.clean_leftovers()
     if (latest := store.latest()) is not None:
         store.set_latest(latest)

@@ -27,12 +27,13 @@ class EvalReport:
     """The held-out loss.
 
     Attributes:
-        loss: Over all predictions, in nats per token; of an objective of pairs, over all pairs; of classes, per text.
-        perplexity: Its exponential; a loss that is not the cross-entropy of tokens has none.
+        loss: The mean over all predictions, in nats per token; over all pairs for an objective of pairs; per text for
+            classes.
+        perplexity: Its exponential; None unless the loss is the cross-entropy of tokens.
         num_tokens: Number of predictions.
         seconds: Duration.
         metrics: The means of the metrics of the objective, by name.
-        sets: The same of each set, if there are several by name.
+        sets: The report of each set, if there are several by name.
     """
 
     loss: float
@@ -44,7 +45,7 @@ class EvalReport:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The figures for evaluations.jsonl. JSON has no infinity, so a perplexity beyond all numbers is null."""
+        """The figures for evaluations.jsonl. JSON has no infinity, so an infinite perplexity is null."""
         figures = finite({name: value for name, value in vars(self).items() if name not in ("sets", "metrics")})
         figures |= {"metrics": finite(self.metrics)} if self.metrics else {}
         return figures | ({"sets": {name: report.row for name, report in self.sets.items()}} if self.sets else {})
@@ -64,13 +65,13 @@ class EvaluationLog(Protocol):
 
 
 class HeldOutEvaluator:
-    """Evaluates a run when `train.eval_every` asks for it, for the log and for early stopping.
+    """Evaluates a run every `train.eval_every` steps, for the log and for early stopping.
 
     It computes the loss on held-out samples, and calls `run.functions.samples`.
 
     Args:
         run: The run.
-        held_out: The samples, of which the first `train.eval_windows` are used; None computes no loss.
+        held_out: The samples, of which the first `train.eval_windows` are used; without them, no loss is computed.
         log: Receives the evaluations.
 
     Example:
@@ -84,9 +85,9 @@ class HeldOutEvaluator:
         self._samples = None if held_out is None else held_out.head(run.config.eval_windows)
 
     def before_training(self) -> None:
-        """Evaluate before the first step, or after the step of a resume that was not evaluated; a collective.
+        """Evaluate before the first step, or the step to resume from if it was not evaluated; a collective.
 
-        That is where the run was interrupted before an evaluation, or where fewer steps, less patience or other
+        A step lacks its evaluation if the run was interrupted before it, or if fewer steps, less patience or other
         held-out data leave nothing to train.
         """
         state = self._run.state
@@ -128,7 +129,7 @@ class HeldOutEvaluator:
 
 @contextmanager
 def evaluating(model: ShardedModel) -> Iterator[None]:
-    """Put `model` in eval mode, without gradients; afterwards it is in the mode of before, and nothing is gathered."""
+    """Put `model` in eval mode, without gradients; afterwards, restore its mode and free gathered parameters."""
     was_training = model.module.training
     model.module.eval()
     try:
@@ -152,13 +153,13 @@ def evaluate_loss(
     """Compute the mean loss over every prediction of a data set, each counted once, and of its parts; a collective.
 
     Args:
-        model: The model; it is in the mode that it was in afterwards.
+        model: The model, whose mode is restored afterwards.
         dataset: The samples.
         micro_batch_size: Samples per rank and forward pass.
         context: The ranks that evaluate.
         functions: A custom loss.
         objective: What the model is trained for; the cross-entropy if None.
-        reference: The model that it is compared with, for objectives that need one.
+        reference: The model to compare with, for objectives that need one.
 
     Raises:
         LossError: The loss is not finite.
@@ -168,7 +169,7 @@ def evaluate_loss(
     parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}
     with evaluating(model):
         sums = {name: evaluation.run(part) for name, part in parts.items()}
-    is_of_tokens = dataset.sample(0).labels.ndim > 0  # not one label of the whole text
+    is_of_tokens = dataset.sample(0).labels.ndim > 0  # not one label for the whole text
     reports = {name: evaluation.report(each, is_of_tokens, name) for name, each in sums.items()}
     whole = evaluation.report(_added(list(sums.values())), is_of_tokens)
     return replace(whole, sets=reports if isinstance(dataset, Concatenation) else {})
@@ -180,9 +181,9 @@ class _HeldOutSum:
 
     Attributes:
         terms: Sums of each term of the loss.
-        counts: What each of these is divided by.
+        counts: The divisor of each of these sums.
         num_tokens: Number of predictions.
-        seconds: How long it took.
+        seconds: Duration.
         metrics: Sums and counts of the metrics, in turn.
     """
 
@@ -194,7 +195,7 @@ class _HeldOutSum:
 
 
 def _added(sums: Sequence[_HeldOutSum]) -> _HeldOutSum:
-    """The sums over the samples of all of `sums`."""
+    """Return the sums over the samples of all `sums`."""
     lists = ([sum(values) for values in zip(*each, strict=True)] for each in (
         [one.terms for one in sums], [one.counts for one in sums], [one.metrics for one in sums]
     ))  # fmt: skip
@@ -228,7 +229,7 @@ class _Evaluation:
         # Tensor-parallel ranks evaluate the same samples.
         totals = context.all_reduce([*terms.tolist(), *counts.tolist()])
         totals = [total / context.num_tensor_ranks for total in totals]
-        if objective.compares_whole_sequences:  # so do those that divide sequences
+        if objective.compares_whole_sequences:  # so do ranks that divide sequences
             totals = [total / context.num_context_ranks for total in totals]
         num_terms, num_tokens = objective.num_terms, totals.pop()
         of_loss, of_counts = totals[:num_terms], totals[num_terms:]
@@ -238,7 +239,7 @@ class _Evaluation:
         return _HeldOutSum(of_loss, of_counts, num_tokens, time.perf_counter() - began, metrics)
 
     def _batches(self, dataset: MapDataset) -> Iterator[Batch]:
-        """The batches of this rank, of its parts of sequences where they are divided."""
+        """Yield the batches of this rank, with its parts of sequences if these are divided."""
         context, module = self.context, self.model.module
         divided, keeps_whole = context_ranks(module, context), self.objective.compares_whole_sequences
         for indices in evaluation_batches(

@@ -1,4 +1,4 @@
-"""Completions of a few prompts by the model in training, to show what it writes and not only its loss."""
+"""Completes a few prompts with the model in training, to show its text besides its loss."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fsdp_shard.utils import no_cudnn_attention
 def sample_completions(
     config: FinetuneSettings, open_tokenizer: Callable[[], PreTrainedTokenizerBase], context: DistributedContext
 ) -> SamplesFunction | None:
-    """Return what completes `train.sample_prompts` greedily, for `run.functions.samples`; None without prompts.
+    """Return the function for `run.functions.samples` that completes `train.sample_prompts` greedily; None without any.
 
     Args:
-        config: The settings of the run; `data.kind` says how a prompt is written.
+        config: The settings of the run; `data.kind` determines how a prompt is written.
         open_tokenizer: Opens the model's tokenizer.
         context: The ranks, which divide the prompts.
     """
@@ -46,12 +46,12 @@ def sample_completions(
 
 
 def check_samples(config: FinetuneSettings, tokenizer: PreTrainedTokenizerBase, context_length: ContextLength) -> None:
-    """Raise ConfigError or DataError if a prompt cannot be written as `data.kind` does, or leaves no room to complete.
+    """Raise ConfigError or DataError if `data.kind` cannot write a prompt, or no room is left for its completion.
 
     Args:
         config: The settings of the run.
-        tokenizer: The model's.
-        context_length: The positions that the model has.
+        tokenizer: The tokenizer of the model.
+        context_length: The context length of the model.
     """
     num_new = config.train.sample_tokens
     encoded = encode_prompts(config.data, config.train.sample_prompts, tokenizer)
@@ -88,7 +88,7 @@ def complete_greedily(
     """
     answers: dict[int, list[int]] = {}
     for first in range(0, len(prompts), context.num_data_ranks):
-        # Every rank makes as many forward passes; those without a prompt repeat the last one.
+        # Every rank makes the same number of forward passes; ranks without a prompt repeat the last one.
         own = min(first + context.data_rank, len(prompts) - 1)
         new = _continue(model, prompts[own], max_new_tokens, context.device)
         for number, ids in context.all_gather_object((own, new)):
@@ -97,10 +97,10 @@ def complete_greedily(
 
 
 def _continue(model: ShardedModel, prompt: Sequence[int], count: int, device: torch.device) -> list[int]:
-    """The `count` tokens after `prompt`, whatever they are, as other ranks wait for each forward pass."""
+    """Return exactly `count` tokens after `prompt`, because other ranks wait for each forward pass."""
     ids = torch.tensor([list(prompt)], device=device)  # [1, length]
     given, cache = ids, None
-    # Each length would be compiled anew.
+    # Otherwise, each length would be compiled anew.
     with torch.compiler.set_stance("force_eager"), forward_pass(model.module), no_cudnn_attention():
         for _ in range(count):
             output = model.module(input_ids=given, past_key_values=cache, use_cache=True)
