@@ -1,4 +1,4 @@
-"""Building a model on the meta device, sharding it along its blocks, and loading this rank's shards of its weights."""
+"""Builds a model on the meta device, shards it along its blocks, and loads this rank's shards of its weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,14 +27,14 @@ from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, res
 
 @dataclass(frozen=True)
 class LoadFigures:
-    """What loading cost, of the worst rank, in bytes.
+    """The memory that loading took on the worst rank, in bytes.
 
     Attributes:
         peak_memory_bytes: Peak of the resident memory.
         shard_bytes: The rank's shards of parameters and buffers.
         largest_block_bytes: The largest block.
         excess_bytes: The peak without shards and largest block: the program itself, and buffers.
-        before_bytes: Resident memory of this rank, not of the worst one, when nothing was loaded.
+        before_bytes: Resident memory of this rank, not of the worst one, before loading.
     """
 
     peak_memory_bytes: int
@@ -44,24 +44,24 @@ class LoadFigures:
     before_bytes: int = 0
 
     def worst(self) -> dict[str, int]:
-        """The figures that are of the worst rank, by name."""
+        """The figures of the worst rank, by name."""
         return {name: num for name, num in asdict(self).items() if name != "before_bytes"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """What is known of a model before it has weights.
+    """The properties of a model that are known before its weights are loaded.
 
     Attributes:
         num_params: Number of parameters, without those of an adapter.
-        num_blocks: Number of blocks that it is sharded along.
+        num_blocks: Number of blocks along which it is sharded.
         aliases: Names of tied parameters that are not stored -> the names that are.
         tree: The units with their sizes, one line each, with `shard.explain`.
-        adapter: The adapter that is trained, if any.
+        adapter: The trained adapter, if any.
         num_fused: Number of modules with fused kernels.
         config: The config of the model.
         base: The model that the run began from; None if the step to resume from does not record it.
-        notes: Lines about what of the files is not used: tensors that the model does not have, settings of its config.
+        notes: Lines about unused parts of the files: tensors that the model lacks, settings of its config.
     """
 
     num_params: int
@@ -81,7 +81,7 @@ class LoadedModel(ModelDescription):
 
     Attributes:
         model: The sharded model.
-        figures: What loading cost.
+        figures: The memory that loading took.
     """
 
     model: ShardedModel
@@ -90,19 +90,19 @@ class LoadedModel(ModelDescription):
 
 @dataclass(frozen=True)
 class UnfilledModel:
-    """A model on the meta device, adapted as the settings ask, and where its weights are.
+    """A model on the meta device, adapted by the settings, and the location of its weights.
 
     Attributes:
-        module: The model; it is to be sharded, and then `load` fills it.
+        module: The model. Shard it; then `load` fills it.
         index: The stored tensors, open.
-        names: Parameter -> stored name, without those of a new adapter and those that are quantized.
-        quantized: The weights of the base that are encoded as they are read, if any.
+        names: Parameter -> stored name, without the parameters of a new adapter and quantized ones.
+        quantized: The base weights that are encoded as they are read, if any.
         resumed: The step whose adapter is restored, if any.
         context: The ranks.
         largest_block_bytes: The largest block.
-        described: What is known of it before it has weights.
+        described: The properties that are known before its weights are loaded.
         head: The head that is drawn from the seed, if any.
-        earlier: The adapter whose values a new one begins with, if any.
+        earlier: The adapter with the initial values of a new one, if any.
         before_bytes: Resident memory of this rank before its weights.
     """
 
@@ -162,11 +162,11 @@ def unfilled_model(
     *,
     chunks_any_vocabulary: bool = False,
 ) -> Iterator[UnfilledModel]:
-    """Build a model on the meta device, and match its parameters with the stored tensors; a collective.
+    """Build a model on the meta device and match its parameters with the stored tensors; a collective.
 
     Args:
         config: Dtype, task and kernels.
-        source: Where config and weights are, which stay open within the block.
+        source: The location of config and weights, which stay open within the block.
         shard: How it will be sharded: the blocks that the user names, and what the wrapper can quantize.
         adapter: The adapter to add, if any.
         resumed: Step directory to resume from, with the adapter's weights; None makes a new adapter.
@@ -182,7 +182,7 @@ def unfilled_model(
     added, quantized, earlier = None, None, None
     with run_on_all(context, lambda: source.model_index) as index:
         run_on_all(context, lambda: checkpoint.check_loadable(index))
-        # Before names are matched, which may change the index: it is compared with that of an untouched model.
+        # Before names are matched: that may change the index, which is compared with that of an untouched model.
         base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
         is_read = resumed is not None and not isinstance(adapter, LoraConfig)
         head, matched = run_on_all(context, lambda: match_weights(model, config, index, head_is_read=is_read))
@@ -217,24 +217,24 @@ def unfilled_model(
 def match_weights(
     model: PreTrainedModel, config: ModelConfig, index: checkpoint.TensorIndex, *, head_is_read: bool
 ) -> tuple[NewHead | None, checkpoint.MatchedNames]:
-    """Match the parameters of a model on the meta device with the stored tensors. Reads headers, and tied copies.
+    """Match the parameters of a model on the meta device with the stored tensors; reads headers and tied copies.
 
     Args:
         model: The model, without an adapter; tied parameters that are stored with different values become two.
         config: Its settings.
-        index: The stored tensors; gets entries for those that are computed or drawn.
-        head_is_read: Whether the head that `model.labels` asks for is among them, as in a step of the run.
+        index: The stored tensors; receives entries for computed and drawn ones.
+        head_is_read: Whether the stored tensors include the head for `model.labels`, as in a step of the run.
 
     Returns:
-        The head that is to be drawn, if any, and the names.
+        The head to draw, if any, and the names.
 
     Raises:
-        CheckpointError: The tensors are not those of the model.
+        CheckpointError: The tensors do not belong to the model.
     """
     checkpoint.untie(model, index)
     head = NewHead.of(model) if config.labels and not head_is_read else None
     if head is not None:
-        head.add_to(index, seed=0)  # `load` knows the seed
+        head.add_to(index, seed=0)  # `load` uses the seed of the run
     return head, checkpoint.match_names(model, index)
 
 
@@ -263,7 +263,7 @@ def _base_model(
     index: checkpoint.TensorIndex,
     resumed: Path | None,
 ) -> checkpoint.BaseModel | None:
-    """The model that the run began from: that of the step to resume from, or the one that is loaded.
+    """Return the model that the run began from: as the step to resume from records it, or the one that is loaded.
 
     Raises CheckpointError if an adapter is resumed on another model.
     """
@@ -295,7 +295,7 @@ def _base_model(
 def _head_changes(
     config: ModelConfig, model: PreTrainedModel, index: checkpoint.TensorIndex, unused: Sequence[str], head: NewHead
 ) -> checkpoint.HeadChanges:
-    """What an adapter records of a new head: the stored tensors that the model does not have, or has others of."""
+    """Return an adapter's record of a new head: the stored tensors that the model lacks or replaces."""
     known = model.state_dict(keep_vars=True).keys()
     tied = [name for name in index.aliases if name not in known]
     return checkpoint.HeadChanges(tuple(sorted({*unused, *tied, *head.tensors})), classifier_entries(config, model))
@@ -303,7 +303,10 @@ def _head_changes(
 
 def check_adapter_mesh(adapter: AdapterConfig, shard: ShardConfig) -> None:
     """Raise ConfigError if the adapter cannot be combined with the parallelism of `shard`."""
-    for name in ("tensor_parallel", "expert_parallel"):  # peft wraps layers and experts, and plans know no wrapper
+    for name in (
+        "tensor_parallel",
+        "expert_parallel",
+    ):  # peft wraps layers and experts, and parallel plans support no wrappers
         if isinstance(adapter, LoraConfig) and getattr(shard, name) > 1:
             raise ConfigError(
                 f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
@@ -323,7 +326,7 @@ def check_adapter_mesh(adapter: AdapterConfig, shard: ShardConfig) -> None:
 
 
 def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, *, any_vocabulary: bool) -> None:
-    """Apply `model.chunked_loss`, except where tensor parallelism divides the output head, which gathers the logits.
+    """Apply `model.chunked_loss`, unless tensor parallelism divides the output head, which then gathers the logits.
 
     Args:
         model: The model, on the meta device.
@@ -343,7 +346,7 @@ def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, 
 def describe_loaded_model(
     loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, context: DistributedContext
 ) -> list[str]:
-    """Describe the model, how it is sharded, and what loading it cost, one line each."""
+    """Describe the model, its sharding, and the memory that loading took, one line each."""
     figures = loaded.figures
     mesh = format_count(context.world_size, f"{context.device.type} rank")
     divided = {"layers": context.num_tensor_ranks, "experts": context.num_expert_ranks}

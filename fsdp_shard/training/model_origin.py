@@ -1,4 +1,4 @@
-"""Where a run takes its model from: config, tokenizer and weights, and the files for its checkpoints."""
+"""Finds the model of a run: config, tokenizer and weights, and the files for its checkpoints."""
 
 import os
 from collections.abc import Mapping
@@ -38,9 +38,9 @@ class RunStart:
 
     Attributes:
         context: The ranks that train.
-        source: Where config, tokenizer and weights are.
+        source: The location of config, tokenizer and weights.
         step: The directory of the step to resume from, if any.
-        is_finished: Whether the run has ended before, so that nothing is left to do.
+        is_finished: Whether the run has already ended, so that nothing is left to do.
         stop: The signals that ask the run to stop.
         note: A line if the model that the run began from could not be compared with `model.path`.
         trust_remote_code: Whether code that comes with the model may run.
@@ -60,8 +60,8 @@ class RunStart:
 
 
 def model_source(config: ModelSettings, step_directory: Path | None) -> Location:
-    """Return the source of config, tokenizer and weights: the step to resume from, unless it holds only an adapter, or
-    `model.path`.
+    """Return the source of config, tokenizer and weights: the step to resume from, or `model.path` if that step holds
+    only an adapter or does not exist.
     """
     if step_directory is not None and not is_adapter_step(step_directory):
         return locate(step_directory)
@@ -69,7 +69,7 @@ def model_source(config: ModelSettings, step_directory: Path | None) -> Location
 
 
 def empty_model(config: ModelConfig, source: Location) -> PreTrainedModel:
-    """Build the model on the meta device, with the dtype and attention of `config`; it drops no layers at random."""
+    """Build the model on the meta device, with the dtype and attention of `config`, and without random layer drop."""
     model, trust = origin_config(config, source), config.trust_remote_code
     for name in _dropped_layers(model):
         setattr(model, name, 0.0)
@@ -77,7 +77,7 @@ def empty_model(config: ModelConfig, source: Location) -> PreTrainedModel:
 
 
 def origin_config(config: ModelConfig, source: Location) -> PretrainedConfig:
-    """Load the config of a run's model, with the classes of a new head and a padding token, if `labels` ask for one."""
+    """Load the config of a run's model, with the classes of a new head and a padding token if `labels` require one."""
     model = load_config(source.directory, config.trust_remote_code)
     if config.labels:
         model.architectures = [classifier_name(model)]
@@ -91,7 +91,7 @@ def origin_config(config: ModelConfig, source: Location) -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class NewHead:
-    """The head of a classifier that is drawn from a seed: weights normally distributed, biases zero.
+    """A classifier head that is drawn from a seed: normally distributed weights, zero biases.
 
     Attributes:
         tensors: Its tensors by FQN, on the meta device.
@@ -103,7 +103,7 @@ class NewHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "NewHead":
-        """Return that of `model`: what is not in its base model."""
+        """Return the head of `model`: all parameters outside its base model."""
         deviation = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
         tensors = model.state_dict(keep_vars=True).items()
         prefix = f"{model.base_model_prefix}."
@@ -115,7 +115,7 @@ class NewHead:
         return list(dict.fromkeys(name.partition(".")[0] for name in self.tensors))
 
     def add_to(self, index: TensorIndex, seed: int) -> None:
-        """Make its tensors, drawn from `seed`, entries of `index`, in the place of stored ones."""
+        """Add its tensors, drawn from `seed`, to `index`, in place of stored ones."""
         for name, tensor in self.tensors.items():
             index.tensors[name] = computed_entry(index, name, tensor, partial(self._draw, name, tensor, seed))
 
@@ -144,9 +144,9 @@ def build_model(
 
     Args:
         path: A model directory, a run, a step or any checkpoint with a config.json, or a hub id.
-        ranks: The ranks that build it, which then all raise what one of them finds.
+        ranks: The ranks that build it; all of them raise the error of any one.
         dtype: The dtype of the parameters.
-        attention: The implementation of attention; `auto` is the best that the model supports.
+        attention: The attention implementation; `auto` is the best one that the model supports.
         trust_remote_code: Run Python code that comes with the model.
 
     Returns:
@@ -171,7 +171,7 @@ def build_model(
 
 
 def layer_drop_notes(config: ModelConfig, source: Location) -> list[str]:
-    """Return a line about layers that the model is not trained to drop, if its config asks for that."""
+    """Return a line about layer drop in the model's config, which training does not apply."""
     found = _dropped_layers(load_config(source.directory, config.trust_remote_code))
     settings = " and ".join(f"{name}={value}" for name, value in found.items())
     why = "no layer is dropped at random, as ranks would drop different ones"
@@ -179,12 +179,12 @@ def layer_drop_notes(config: ModelConfig, source: Location) -> list[str]:
 
 
 def _dropped_layers(model: PretrainedConfig) -> dict[str, float]:
-    """The settings by which a model (M2M-100) skips whole layers at random when it trains."""
+    """Return the settings that make a model (M2M-100) skip whole layers at random in training."""
     return {name: value for name, value in model.to_dict().items() if name.endswith("layerdrop") and value}
 
 
 def data_task(config: ModelConfig, source: Location, samples: str = ROWS) -> Task:
-    """Return what the data must be prepared for: the task, and the special tokens and labels of the model.
+    """Return the task that the data must be prepared for, with the special tokens and labels of the model.
 
     Args:
         config: The settings of the model.
@@ -266,7 +266,7 @@ def collect_model_files(
         source: The model.
         model: Its settings; the dtype is for the config.
         data: The settings of the data; the chat template that they choose or change becomes the only one.
-        adapter: The adapter that is saved instead of the model, with files of its own, and with the tokenizer only if
+        adapter: The adapter that is saved instead of the model, with its own files, and with the tokenizer only if
             that has another chat template.
 
     Returns:

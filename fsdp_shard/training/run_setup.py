@@ -1,4 +1,4 @@
-"""The stages of `finetune` around its loop: each is one line of `recipes/finetune.py`."""
+"""The stages of `finetune` around its loop, each one line of `recipes/finetune.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from fsdp_shard.utils import device_peak_bytes, format_count, keep_freed_memory,
 def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
     """Join the ranks, lock the run directory, catch signals to stop, and find the step to resume from.
 
-    A collective; rank 0 says so if the run is finished already. The peak memory of this process counts from here.
+    A collective. If the run is already finished, rank 0 reports that. The peak memory of this process counts from here.
 
     Args:
         config: The settings of `finetune`.
@@ -88,7 +88,7 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
 def _find_start(config: FinetuneSettings, context: DistributedContext, stop: StopSignal) -> RunStart:
     """Find the step to resume from and verify it; a collective."""
     remote, trust = config.checkpoint.remote, config.model.trust_remote_code
-    # Rank 0 may download a step. Without a remote store nothing takes long, and no further group is made.
+    # Rank 0 may download a step. Without a remote store nothing takes long, and no other group is needed.
     waiting = context.with_new_group(LONG_WAIT_SECONDS) if remote else context
     step = run_on_main(
         waiting, lambda: resume.find_step(config.resume, config.run_dir, remote, is_again=is_restarted())
@@ -111,10 +111,10 @@ def open_data(config: FinetuneSettings, start: RunStart) -> Samples:
         start: Its model and ranks.
 
     Returns:
-        `train`, a `Dataset` in the order in which it is trained; `held_out`, or None; and `notes` to print.
+        `train`, a `Dataset` in the order of training; `held_out`, or None; and `notes` to print.
 
     Raises:
-        DataError, ConfigError: On all ranks: the data cannot be read, or has nothing to train on.
+        DataError, ConfigError: On all ranks: the data cannot be read, or contain nothing to train on.
 
     Example:
         >>> data = fs.open_data(config, start)  # doctest: +SKIP
@@ -130,7 +130,7 @@ def build_unfilled(config: FinetuneSettings, start: RunStart) -> AbstractContext
 
     Args:
         config: The settings of `finetune`.
-        start: Where weights or, of the step to resume from, an adapter are.
+        start: The location of the weights, and the step to resume from, whose adapter is restored.
 
     Returns:
         A context manager that keeps the files open. Its value has the `module`, to be sharded, and
@@ -154,17 +154,17 @@ def build_unfilled(config: FinetuneSettings, start: RunStart) -> AbstractContext
 def open_run(
     config: FinetuneSettings, start: RunStart, loaded: LoadedModel, optimizer: Optimizer, dataset: Dataset
 ) -> TrainingRun:
-    """Make the run that `train` drives, at the step to resume from, with its optimizer restored; a collective.
+    """Create the run that `train` drives, at the step to resume from, with its optimizer restored; a collective.
 
     Args:
         config: The settings of `finetune`.
         start: Where the run starts.
         loaded: The model.
-        optimizer: Its optimizer; its state is filled.
+        optimizer: Its optimizer, whose state is filled.
         dataset: The training data.
 
     Returns:
-        The run. `functions` has the loss of `loss=` and the samples of `train.sample_prompts`, if they are set.
+        The run. `functions` holds the loss of `loss=` and the function for `train.sample_prompts`, if they are set.
 
     Raises:
         ConfigError, CheckpointError: On all ranks: the step was saved with another seed, data or optimizer.
@@ -194,7 +194,7 @@ def open_run(
 
 
 def _open_trainer(config: FinetuneSettings, start: RunStart, dataset: Dataset) -> TrainerState:
-    """Where the run is in its training, with what a resume changes in its settings."""
+    """Return the training progress of the run, with the settings that a resume changes."""
     state = resume.open_trainer(start.step, config, dataset.identity)
     if start.step is not None:
         state.resumed(changed_values(config, start.step))
@@ -206,14 +206,14 @@ def open_log(
 ) -> RunLog:
     """Create the log of a run: progress on the terminal, metrics.jsonl, trackers and, at the end, result.json.
 
-    A collective. Every rank has one; that of rank 0 shows and writes.
+    A collective. Every rank has a log; the log of rank 0 prints and writes.
 
     Args:
         config: The settings of `finetune`.
         run: The run.
         start: Where it starts.
         loaded: The model, which is described first.
-        notes: More lines to show first.
+        notes: More lines to print first.
 
     Returns:
         The log, to be used as a context manager.
@@ -235,7 +235,7 @@ def open_log(
 
 
 def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> list[str]:
-    """What a run says first: where it resumes, and how long its samples are."""
+    """Return the first lines of a run: where it resumes, and how long its samples are."""
     lines = [] if start.step is None else [describe_resume(config, start.step, run)]
     lines += [] if start.note is None else [start.note]
     if (loss := run.functions.loss) is not None:
@@ -260,9 +260,9 @@ def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> lis
 
 
 def open_saver(config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel, log: RunLog) -> Saver:
-    """Create what saves the steps of a run, each with the files that make it a model; a collective.
+    """Create the saver of a run's steps, each with the files that make it a model; a collective.
 
-    What an interrupted save left is deleted, and a step that lacks at `checkpoint.remote` is uploaded.
+    It deletes what an interrupted save left, and uploads a step that `checkpoint.remote` lacks.
 
     Args:
         config: The settings of `finetune`.
@@ -291,7 +291,7 @@ def open_saver(config: FinetuneSettings, run: TrainingRun, start: RunStart, load
 
 
 def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]:
-    """Return what each step records of its run: the settings, and the model that the run began from.
+    """Return each step's record of its run: the settings, and the model that the run began from.
 
     Returns:
         File name -> content.
@@ -302,11 +302,11 @@ def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]
 
 
 def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, log: RunLog) -> None:
-    """Write result.json, which says that the run is complete, and say what was left out of streams; a collective.
+    """Write result.json, which marks the run as complete, and report rows dropped from streams; a collective.
 
     Args:
         config: The settings of `finetune`.
-        run: The run, after its last step, which is saved.
+        run: The run, after its last step was saved.
         loaded: Its model.
         log: Its log.
 

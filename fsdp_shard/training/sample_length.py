@@ -1,4 +1,4 @@
-"""`data.sequence_length` of a run: as it is given, as the step to resume from was made with, or by the model."""
+"""Determines `data.sequence_length` of a run: as given, as in the step to resume from, or by the model."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def settle_run_length(
     Args:
         data: The settings of the data.
         step_directory: The step to resume from, if any.
-        context_length: That of the model.
+        context_length: The context length of the model.
 
     Returns:
         The length.
@@ -32,7 +32,7 @@ def settle_run_length(
 
 
 def describe_lengths(data: DataConfig, context_length: models.ContextLength) -> list[str]:
-    """Describe the length of samples and the context; raises ConfigError if the model has no such positions."""
+    """Describe the lengths of samples and of the context; raises ConfigError if the model has no such positions."""
     lines = [context_length.describe(data.window_length)]
     if data.target_length is not None:
         lines.append(context_length.describe(data.target_length, "data.target_length"))
@@ -40,7 +40,7 @@ def describe_lengths(data: DataConfig, context_length: models.ContextLength) -> 
 
 
 def _recorded_length(step_directory: Path) -> int:
-    """The length that a step was made with; those before `run_config.yaml` have it in that of their run directory."""
+    """Return the length that a step was trained with; the config.yaml of its run records it for steps of old versions."""
     settings = read_settings(step_directory / RUN_CONFIG)
     if settings is None and step_directory.parent.name == CHECKPOINTS:
         settings = read_settings(step_directory.parent.parent / CONFIG_FILE)

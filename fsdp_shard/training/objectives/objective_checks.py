@@ -1,4 +1,4 @@
-"""Whether an objective goes together with the task, the data, the adapter and the parallelism of a run."""
+"""Checks an objective against the task, the data, the adapter and the parallelism of a run."""
 
 from fsdp_shard.data import PAIRS
 from fsdp_shard.errors import ConfigError
@@ -24,9 +24,9 @@ def check_objective(
         objective: The objective.
         model: The settings of the model.
         shard: How it is sharded.
-        adapter: What is trained of it.
+        adapter: The trained part of it.
         is_packed: Whether samples are packed.
-        is_streamed: Whether samples are not known before.
+        is_streamed: Whether samples are unknown before training.
     """
     check_task(objective, model.task)
     if shard.context_parallel > 1 and objective.name == "reward":
@@ -73,7 +73,7 @@ def check_objective(
 
 
 def _check_dispatched(model: ModelConfig, shard: ShardConfig, adapter: AdapterConfig) -> None:
-    """Raise ConfigError where a dispatched model would not be the reference of this run."""
+    """Raise ConfigError if a dispatched model would differ from the reference of this run."""
     if (kind := adapter.quantize) != "none":
         raise ConfigError(
             f"objective.reference={DISPATCHED} does not go together with adapter.quantize={kind}, as the reference is "

@@ -1,8 +1,8 @@
-"""The reference of preference objectives: the model that training began from, and the log-probabilities it gives.
+"""The reference of preference objectives: the model that training began from, and its log-probabilities.
 
-It is the model itself without its adapter, a frozen copy that is sharded alongside it, or one pass over the data before
-training, by the model sharded or dispatched, whose results are kept under the digests of weights and data and never
-computed again.
+The reference is the model itself without its adapter, a frozen copy that is sharded alongside it, or one pass of a
+sharded or dispatched model over the data before training. The results of such a pass are cached by the digests of
+weights and data and never computed again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fsdp_shard.training.stop_signal import raise_if_stopped
 from fsdp_shard.utils import format_count, json_digest, report_progress, write_atomically
 
 EXTRA = "reference_log_probs"
-_VERSION = "reference-1"  # of what the cached values are
+_VERSION = "reference-1"  # of the cached values
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class PrecomputedReference:
 
 @dataclass(frozen=True)
 class ModelReference:
-    """A frozen model, or the model that is trained without its adapter; it runs in eval mode.
+    """A frozen model, or the trained model without its adapter; it runs in eval mode.
 
     Attributes:
         model: The model.
-        leaves_adapter_out: Whether it has an adapter, which is left out.
+        leaves_adapter_out: Whether it has an adapter, which is then disabled.
     """
 
     model: ShardedModel
@@ -86,7 +86,7 @@ class DispatchedReference:
 
     Attributes:
         model: The model.
-        context: The ranks. An error of one, such as that its disk cannot be read, is one of all.
+        context: The ranks. All of them raise the error of any one, such as an unreadable disk.
     """
 
     model: PreTrainedModel
@@ -102,7 +102,7 @@ _PassReference: TypeAlias = ModelReference | DispatchedReference  # for the pass
 
 
 def reference_kind(config: FinetuneSettings) -> str | None:
-    """Return how a run gets its reference, as `ObjectiveConfig.reference_kind` does."""
+    """Return the kind of a run's reference, as `ObjectiveConfig.reference_kind` does."""
     begins_at_base, is_streamed = config.adapter.begins_at_base, config.data.streaming
     return config.objective.reference_kind(begins_at_base=begins_at_base, is_streamed=is_streamed)
 
@@ -130,10 +130,10 @@ def open_reference(config: FinetuneSettings, start: RunStart, loaded: LoadedMode
 
 
 def _load_reference(config: FinetuneSettings, context: DistributedContext) -> ModelReference:
-    """Load the model that training began from, sharded as the one that is trained; a collective.
+    """Load the model that training began from, sharded like the trained one; a collective.
 
-    Its quantization is that of the run, so it gets a new adapter, too, which is disabled when it runs, unless it begins
-    with the values of an earlier one.
+    It is quantized like the trained one, so it also receives a new adapter. The adapter is disabled when the reference
+    runs, unless it begins with the values of an earlier one.
     """
     where = (config.model, config.source, config.shard, config.adapter, None, context)
     with unfilled_model(*where, chunks_any_vocabulary=True) as unfilled:
@@ -155,15 +155,15 @@ def _load_for_pass(config: FinetuneSettings, context: DistributedContext) -> _Pa
 
 
 def _began_from(config: FinetuneSettings) -> Location:
-    """The model that training began from: with `adapter.path`, an adapter on its base."""
+    """Return the model that training began from: with `adapter.path`, an adapter on its base."""
     return locate_earlier(config.adapter, model_name(config.model)) or config.source
 
 
 def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> Samples:
-    """Add to the samples what a reference or a teacher says of them, if it is computed before training; a collective.
+    """Add a reference's log-probabilities or a teacher's tokens to samples, if computed before training; a collective.
 
-    The values of each source are in the data cache, or are computed, by the model that training began from or by the
-    teacher, and kept there.
+    Values that the data cache lacks are computed, by the model that training began from or by the teacher, and added to
+    the cache.
 
     Args:
         config: The settings of `finetune`.
@@ -195,14 +195,14 @@ def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> S
 
 
 class _CachedReference:
-    """The values of each source, from the cache or computed; the reference is loaded when the first must be computed.
+    """The cached or computed values of each source; the reference is loaded when the first must be computed.
 
     Args:
         config: The settings of `finetune`.
         start: The ranks.
 
     Attributes:
-        waiting: The ranks, with time to wait for one that reads all weights.
+        waiting: The ranks, with enough time to wait for the one that reads all weights.
     """
 
     def __init__(self, config: FinetuneSettings, start: RunStart) -> None:
@@ -211,7 +211,7 @@ class _CachedReference:
         self.waiting = start.context.with_new_group(LONG_WAIT_SECONDS)
 
     def values(self, source: SourceDataset, file: Path) -> tuple[torch.Tensor, str]:
-        """Return the values of a source, float32 [num_pairs, 2], and a line for people; a collective."""
+        """Return the values of a source, float32 [num_pairs, 2], and a line to print; a collective."""
         what = f"reference log-probabilities of {format_count(len(source), 'sample')}"
         assert isinstance(source, ComparedRows), "objectives with a reference have such samples"
         known = run_on_main(self.waiting, lambda: _read(file, source.num_pairs))
@@ -232,7 +232,7 @@ class _CachedReference:
 
 
 def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> list[Path]:
-    """The files of the cache for the samples of each source under the reference's weights, of which all are read."""
+    """Return the cache file for each source and the reference's weights, all of which are read."""
     model, shard, source = config.model, config.shard, _began_from(config)
     try:
         digests = model_digests(describe_model(source))
@@ -242,7 +242,7 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
             f"model.path={model.path} cannot be read. {error}"
         ) from error
     kernels, norms_in_float32 = model.kernels, shard.norms_in_float32
-    if getattr(config.objective, "reference", None) == DISPATCHED:  # which has neither of them
+    if getattr(config.objective, "reference", None) == DISPATCHED:  # which uses neither
         kernels, norms_in_float32 = "none", False
     numbers = [model.dtype, model.attention, kernels, shard.param_dtype, norms_in_float32]
     numbers += [config.adapter.quantize, model.trust_remote_code]
@@ -251,7 +251,7 @@ def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> 
 
 
 def _read(file: Path, num_pairs: int) -> torch.Tensor | None:
-    """Read the values of a source, float32 [num_pairs, 2]; None if they are not there."""
+    """Read the values of a source, float32 [num_pairs, 2]; None if the file does not exist."""
     if not file.exists():
         return None
     try:
@@ -271,7 +271,7 @@ def _write(file: Path, values: torch.Tensor) -> None:
 
 
 def _log_probs(reference: Reference, batch: DeviceBatch) -> torch.Tensor:
-    """The log-probabilities of both answers of each pair, float32 [num_pairs, 2]."""
+    """Return the log-probabilities of both answers of each pair, float32 [num_pairs, 2]."""
     if batch.packed is None or not batch.packed.has_two_rows:
         return reference.log_probs(batch).view(-1, 2)
     return torch.stack([reference.log_probs(batch.of_row(row)) for row in (0, 1)], dim=1)
@@ -300,7 +300,7 @@ def _compute(
             values[pairs] = found[: len(pairs)]
             count(len(indices) * context.num_data_ranks)
             raise_if_stopped(start.stop, context, "the log-probabilities of the reference")
-    if context.rank % (context.num_tensor_ranks * context.num_context_ranks):  # its neighbors have the same
+    if context.rank % (context.num_tensor_ranks * context.num_context_ranks):  # its neighbors have the same values
         values.zero_()
     context.all_reduce_(values)
     if not bool(values.isfinite().all()):

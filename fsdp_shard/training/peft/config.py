@@ -7,7 +7,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import require_package, setting
 
 EVA = "eva"
-PRINCIPAL = ("pissa", "pissa_fast", "olora")  # values of `adapter.init` that begin with a part of the weights
+PRINCIPAL = ("pissa", "pissa_fast", "olora")  # values of `adapter.init` that start from a part of the weights
 
 
 @dataclass
@@ -15,20 +15,20 @@ class AdapterConfig:
     """`adapter=none`: all parameters are trained, and checkpoints hold the model."""
 
     trains_all: ClassVar[bool] = True
-    init, quantize = "default", "none"  # no settings of this one
+    init, quantize = "default", "none"  # not settings here
 
     @property
     def begins_at_base(self) -> bool:
-        """Whether the model without its adapter is the one that training begins from."""
+        """Whether training begins from the model without its adapter."""
         return False
 
     @property
     def finds_directions(self) -> bool:
-        """Whether its first values are the principal directions of the inputs of layers."""
+        """Whether its initial values are the principal directions of the inputs of layers."""
         return False
 
     def check_installed(self) -> None:
-        """Raise ConfigError if a package of this adapter is not installed."""
+        """Raise ConfigError if a package that this adapter needs is not installed."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class LoraConfig(AdapterConfig):
     )
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for values that are out of range, or that contradict each other."""
+        """Raise ConfigError for values that are out of range or contradict each other."""
         if self.dropout >= 1.0:
             raise ConfigError(f"{prefix}dropout={self.dropout} is out of range: it must be less than 1.0.")
         if self.path == "":

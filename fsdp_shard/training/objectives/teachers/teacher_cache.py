@@ -1,10 +1,10 @@
-"""The most likely tokens of a teacher for the samples of a source, on disk: computed in parts, mapped while training.
+"""The most likely tokens of a teacher for the samples of a source, on disk: computed in parts, mapped in training.
 
-A directory has four arrays in numpy's format, of which holes take no space:
+A directory contains four arrays in numpy's format; holes in them take no space:
 
 - `starts.npy`, int64 [num_samples + 1]: where the predictions of each sample begin;
 - `log_probs.npy`, float32 [num_predictions, k], and `tokens.npy`, int32 [num_predictions, k]: as in `Targets`;
-- `done.npy`, bool [num_samples]: which samples have them. It is replaced after what it speaks of is on the disk.
+- `done.npy`, bool [num_samples]: which samples have values. It is replaced once these values are on the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TeacherCache:
     """The values of the samples of one source.
 
     Attributes:
-        directory: Where they are.
+        directory: Their directory.
         k: Tokens of each prediction.
     """
 
@@ -45,7 +45,7 @@ class TeacherCache:
         """Create the directory, without values, unless it exists.
 
         Raises:
-            DataError: It cannot be written.
+            DataError: The directory cannot be written.
         """
         if self.directory.exists():
             return
@@ -76,7 +76,7 @@ class TeacherCache:
         return {name: self._array(name, shape, dtype) for name, dtype in _DTYPES.items()}
 
     def mark(self, done: npt.NDArray[np.bool_]) -> None:
-        """Record which samples have values, which are on the disk already."""
+        """Record which samples have values that are already on the disk."""
         content = io.BytesIO()
         np.save(content, done)
         with self._writing():
@@ -84,7 +84,7 @@ class TeacherCache:
 
     @contextmanager
     def writer(self, num_predictions: int) -> Iterator[CacheWriter]:
-        """Open the values to write some of them; several processes may, each others of them."""
+        """Open the values to write some of them. Several processes may do so, for different values."""
         offsets = {name: int(getattr(array, "offset", 0)) for name, array in self.values(num_predictions).items()}
         with self._writing():
             files = {name: os.open(self.directory / f"{name}.npy", os.O_RDWR) for name in offsets}
@@ -124,7 +124,7 @@ class CacheWriter:
 
     Attributes:
         files: Open files by the names of the values.
-        offsets: Where the first value in each is, in bytes.
+        offsets: The byte offset of the first value in each file.
         k: Tokens of each prediction.
     """
 
@@ -143,6 +143,6 @@ class CacheWriter:
                 content, at = content[written:], at + written
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
+        """Wait until all written values are on the disk."""
         for file in self.files.values():
             os.fsync(file)

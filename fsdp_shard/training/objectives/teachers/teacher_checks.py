@@ -1,4 +1,4 @@
-"""Whether a teacher can teach the model of a run, found before any rank starts, and whether it is still the same."""
+"""Checks before any rank starts that a teacher suits the model of a run, and that a resumed run has the same one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from fsdp_shard.training.objectives.distill import DistillConfig
 
 
 def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None:
-    """Check that the teacher of a run can be loaded, and has the vocabulary and the positions that it needs.
+    """Check that the teacher of a run can be loaded, and has the required vocabulary and positions.
 
     Args:
         config: The settings of `finetune`, with `data.sequence_length` settled.
@@ -58,7 +58,7 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
 
 
 def teacher_record(config: FinetuneSettings) -> dict[str, bytes]:
-    """Return what each step records of the teacher, file name -> content; nothing without one.
+    """Return each step's record of the teacher, file name -> content; empty without a teacher.
 
     Args:
         config: The settings of `finetune`.
@@ -67,7 +67,7 @@ def teacher_record(config: FinetuneSettings) -> dict[str, bytes]:
         return {}
     source = config.objective.source
     path = source.path if source.step is None else str(source.weights)
-    with replace(source).model_index as index:  # as it is stored: that of a teacher that was loaded may be changed
+    with replace(source).model_index as index:  # as it is stored; loading a teacher may change its index
         values = checkpoint.computation(source.model_directory)
         return {checkpoint.TEACHER: checkpoint.BaseModel(path, checkpoint.fingerprint(index), config=values).to_json()}
 

@@ -1,6 +1,6 @@
-"""The teacher of `objective=distill`: dispatched alongside the model, or run once before training, its results kept.
+"""The teacher of `objective=distill`: dispatched alongside the model, or run once before training with cached results.
 
-A dispatched model lies on GPU, CPU and disk by budgets, so a teacher may be larger than the memory.
+A dispatched model is placed on GPU, CPU and disk by budgets, so a teacher may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from fsdp_shard.training.objectives.objective import PRECOMPUTED
 from fsdp_shard.training.objectives.teachers.teacher_cache import LOG_PROBS, TOKENS, CacheWriter, TeacherCache
 from fsdp_shard.utils import format_count, json_digest, report_progress
 
-_VERSION = "teacher-1"  # of what the cached values are
-_BATCHES_KEPT = 64  # batches of a rank after which what was computed is recorded
+_VERSION = "teacher-1"  # of the cached values
+_BATCHES_KEPT = 64  # batches of a rank between records of what was computed
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def open_teacher(config: FinetuneSettings, distill: DistillConfig, context: Dist
 
 
 def num_tokens(distill: DistillConfig, config: FinetuneSettings) -> int:
-    """Return how many tokens of the teacher count for each prediction."""
+    """Return how many of the teacher's tokens count for each prediction."""
     if distill.top_k is not None:
         return distill.top_k
     text = load_config(distill.source.directory, config.model.trust_remote_code).get_text_config()
@@ -95,7 +95,7 @@ def num_tokens(distill: DistillConfig, config: FinetuneSettings) -> int:
 def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStart, data: Samples) -> Samples:
     """Add the teacher's tokens to the samples, if they are computed before training; a collective.
 
-    Those of each source are in the data cache, or the teacher computes what the run needs, and it is kept there.
+    The teacher computes the values that the run needs and the data cache lacks, and they are added to the cache.
 
     Args:
         config: The settings of `finetune`.
@@ -104,7 +104,7 @@ def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStar
         data: The samples.
 
     Raises:
-        Interrupted: On all ranks: a signal came during the pass. What was computed is kept.
+        Interrupted: On all ranks: a signal came during the pass. Computed values are kept.
         DataError: On all ranks: the cache cannot be read or written, or the teacher's results are not finite.
     """
     if distill.teacher_logits != PRECOMPUTED:
@@ -131,7 +131,7 @@ def _extended(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
 
 
 def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[SourceDataset]) -> list[TeacherCache]:
-    """The caches of each source under the teacher's weights, of which all are read."""
+    """Return the cache for each source and the teacher's weights, all of which are read."""
     k, teacher = num_tokens(distill, config), distill.source
     model = model_digests(describe_model(teacher))
     names = [json_digest([_VERSION, model, k, source.identity]) for source in sources]
@@ -139,7 +139,7 @@ def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[
 
 
 def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[npt.NDArray[np.bool_]]:
-    """Which samples of each source are trained from the step to resume from on, or evaluated."""
+    """Return which samples of each source are evaluated, or trained after the step to resume from."""
     state = resume.open_trainer(step, config, data.train.identity)
     num_samples = None if data.train.source_names else data.train.num_samples
     train = config.train.for_data(num_samples, state.step, state.num_samples)
@@ -149,14 +149,14 @@ def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[np
 
 
 class _TeacherPass:
-    """Computes what caches lack; the teacher is loaded when the first value must be computed."""
+    """Computes values that caches lack; the teacher is loaded when the first must be computed."""
 
     def __init__(self, config: FinetuneSettings, distill: DistillConfig, start: RunStart) -> None:
         self._config, self._distill, self._context, self._stop = config, distill, start.context, start.stop
         self._teacher: ModelTeacher | None = None
 
     def fill(self, source: SourceDataset, cache: TeacherCache, wanted: npt.NDArray[np.bool_]) -> int:
-        """Compute the values of samples that are wanted and not in the cache, a collective; returns their number."""
+        """Compute the values of wanted samples that the cache lacks, and return their number; a collective."""
         context = self._context
         done = run_on_main(context, lambda: cache.done(len(source)))
         missing = np.flatnonzero(wanted & ~done)
@@ -206,7 +206,7 @@ class _TeacherPass:
     def _keep(
         self, cache: TeacherCache, writer: CacheWriter, done: npt.NDArray[np.bool_], own: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.bool_]:
-        """Record that the samples that any rank has computed are done; a collective. Returns all that are."""
+        """Record the samples that any rank has computed as done, and return all that are done; a collective."""
         run_on_all(self._context, writer.sync)
         all_own = torch.from_numpy(own.astype(np.int32))
         self._context.all_reduce_(all_own, "max")
