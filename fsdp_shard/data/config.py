@@ -45,7 +45,7 @@ class DataConfig(KindSettings):
     streaming: bool = setting(
         False,
         "Read and tokenize data.path, or each source of data.mixture, while training and only as far as needed, for "
-        "data that is too large to tokenize first. Every rank reads all of it and tokenizes its part, ahead of need.",
+        "data that is too large to tokenize first. Every rank reads all rows and tokenizes its share, ahead of need.",
     )
     shuffle_buffer: int = setting(
         1000,
@@ -54,13 +54,15 @@ class DataConfig(KindSettings):
         minimum=1,
     )
     eval_path: str | None = setting(None, "Held-out data, given like data.path. Default: see data.eval_fraction.")
-    eval_split: str = setting("validation", "Split of the dataset in data.eval_path or data.eval_sets, as data.split.")
+    eval_split: str = setting(
+        "validation", "Split of the dataset in data.eval_path or data.eval_sets, like data.split."
+    )
     eval_sets: Any = field(
         default=None,
         metadata={
             "help": "Several named held-out sets instead of data.eval_path: {code: {path: c.jsonl}, news: {path: "
-            "n.txt}}. Each evaluation has the loss of each, and the loss over the tokens of all, which decides about "
-            "the best step. Each may have its own kind, subset, split, sample_by and columns."
+            "n.txt}}. Each evaluation reports the loss of each set, and the loss over the tokens of all sets, which "
+            "decides the best step. Each set may have its own kind, subset, split, sample_by and columns."
         },
     )
     eval_fraction: float = setting(
@@ -84,13 +86,13 @@ class DataConfig(KindSettings):
     )
     workers: int = setting(
         1,
-        "Processes that tokenize, with data.streaming on each rank; 0 or 1: no further process, but the tokenizer's "
-        "own threads.",
+        "Processes that tokenize, on each rank with data.streaming; 0 or 1: no extra process, only the tokenizer's own "
+        "threads.",
         minimum=0,
     )
     cache_dir: str | None = setting(
         None,
-        "Directory for tokenized data, visible to every rank, and while it is made for the rows, too. Default: "
+        "Directory for tokenized data, visible to every rank; during tokenization it also holds the rows. Default: "
         "~/.cache/fsdp-shard/tokens.",
     )
 

@@ -40,7 +40,7 @@ def describe_lengths(data: DataConfig, context_length: models.ContextLength) -> 
 
 
 def _recorded_length(step_directory: Path) -> int:
-    """Return the length that a step was trained with; the config.yaml of its run records it for steps of old versions."""
+    """Return the length that a step was trained with; for old versions, config.yaml of its run records it."""
     settings = read_settings(step_directory / RUN_CONFIG)
     if settings is None and step_directory.parent.name == CHECKPOINTS:
         settings = read_settings(step_directory.parent.parent / CONFIG_FILE)

@@ -42,9 +42,8 @@ class LoraConfig(AdapterConfig):
 
     path: str | None = setting(
         None,
-        "Adapter whose values this one begins with: a run, a step of it (RUN@best), the directory of an adapter of "
-        "peft, or a hub id. It is for the model of model.path, and the other settings here are to be those that it "
-        "has.",
+        "Adapter with the initial values of this one: a run, a step of it (RUN@best), the directory of an adapter of "
+        "peft, or a hub id. It must be for the model of model.path, and the other settings here must match its own.",
     )
     rank: int = setting(16, "Rank of the LoRA matrices (peft's r).", minimum=1)
     alpha: float = setting(32.0, "Scale of the low-rank update, which is multiplied by alpha / rank.", above=0.0)
@@ -59,7 +58,7 @@ class LoraConfig(AdapterConfig):
     modules_to_save: list[str] = setting([], "Modules to train fully and save with the adapter, such as [lm_head].")
     rank_stabilized: bool = setting(False, "Scale by alpha / sqrt(rank) instead (rsLoRA, peft's use_rslora).")
     dora: bool = setting(
-        False, "Train the norms of the outputs' weights apart from their direction (DoRA, peft's use_dora)."
+        False, "Train the norms of the outputs' weights separately from their direction (DoRA, peft's use_dora)."
     )
     init: str = setting(
         "default",
@@ -67,14 +66,14 @@ class LoraConfig(AdapterConfig):
         "uniform, B zero; gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in "
         "orthogonal spans; pissa: the largest singular values of each weight, which are trained instead of an update "
         "to it (pissa_fast: found in 16 random iterations); olora: the first columns of its QR decomposition; eva: A "
-        "the principal directions of what goes into each layer in the first micro-batches, B zero (peft's with rho=1: "
+        "the principal directions of each layer's inputs in the first micro-batches, B zero (peft's with rho=1: "
         "ranks are not redistributed over the layers).",
         choices=("default", "gaussian", "orthogonal", EVA, *PRINCIPAL),
     )
     lora_plus_ratio: float | None = setting(
         None,
-        "LoRA+: B matrices and vectors are trained at optim.lr times this, such as 16, all else at optim.lr; null: the "
-        "same for all.",
+        "LoRA+: B matrices and vectors train at optim.lr times this, such as 16, all else at optim.lr; null: the same "
+        "rate for all.",
         above=1.0,
     )
     lora_plus_embedding_lr: float | None = setting(
