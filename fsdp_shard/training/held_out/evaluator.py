@@ -65,7 +65,7 @@ class EvaluationLog(Protocol):
 
 
 class HeldOutEvaluator:
-    """Evaluates a run every `train.eval_every` steps, for the log and for early stopping.
+    """Evaluates a run whenever `train.eval_every` requires it, for the log and for early stopping.
 
     It computes the loss on held-out samples, and calls `run.functions.samples`.
 
