@@ -98,7 +98,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     figures = {**found.figures, "sequence_length": length}
     if measured is not None:
         assert found.memory is not None, "a search of a run is refused"
-        rows = compare_with_run(found.memory, measured)
+        rows = compare_with_run(found.memory, measured, run.num_replicas)
         # A bound on the time of other devices says nothing of this run's.
         is_of_others = config.device.planned_kind == "gpu" and not on_gpu
         known = {name: value for name, value in figures.items() if name != "step" or not is_of_others}

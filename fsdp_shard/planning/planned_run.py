@@ -107,6 +107,11 @@ class PlannedRun:
         return sharding.num_shards(self.shard, self.num_ranks)
 
     @property
+    def num_replicas(self) -> int:
+        """Number of copies of the model."""
+        return self.shard.replicas if self.shard.is_sharded else self.num_ranks
+
+    @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches of each rank in a step."""
         return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.num_data_ranks))

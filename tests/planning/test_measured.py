@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.planning.measured.comparison_with_run import ComparedFigure, compare_with_run, comparison_text
+from fsdp_shard.planning.measured.comparison_with_run import (
+    ComparedFigure,
+    compare_with_run,
+    comparison_figures,
+    comparison_text,
+)
 from fsdp_shard.planning.measured.measured_run import read_measured
 from tests.support.plans import plan
 from tests.support.runs import Ended, run_arguments, run_recipe
@@ -68,6 +73,20 @@ def test_a_run_is_planned_and_compared(model: Path, tmp_path: Path, settings: tu
     assert "Parameters and optimizer agree, so the difference is in what lives for a moment" in compared.out
     assert "resident memory of a process" in compared.out
     assert measured["device"] == "cpu"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [("shard=ddp",), ("shard.replicas=2",)], ids=["ddp", "hsdp"])
+def test_replicas_are_compared_with_the_files_of_all_ranks(
+    model: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    assert _train(model, tmp_path / "run", *settings).status == 0
+    compared = run_recipe("plan", tmp_path / "plan", f"run={tmp_path / 'run'}")
+    assert compared.status == 0, compared.err
+    rows = [row for row in compared.result["measured"]["compared"] if row["term"] == "optimizer"]
+    assert [row["rank"] for row in rows] == [None]
+    assert rows[0]["difference"] == pytest.approx(0.0, abs=0.03)
+    assert "Parameters and optimizer agree" in compared.out
 
 
 @pytest.mark.long
@@ -145,6 +164,15 @@ def test_peaks_of_gpus_are_compared_as_they_are(tmp_path: Path) -> None:
     assert "They agree within 2.0%." in text
     assert "A step took 3 s (the median), 2.0 x the bound of 1.5 s." in text
     assert "torch's allocator" in text
+
+
+def test_a_figure_that_was_not_measured_has_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    row = ComparedFigure("peak", 0, 100, 0)
+    figures = comparison_figures([row], read_measured(tmp_path))
+    assert figures["compared"][0]["difference"] is None
+    assert row.describe() == "peak of rank 0, planned 100 B, measured 0 B (n/a)"
 
 
 def test_the_term_that_is_off_by_most_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,7 +27,7 @@ _ON_GPU = "On GPUs, what is measured is the most that torch's allocator has give
 
 @dataclass(frozen=True)
 class ComparedFigure:
-    """A figure: its term, the rank that it is of, and bytes."""
+    """A figure: its term, the rank that it is of (None: the fullest rank, or of the optimizer a replica), and bytes."""
 
     term: str
     rank: int | None
@@ -40,25 +41,35 @@ class ComparedFigure:
             return 0.0 if not self.planned else float("inf")
         return self.planned / self.measured - 1.0
 
+    @property
+    def percent(self) -> str:
+        """The difference as text."""
+        return f"{self.difference:+.1%}" if math.isfinite(self.difference) else "n/a"
+
     def describe(self) -> str:
         """The figure in words."""
         where = "" if self.rank is None else f" of rank {self.rank}"
         sizes = f"planned {format_size(self.planned)}, measured {format_size(self.measured)}"
-        return f"{self.term}{where}, {sizes} ({self.difference:+.1%})"
+        return f"{self.term}{where}, {sizes} ({self.percent})"
 
 
-def compare_with_run(plan: MemoryPlan, run: MeasuredRun) -> list[ComparedFigure]:
+def compare_with_run(plan: MemoryPlan, run: MeasuredRun, num_replicas: int = 1) -> list[ComparedFigure]:
     """Compare what both have: parameters, the optimizer's state, and the peak of each rank.
 
     Args:
         plan: The plan of the settings of the run.
         run: The run.
+        num_replicas: Number of copies of the model. Ranks share the work of saving them, so that the files of several
+            are compared with one replica as a whole.
     """
     rows = []
     if run.shard_bytes is not None:
         most = max(rank.parameters_bytes for rank in plan.per_rank)
         rows.append(ComparedFigure("parameters", None, most, run.shard_bytes))
-    if len(run.optimizer) == len(plan.per_rank):
+    if run.optimizer and num_replicas > 1:
+        state = sum(rank.optimizer_bytes for rank in plan.per_rank) // num_replicas
+        rows.append(ComparedFigure("optimizer", None, state, sum(run.optimizer)))
+    elif len(run.optimizer) == len(plan.per_rank):
         sizes = zip(plan.per_rank, run.optimizer, strict=True)
         rows += [ComparedFigure("optimizer", rank.rank, rank.optimizer_bytes, size) for rank, size in sizes]
     for rank, measured in zip(plan.per_rank, _peaks(run), strict=False):
@@ -88,7 +99,9 @@ def comparison_figures(rows: Sequence[ComparedFigure], run: MeasuredRun) -> dict
     return {
         "run": str(run.path),
         "device": run.device,
-        "compared": [asdict(row) | {"difference": row.difference} for row in rows],
+        "compared": [
+            asdict(row) | {"difference": row.difference if math.isfinite(row.difference) else None} for row in rows
+        ],
         "step_seconds": run.step_seconds,
         "not_planned": list(run.not_planned),
     }
@@ -107,9 +120,9 @@ def comparison_text(
     """
     table = [["term", "rank", "planned", "measured", "difference"]]
     for row in _shown(rows):
-        rank = "most" if row.rank is None else str(row.rank)
+        rank = str(row.rank) if row.rank is not None else "all" if row.term == "optimizer" else "most"
         sizes = [format_size(row.planned), format_size(row.measured)]
-        table.append([row.term, rank, *sizes, f"{row.difference:+.1%}"])
+        table.append([row.term, rank, *sizes, row.percent])
     lines = [f"Planned, and measured by {printable(str(run.path))}:", ""]
     lines += [*format_table(table), ""] if rows else []
     lines += [_verdict(rows, plan), *_step_lines(run, figures), _what_is_measured(run)]
