@@ -80,10 +80,11 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     if config.data.packing:
         check_packed(config.model.task, config.objective.samples)
     length, num_ranks = settle_run_length(config.data, model.resumed_from, context_length), config.launch.num_ranks
-    on_gpu = _plans_gpus(config)
+    on_gpu, resumes = _plans_gpus(config), model.resumed_from is not None
     if measured is not None:
         num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
-    run = PlannedRun.of(config, length, num_ranks, on_gpu=on_gpu, resumes=model.resumed_from is not None)
+        resumes = measured.resumes
+    run = PlannedRun.of(config, length, num_ranks, on_gpu=on_gpu, resumes=resumes)
     plan = plan_search if config.search else plan_one
     with only_errors_of("transformers"):
         notes = _notes(config, run, is_adapter_read=_reads_adapter(model_config, run))
@@ -100,7 +101,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         assert found.memory is not None, "a search of a run is refused"
         rows = compare_with_run(found.memory, measured, run.num_replicas)
         # A bound on the time of other devices says nothing of this run's.
-        is_of_others = config.device.planned_kind == "gpu" and not on_gpu
+        is_of_others = measured.device is None or (config.device.planned_kind == "gpu" and not on_gpu)
         known = {name: value for name, value in figures.items() if name != "step" or not is_of_others}
         text += f"\n\n{comparison_text(rows, found.memory, measured, known)}"
         figures["measured"] = comparison_figures(rows, measured)

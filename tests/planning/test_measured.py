@@ -90,6 +90,32 @@ def test_replicas_are_compared_with_the_files_of_all_ranks(
 
 
 @pytest.mark.long
+def test_a_run_that_resumed_is_planned_as_one(model: Path, tmp_path: Path) -> None:
+    run, settings = tmp_path / "run", ("shard=ddp", "data.sequence_length=8", "train.global_batch_size=2")
+    for steps, phase, resumed_step in ((1, "backward", None), (2, "resume", 1)):
+        trained = _train(model, run, *settings, f"train.steps={steps}")
+        assert trained.status == 0, trained.err
+        assert trained.result["resumed_step"] == resumed_step
+        ended = run_recipe("plan", tmp_path / f"plan{steps}", f"run={run}")
+        assert ended.result["per_rank"][0]["peak"]["phase"] == phase
+
+
+@pytest.mark.long
+def test_a_run_that_was_killed_has_the_ranks_of_its_latest_checkpoint(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert _train(model, run).status == 0
+    (run / "result.json").unlink()
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(settings.replace("ranks: 2", "ranks: 1"))  # as torchrun would have started it
+    ended = run_arguments(["plan", str(run), f"run_dir={tmp_path / 'plan'}", "device=h100"])
+    assert ended.status == 0, ended.err
+    result = json.loads((tmp_path / "plan" / "result.json").read_text())
+    assert len(result["per_rank"]) == 2
+    assert [row["rank"] for row in result["measured"]["compared"]] == [0, 1]
+    assert "(the median)." in ended.out, "no bound of a device that may be another one"
+
+
+@pytest.mark.long
 def test_a_path_alone_names_the_run_and_leaves_no_file(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert _train(model, run, "model.kernels=none", "train.neftune_alpha=5").status == 0

@@ -12,7 +12,16 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE, OPTIMIZER, Store, member, parse_shard_name, read_manifest
+from fsdp_shard.checkpoint import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    OPTIMIZER,
+    Manifest,
+    Store,
+    member,
+    parse_shard_name,
+    read_manifest,
+)
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.planning.unplanned import unplanned_settings
 from fsdp_shard.training import METRICS, read_rows
@@ -35,9 +44,11 @@ class MeasuredRun:
         worst_peak: The most of any rank, of a run that has not ended.
         shard_bytes: The most that a rank has of parameters and buffers.
         optimizer: Bytes of optimizer state in the file of each rank of the latest checkpoint.
+        num_saving_ranks: Number of ranks that wrote that checkpoint; None if there is none.
         sequence_length: In tokens.
         step_seconds: The median of the steps after the first.
         not_planned: Settings that a plan does not have, each with the reason.
+        resumes: Whether it resumed from a step.
     """
 
     path: Path
@@ -47,14 +58,16 @@ class MeasuredRun:
     worst_peak: int | None
     shard_bytes: int | None
     optimizer: Sequence[int]
+    num_saving_ranks: int | None
     sequence_length: int | None
     step_seconds: float | None
     not_planned: Sequence[str]
+    resumes: bool
 
     @property
     def num_ranks(self) -> int | None:
-        """Number of its ranks; None if it has not ended."""
-        return len(self.peaks) or None
+        """Number of its ranks: those that it recorded at its end, or else those of its latest checkpoint."""
+        return len(self.peaks) or self.num_saving_ranks
 
 
 def read_measured(path: Path) -> MeasuredRun:
@@ -72,6 +85,7 @@ def read_measured(path: Path) -> MeasuredRun:
     seconds = [row["step_seconds"] for row in rows if _is_number(row.get("step_seconds"))]
     length = result.get("sequence_length")
     device = result.get("device")
+    step, manifest = _latest_step(path)
     return MeasuredRun(
         path=path,
         device=device if device in ("cpu", "cuda") else None,
@@ -79,10 +93,12 @@ def read_measured(path: Path) -> MeasuredRun:
         before=_counts(result.get("memory_before_bytes_by_rank")),
         worst_peak=max((row["memory_bytes"] for row in rows if _is_count(row.get("memory_bytes"))), default=None),
         shard_bytes=_count(loaded.get("shard_bytes")) if isinstance(loaded, dict) else None,
-        optimizer=_optimizer_bytes(path),
+        optimizer=[] if manifest is None else _optimizer_bytes(step, manifest),
+        num_saving_ranks=None if manifest is None else math.prod(manifest.mesh.values()),
         sequence_length=_count(length),
         step_seconds=statistics.median(seconds[1:] or seconds) if seconds else None,
         not_planned=_not_planned(path / CONFIG_FILE),
+        resumes=result.get("resumed_step") is not None,
     )
 
 
@@ -110,15 +126,19 @@ def _counts(values: Any) -> list[int]:
     return values if isinstance(values, list) and all(map(_is_count, values)) else []
 
 
-def _optimizer_bytes(path: Path) -> list[int]:
-    """Bytes of tensors in the optimizer's files of the latest step, by rank: their sizes without their headers."""
+def _latest_step(path: Path) -> tuple[Path, Manifest | None]:
+    """The directory of the latest checkpoint of a run, and its manifest; without a checkpoint there is none."""
     store = Store(path / CHECKPOINTS)
     if (latest := store.latest()) is None:
-        return []
+        return path, None
     step = store.path(latest)
-    manifest = read_manifest(step)
+    return step, read_manifest(step)
+
+
+def _optimizer_bytes(step: Path, manifest: Manifest) -> list[int]:
+    """Bytes of tensors in the optimizer's files of a step, by rank: their sizes without their headers."""
     found: dict[int, int] = {}
-    for name, record in ({} if manifest is None else manifest.files).items():
+    for name, record in manifest.files.items():
         folder, _, file_name = name.rpartition("/")
         if folder == OPTIMIZER and (shard := parse_shard_name(file_name)):
             with member(step, name).open("rb") as file:

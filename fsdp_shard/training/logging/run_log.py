@@ -53,6 +53,7 @@ class RunLog:
     ) -> None:
         self._run_dir, self._run, self._config, self._is_main = Path(run_dir), run, run.config, run.context.is_main
         self._checkpoint, self._settings, self._utilization = checkpoint, public_settings or {}, utilization
+        self._resumed_step = None if checkpoint is None else run.state.step
         self._opening = opening
         self._exit = ExitStack()
         self._seconds, self._tokens = 0.0, 0
@@ -201,6 +202,7 @@ class RunLog:
         figures: dict[str, Any] = {
             "steps": state.step,
             "max_steps": self._config.num_steps,
+            "resumed_step": self._resumed_step,
             "epoch": state.epoch,
             "final_loss": next((row["loss"] for row in reversed(steps) if row["loss"] is not None), None),
             "skipped_steps": state.num_skipped,
