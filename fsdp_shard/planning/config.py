@@ -93,6 +93,7 @@ class PlanSavingConfig:
         "As in finetune: steps between checkpoints. On CPUs, the copies of asynchronous saves are then in the peak.",
         minimum=0,
     )
+    optimizer: bool = setting(True, "As in finetune: checkpoints have the optimizer state, too.")
 
 
 @dataclass

@@ -18,6 +18,7 @@ class _Data(Protocol):
 class _Saving(Protocol):
     asynchronous: bool
     every: int
+    optimizer: bool
 
 
 class RunSections(Protocol):
@@ -48,6 +49,7 @@ class PlannedRun:
         sequence_length: In tokens.
         num_ranks: Number of ranks.
         saves_asynchronously: Whether saves may copy the state into host memory.
+        saves_optimizer: Whether checkpoints have the optimizer state.
         saves_every: Number of steps between saves; 0 saves the last step only.
         resumes: Whether it continues from a step, whose optimizer state it reads.
         is_streamed: Whether samples are not known before.
@@ -65,6 +67,7 @@ class PlannedRun:
     num_ranks: int
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     saves_asynchronously: bool = True
+    saves_optimizer: bool = True
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     is_streamed: bool = False
     on_gpu: bool = False
@@ -86,6 +89,7 @@ class PlannedRun:
             num_ranks=num_ranks,
             adapter=config.adapter,
             saves_asynchronously=config.checkpoint.asynchronous,
+            saves_optimizer=config.checkpoint.optimizer,
             objective=config.objective,
             is_streamed=config.data.streaming,
             on_gpu=on_gpu,

@@ -90,6 +90,15 @@ def test_replicas_are_compared_with_the_files_of_all_ranks(
 
 
 @pytest.mark.long
+def test_what_was_not_saved_is_not_planned_as_saved(model: Path, tmp_path: Path) -> None:
+    assert _train(model, tmp_path / "run", "checkpoint.optimizer=false").status == 0
+    compared = run_recipe("plan", tmp_path / "plan", f"run={tmp_path / 'run'}")
+    assert {row["term"] for row in compared.result["measured"]["compared"]} == {"parameters", "peak"}
+    assert compared.result["step"]["checkpoint"]["optimizer_bytes"] == 0
+    assert "Parameters agree, so the difference" in compared.out
+
+
+@pytest.mark.long
 def test_a_run_that_resumed_is_planned_as_one(model: Path, tmp_path: Path) -> None:
     run, settings = tmp_path / "run", ("shard=ddp", "data.sequence_length=8", "train.global_batch_size=2")
     for steps, phase, resumed_step in ((1, "backward", None), (2, "resume", 1)):

@@ -230,6 +230,11 @@ def test_settings_change_what_they_should() -> None:
     assert [rank.own.get("staging", 0) for rank in saved] == [base.staging_bytes, 0]  # a GPU has memory of its own
     assert saved[1].needed_host_bytes == base.staging_bytes
     assert plan(num_ranks=2, saves_asynchronously=False).per_rank[0].staging_bytes == 0
+    for shard in (Fsdp2Config(), DdpConfig()):
+        both, weights = (plan(num_ranks=2, shard=shard, saves_optimizer=saves).per_rank for saves in (True, False))
+        copied = [sum(rank.staging_bytes for rank in ranks) for ranks in (both, weights)]
+        num_copies = 1 if shard.is_sharded else 2
+        assert copied[0] - copied[1] == sum(rank.optimizer_bytes for rank in both) // num_copies
 
     half = plan(num_ranks=2, model=ModelConfig(path="x", dtype="bfloat16")).per_rank[0]
     assert half.parameters_bytes * 2 == base.parameters_bytes

@@ -41,7 +41,7 @@ from fsdp_shard.planning.costs.step_time import missing_figures, step_time
 from fsdp_shard.planning.devices import Hardware
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.sharding import Fsdp2Config, ShardConfig, recompute_blocks
+from fsdp_shard.sharding import DdpConfig, Fsdp2Config, ShardConfig, recompute_blocks
 from fsdp_shard.training import (
     OBJECTIVES,
     AdamWConfig,
@@ -344,6 +344,12 @@ def test_the_slowest_part_is_the_bound() -> None:
     halves = step_time(four, DEVICE)
     assert halves is not None
     assert halves.write_seconds == pytest.approx(found.write_seconds / 2)
+    ddp = step_time(
+        cost_of(config, facts, num_ranks=4, shard=DdpConfig(), train=TrainConfig(global_batch_size=4)), DEVICE
+    )
+    assert ddp is not None
+    assert ddp.write_seconds == pytest.approx(found.write_seconds / 2), "ranks divide the writing"
+    assert ddp.resume_seconds == found.resume_seconds, "and each machine reads all"
     with_tf32 = step_time(cost_of(config, facts, train=TrainConfig(global_batch_size=1, tf32=True)), DEVICE)
     assert with_tf32 is not None
     assert with_tf32.parts["compute"] == found.parts["compute"] / 4

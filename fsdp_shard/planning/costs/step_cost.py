@@ -27,6 +27,7 @@ class CheckpointCost:
         average_bytes: The average of the weights (`train.ema_decay`).
         base_bytes: What a run with an adapter reads in addition when it resumes: its base.
         num_writers: Number of ranks that write a part each.
+        num_readers: Number of ranks that read a part each.
     """
 
     weights_bytes: int
@@ -34,6 +35,7 @@ class CheckpointCost:
     average_bytes: int
     base_bytes: int
     num_writers: int
+    num_readers: int
 
     @property
     def total_bytes(self) -> int:
@@ -218,8 +220,9 @@ def _checkpoint_cost(facts: ModelFacts, run: PlannedRun) -> CheckpointCost:
     trained = sum(prod(param.shape) for param in facts.params.values() if param.is_trained)
     return CheckpointCost(
         weights_bytes=sum(prod(param.shape) * param.itemsize for param in saved),
-        optimizer_bytes=facts.state_bytes(run.optim),
+        optimizer_bytes=facts.state_bytes(run.optim) if run.saves_optimizer else 0,
         average_bytes=0 if run.train.ema_decay is None else _FLOAT32_BYTES * trained,
         base_bytes=0 if saves_all else facts.base_bytes,
-        num_writers=_num_owners(run),
+        num_writers=_num_owners(run) if run.shard.is_sharded else run.num_ranks,
+        num_readers=_num_owners(run),
     )

@@ -8,7 +8,7 @@ all-reduce counts once here; its bytes in `Traffic.sent_bytes` are those of a ri
 
 from dataclasses import dataclass
 
-from fsdp_shard.planning.costs.step_cost import CheckpointCost, StepCost
+from fsdp_shard.planning.costs.step_cost import StepCost
 from fsdp_shard.planning.costs.step_traffic import Traffic
 from fsdp_shard.planning.devices import Hardware
 
@@ -101,9 +101,11 @@ def step_time(cost: StepCost, hardware: Hardware) -> StepTime | None:
         model_flops_utilization=cost.model_flops / (seconds * peak),
         run_days=None if num_steps is None else num_steps * seconds / SECONDS_PER_DAY,
         write_seconds=_disk_seconds(
-            checkpoint.total_bytes, checkpoint, per_machine, hardware.disk_write_bytes_per_second
+            checkpoint.total_bytes, checkpoint.num_writers, per_machine, hardware.disk_write_bytes_per_second
         ),
-        resume_seconds=_disk_seconds(read_bytes, checkpoint, per_machine, hardware.disk_read_bytes_per_second),
+        resume_seconds=_disk_seconds(
+            read_bytes, checkpoint.num_readers, per_machine, hardware.disk_read_bytes_per_second
+        ),
     )
 
 
@@ -149,9 +151,7 @@ def _seconds(num_bytes: float, bandwidth: int | None) -> float:
     return 0.0 if bandwidth is None else num_bytes / bandwidth
 
 
-def _disk_seconds(
-    num_bytes: int, checkpoint: CheckpointCost, num_per_machine: int, bandwidth: int | None
-) -> float | None:
+def _disk_seconds(num_bytes: int, num_parts: int, num_per_machine: int, bandwidth: int | None) -> float | None:
     """Time of the machine with most of the ranks that have a part each."""
-    share = min(num_per_machine, checkpoint.num_writers) / checkpoint.num_writers
+    share = min(num_per_machine, num_parts) / num_parts
     return None if bandwidth is None else num_bytes * share / bandwidth

@@ -158,10 +158,15 @@ def _verdict(rows: Sequence[ComparedFigure], plan: MemoryPlan) -> str:
             if term not in ("parameters", "gradients", "optimizer", "average")
         )
         text += (
-            f" Parameters and optimizer agree, so the difference is in what lives for a moment: planned {rest}; "
+            f" {_agreeing(others)}, so the difference is in what lives for a moment: planned {rest}; "
             f"measured {format_size(max(0, worst.measured - state))} besides the state."
         )
     return text
+
+
+def _agreeing(rows: Sequence[ComparedFigure]) -> str:
+    terms = [*dict.fromkeys(row.term for row in rows)]
+    return " and ".join(terms).capitalize() + (" agree" if "parameters" in terms else " agrees")
 
 
 def _step_lines(run: MeasuredRun, figures: Mapping[str, Any]) -> list[str]:

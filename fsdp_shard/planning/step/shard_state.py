@@ -180,9 +180,10 @@ def staged_bytes(part: RankPart, states: Sequence[ShardState], run: PlannedRun) 
 
     Of what replicas have in common the first one writes all, but under DDP they divide the tensors.
     """
+    of_shards = [state.staged - (0 if run.saves_optimizer else state.optimizer) for state in states]
     if run.shard.is_sharded:
         num_first = run.num_shards * run.shard.tensor_parallel
-        by_rank = [states[rank // run.shard.tensor_parallel].staged for rank in range(num_first)]
+        by_rank = [of_shards[rank // run.shard.tensor_parallel] for rank in range(num_first)]
         return by_rank + [0] * (run.num_ranks - num_first)
     trained = {name: param for name, param in part.model.named_parameters() if param.requires_grad}
     shapes = {name: tuple(param.shape) for name, param in trained.items()}
@@ -191,7 +192,7 @@ def staged_bytes(part: RankPart, states: Sequence[ShardState], run: PlannedRun) 
     sizes = [0] * run.num_ranks
     for number, (name, param) in enumerate(part.model.named_parameters(remove_duplicate=False)):
         if name in trained:
-            of_param = param.numel() * (param.element_size() + average_size) + of_optimizer[name]
+            of_param = param.numel() * (param.element_size() + average_size) + of_optimizer[name] * run.saves_optimizer
             sizes[number % run.num_ranks] += of_param + _STAGED_APART
-    buffers = states[0].staged - sum(sizes)
+    buffers = of_shards[0] - sum(sizes)
     return [size + buffers for size in sizes]
