@@ -30,8 +30,15 @@ class Point:
         """Number of ranks."""
         return self.fits.candidate.run.num_ranks
 
+    @property
+    def trains_other(self) -> bool:
+        """Whether its changes are of what is trained."""
+        return bool(self.fits.candidate.trains)
+
     def is_better(self, other: "Point") -> bool:
-        """Whether this is at most `other` in ranks, memory and time, and less in one of them."""
+        """Whether this is at most `other` in ranks, memory and time, and less in one. Changed training is not."""
+        if self.trains_other and not other.trains_other:
+            return False
         own, theirs = self.figures, other.figures
         return own != theirs and all(one <= two for one, two in zip(own, theirs, strict=True))
 
@@ -60,7 +67,7 @@ class Front:
     @property
     def cheapest(self) -> Point | None:
         """The fastest of the fewest ranks that fit, training the same if that fits at all."""
-        same = [point for point in self.points if not point.fits.candidate.trains]
+        same = [point for point in self.points if not point.trains_other]
         return min(same or self.points, key=lambda point: (point.num_ranks, point.time), default=None)
 
     @property
@@ -98,7 +105,7 @@ def search_front(
         found = [fits for fits in found if fits.seconds is not None]
     points = sorted(
         (Point(fits, _time(fits)) for fits in found),
-        key=lambda point: (point.num_ranks, point.time, len(point.fits.candidate.overrides)),
+        key=lambda point: (point.num_ranks, point.time, point.trains_other, len(point.fits.candidate.overrides)),
     )
     points = list({point.figures: point for point in reversed(points)}.values())[::-1]  # of equal ones the simplest
     kept = [point for point in points if not any(other.is_better(point) for other in points)]
@@ -134,7 +141,7 @@ def front_text(front: Front) -> str:
             "",
             f"Time is that of a sample, relative to the first row. {format_count(front.num_fitting, 'candidate')} of "
             f"{format_count(front.num_plans, 'plan')} fit; nothing in the table is worse than another row in all of "
-            f"ranks, memory and time.",
+            f"ranks, memory and time, unless that one changes what is trained.",
         ]
     )
 
