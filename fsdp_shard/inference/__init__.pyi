@@ -22,7 +22,10 @@ from .dispatch import (
 )
 from .generation.batching import complete as complete
 from .generation.decoder import Decoder as Decoder
-from .generation.kv_cache_size import KVCacheBudget as KVCacheBudget
+from .generation.kv_cache_size import (
+    KVCacheBudget as KVCacheBudget,
+    cached_blocks as cached_blocks,
+)
 from .generation.prompts import Completion as Completion, Prompt as Prompt
 from .generation.text_generation import complete_prompts as complete_prompts, join_ranks as join_ranks
 from .generation.tokenize_prompts import check_generates as check_generates

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TopPLogitsWarper
 
-from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, device_name
+from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, cached_blocks, device_name
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.planning.step.recording.events import DONE, LEAVE, Event
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
@@ -154,9 +154,7 @@ def plan_generation(
     """
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     blocks = no_split_blocks(model)
-    repeated = [block.fqn for block in blocks if block.repeated]
-    if model.config.is_encoder_decoder:
-        repeated = [fqn for fqn in repeated if "decoder" in fqn.split(".")]
+    repeated = [block.fqn for block in cached_blocks(model, blocks)]
     passes = _Passes(model, budget)
     try:
         recording, like = record_forward(model, passes, has_mask=budget.batch_size > 1)

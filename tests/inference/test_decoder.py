@@ -25,7 +25,7 @@ from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.generation.batching import complete
 from fsdp_shard.inference.generation.decoder import Decoder, generation_config
-from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes, kv_cache_budget
+from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes, cached_blocks, kv_cache_budget
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize, tokenize_prompts
@@ -372,7 +372,7 @@ def test_the_reserved_cache_is_what_a_model_caches(family: str) -> None:
     with torch.no_grad():
         cache = model(input_ids=torch.zeros(3, 10, dtype=torch.long), use_cache=True).past_key_values
     held = sum(value.nbytes for layer in cache.layers for value in vars(layer).values() if torch.is_tensor(value))
-    blocks = no_split_blocks(model)
+    blocks = cached_blocks(model, no_split_blocks(model))
     reserved = sum(cache_bytes(config, blocks, 4, KVCacheBudget(3, 10)).values())
     # Until 5.23 the most that a version caches of DeepSeek's tokens is reserved.
     assert reserved == held if Version(transformers.__version__) >= Version("5.23") else reserved >= held

@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -108,6 +109,24 @@ def test_the_command_shows_the_peak_of_generation(tmp_path: Path) -> None:
     refused = run_recipe("plan", tmp_path / "refused", *given[:2], f"adapters={{one: {tmp_path / 'adapter'}}}")
     assert refused.status == 2
     assert "add dispatch.device_map=auto" in refused.err
+
+
+def test_the_cache_of_a_vision_language_model_is_where_its_decoder_is() -> None:
+    text = {**_HEADS, "num_hidden_layers": 4, "sliding_window": 16}
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=1
+    )
+    config.architectures, config.dtype = ["Gemma3ForConditionalGeneration"], torch.float32
+    parts = {"model.vision_tower": 1, "model.multi_modal_projector": 1, "model.language_model": 0, "lm_head": 0}
+    settings, budget = DispatchConfig(parts, {0: "4GB", 1: "4GB", "cpu": "4GB"}, "keep"), KVCacheBudget(4, 96)
+    devices = plan_dispatch(model_from_config(config, settings), settings, budget)[1]
+    assert devices.cache_bytes == {0: 4 * (2 * 2 * 32 * 4 * 4 * 96)}, "of the four layers of the text model"
+    planned = plan_generation(model_from_config(config, settings), devices, budget)
+    assert planned.problem is None
+    caches = {device: max(each.terms.get("KV cache", 0) for each in found) for device, found in planned.peaks.items()}
+    assert caches["cuda:0"] > 0
+    assert caches["cuda:1"] == 0
 
 
 def test_a_quantized_plan_says_what_it_lacks() -> None:

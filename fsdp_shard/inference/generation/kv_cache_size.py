@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import transformers
 from packaging.version import Version
@@ -10,6 +11,9 @@ from transformers import PretrainedConfig
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.models import Block
 from fsdp_shard.utils import format_count
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,16 @@ def kv_cache_budget(encoded: Sequence[Sequence[int]], settings: GenerationSettin
     return KVCacheBudget(num_texts, longest + settings.max_new_tokens)
 
 
+def cached_blocks(model: "PreTrainedModel", blocks: Sequence[Block]) -> list[Block]:
+    """The blocks with a KV cache: the decoder's layers, without those of an encoder of text, images or sound."""
+    repeated = [block for block in blocks if block.repeated]
+    if model.config.is_encoder_decoder:
+        return [block for block in repeated if "decoder" in block.fqn.split(".")]
+    decoder = model.get_decoder()
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
+    return [block for block in repeated if block.fqn.startswith(prefix)] or repeated
+
+
 def cache_bytes(
     config: PretrainedConfig, blocks: Sequence[Block], element_bytes: int, budget: KVCacheBudget
 ) -> dict[str, int]:
@@ -42,7 +56,7 @@ def cache_bytes(
 
     Args:
         config: The model's config.
-        blocks: The model's blocks; only repeated ones have a cache, and of an encoder-decoder those of the decoder.
+        blocks: The blocks with a cache.
         element_bytes: Bytes of one element, as of the compute dtype.
         budget: Number and length of the texts.
 
@@ -57,8 +71,7 @@ def cache_bytes(
     head_dim = getattr(text, "head_dim", None) or hidden // num_heads
     each = _latent_values(text) or 2 * num_kv_heads * head_dim
     each *= element_bytes * budget.batch_size * budget.num_tokens
-    has_encoder = config.is_encoder_decoder
-    return {b.fqn: each for b in blocks if b.repeated and (not has_encoder or "decoder" in b.fqn.split("."))}
+    return {block.fqn: each for block in blocks}
 
 
 def _latent_values(text: PretrainedConfig) -> int:

@@ -36,7 +36,10 @@ class Point:
         return bool(self.fits.candidate.trains)
 
     def is_better(self, other: "Point") -> bool:
-        """Whether this is at most `other` in ranks, memory and time, and less in one. Changed training is not."""
+        """Whether this is at most `other` in ranks, memory and time, and less in one of them.
+
+        Settings that change what is trained are no better than settings that train the same.
+        """
         if self.trains_other and not other.trains_other:
             return False
         own, theirs = self.figures, other.figures
