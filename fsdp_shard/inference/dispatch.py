@@ -24,7 +24,7 @@ from fsdp_shard.inference import available_memory, quantization, schedule, tenso
 from fsdp_shard.inference.config import Device, DispatchConfig, locate_adapters, parse_adapters
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
 from fsdp_shard.inference.device_map.strategies import plan_device_map
-from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes, cached_blocks
+from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes
 from fsdp_shard.inference.named_adapters import adapters_bytes, add_adapters
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
@@ -234,9 +234,7 @@ def plan_dispatch(
     blocks = no_split_blocks(model)
     if kind := QUANTIZATIONS.get(settings.quantize):
         blocks = quantization.quantized_blocks(model, blocks, kind, on_gpu=_uses_gpus(settings.assignment, budgets))
-    caches = {}
-    if kv_cache is not None:
-        caches = cache_bytes(model.config, cached_blocks(model, blocks), model.dtype.itemsize, kv_cache)
+    caches = {} if kv_cache is None else cache_bytes(model, blocks, kv_cache)
     ties, prefetch = tied_blocks(model, blocks), settings.prefetch_blocks
     plan = plan_device_map(blocks, settings.assignment, budgets, ties=ties, prefetch=prefetch, cache_bytes=caches)
     streamed = [fqn for fqn in plan.devices if plan.is_streamed(fqn)]

@@ -25,7 +25,7 @@ from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.generation.batching import complete
 from fsdp_shard.inference.generation.decoder import Decoder, generation_config
-from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes, cached_blocks, kv_cache_budget
+from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes, kv_cache_budget
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize, tokenize_prompts
@@ -372,10 +372,43 @@ def test_the_reserved_cache_is_what_a_model_caches(family: str) -> None:
     with torch.no_grad():
         cache = model(input_ids=torch.zeros(3, 10, dtype=torch.long), use_cache=True).past_key_values
     held = sum(value.nbytes for layer in cache.layers for value in vars(layer).values() if torch.is_tensor(value))
-    blocks = cached_blocks(model, no_split_blocks(model))
-    reserved = sum(cache_bytes(config, blocks, 4, KVCacheBudget(3, 10)).values())
+    reserved = sum(cache_bytes(model, no_split_blocks(model), KVCacheBudget(3, 10)).values())
     # Until 5.23 the most that a version caches of DeepSeek's tokens is reserved.
     assert reserved == held if Version(transformers.__version__) >= Version("5.23") else reserved >= held
+
+
+_ATTENTION = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32}
+_LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("mamba", {"hidden_size": 64, "state_size": 32}),
+        ("mamba2", {"hidden_size": 64, "state_size": 32, "num_heads": 8, "head_dim": 16, "n_groups": 1}),
+        ("bamba", {**_ATTENTION, **_MAMBA, "attn_layer_indices": [1]}),
+        ("falcon_h1", {**_ATTENTION, **_MAMBA, "mamba_d_ssm": 128}),
+        ("qwen3_next", {**_ATTENTION, **_LINEAR, "layer_types": ["linear_attention", "full_attention"]}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recurrent_states_are_reserved(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    config = AutoConfig.for_model(family, num_hidden_layers=2, vocab_size=64, **sizes)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        output = model(input_ids=torch.zeros(3, 10, dtype=torch.long), use_cache=True)
+    cache = output.get("past_key_values") or output.cache_params
+    values = [value for layer in cache.layers for value in vars(layer).values()]
+    values += [each for value in values if isinstance(value, dict) for each in value.values()]  # states
+    held = sum(value.nbytes for value in values if torch.is_tensor(value))
+    reserved = sum(cache_bytes(model, no_split_blocks(model), KVCacheBudget(3, 10)).values())
+    assert held <= reserved <= 2 * held
 
 
 def test_log_probabilities_of_guided_tokens_are_refused(model: PreTrainedModel) -> None:

@@ -1,7 +1,8 @@
-"""Estimates the memory of the KV cache, block by block, from the config alone."""
+"""Estimates the memory of the KV cache and of recurrent states, block by block, from a model without weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import transformers
@@ -13,6 +14,7 @@ from fsdp_shard.models import Block
 from fsdp_shard.utils import format_count
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -27,6 +29,7 @@ class KVCacheBudget:
         return f"{format_count(self.batch_size, 'text')} of {format_count(self.num_tokens, 'token')}"
 
 
+_FLOAT32_BYTES = 4
 _CONVERSATION = 4096  # tokens to reserve for a conversation, whose length is not known in advance
 
 
@@ -49,29 +52,49 @@ def cached_blocks(model: "PreTrainedModel", blocks: Sequence[Block]) -> list[Blo
     return [block for block in repeated if block.fqn.startswith(prefix)] or repeated
 
 
-def cache_bytes(
-    config: PretrainedConfig, blocks: Sequence[Block], element_bytes: int, budget: KVCacheBudget
-) -> dict[str, int]:
-    """Bytes of the KV cache of each block: an upper bound, which counts a sliding window as full attention.
+def cache_bytes(model: "PreTrainedModel", blocks: Sequence[Block], budget: KVCacheBudget) -> dict[str, int]:
+    """Bytes of the KV cache of each block, and of its recurrent states.
+
+    It is an upper bound, which counts a sliding window as full attention, and attention in each layer if in any.
 
     Args:
-        config: The model's config.
-        blocks: The blocks with a cache.
-        element_bytes: Bytes of one element, as of the compute dtype.
+        model: The model in the compute dtype; it may be on meta.
+        blocks: Its blocks.
         budget: Number and length of the texts.
 
     Returns:
-        Block FQN -> bytes; empty for a model without attention heads, such as a state space model.
+        Block FQN -> bytes, of the blocks with a cache.
     """
-    text = config.get_text_config()
+    size = model.dtype.itemsize
+    of_attention = size * budget.num_tokens * _attention_values(model.config.get_text_config())
+    found = {}
+    for block in cached_blocks(model, blocks):
+        of_states = sum(_state_bytes(module, size) for module in model.get_submodule(block.fqn).modules())
+        found[block.fqn] = budget.batch_size * (of_attention + of_states)
+    return found
+
+
+def _attention_values(text: PretrainedConfig) -> int:
+    """Values that a layer caches of each token; 0 for a model without attention heads."""
     num_heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     if not num_kv_heads or not hidden or not num_heads:
-        return {}
+        return 0
     head_dim = getattr(text, "head_dim", None) or hidden // num_heads
-    each = _latent_values(text) or 2 * num_kv_heads * head_dim
-    each *= element_bytes * budget.batch_size * budget.num_tokens
-    return {block.fqn: each for block in blocks}
+    return _latent_values(text) or int(2 * num_kv_heads * head_dim)
+
+
+def _state_bytes(module: "nn.Module", element_bytes: int) -> int:
+    """Bytes of a text's states in a layer: of Mamba, whose states may be in float32, and of the gated delta rule."""
+    convolution = getattr(module, "conv1d", None)
+    if convolution is None:
+        return 0
+    values = 0
+    for names in (("intermediate_size", "ssm_state_size"), ("num_v_heads", "head_k_dim", "head_v_dim")):
+        if all(hasattr(module, name) for name in names):
+            values = prod(getattr(module, name) for name in names)
+    kernel = convolution.weight.numel() if values else 0  # the inputs that it covers
+    return _FLOAT32_BYTES * values + element_bytes * kernel
 
 
 def _latent_values(text: PretrainedConfig) -> int:
