@@ -121,6 +121,11 @@ class PlannedRun:
         return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.num_data_ranks))
 
     @property
+    def num_reductions(self) -> int:
+        """Number of times that gradients are reduced in a step."""
+        return self.num_micro_batches if self.shard.sync_every_micro_batch else 1
+
+    @property
     def num_data_ranks(self) -> int:
         """Number of ranks, or of groups that divide sequences, that each see samples of their own."""
         return sharding.num_data_ranks(self.shard, self.num_ranks)

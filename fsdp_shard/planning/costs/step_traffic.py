@@ -102,11 +102,7 @@ def _of_units(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]) -
     scalars = sum(not param.shape and param.is_trained for param in facts.params.values())
     if shard.wrapper == "fsdp2":  # which leaves them whole on every rank
         itemsize = sharding.itemsize(shard.reduce_dtype)
-        yield Traffic("all-reduce", "all", run.num_ranks, 1, _num_reductions(run) * scalars * itemsize)
-
-
-def _num_reductions(run: PlannedRun) -> int:
-    return run.num_micro_batches if run.shard.sync_every_micro_batch else 1
+        yield Traffic("all-reduce", "all", run.num_ranks, 1, run.num_reductions * scalars * itemsize)
 
 
 def _of_layers(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:

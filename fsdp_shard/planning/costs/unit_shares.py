@@ -101,10 +101,9 @@ def _share(
                 sizes[2] + elements * is_trained,
             ]
         gathered_bytes, stored_bytes, reduced = sizes
-    num_reductions = run.num_micro_batches if shard.sync_every_micro_batch else 1
     reduced_bytes = reduced * sharding.itemsize(shard.reduce_dtype)
     figures = gathered_bytes, stored_bytes, reduced_bytes
-    return UnitShare(num_chunks, stride, *figures, *num_gathers, num_reductions, is_expert)
+    return UnitShare(num_chunks, stride, *figures, *num_gathers, run.num_reductions, is_expert)
 
 
 def _alike(
