@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -75,10 +75,6 @@ class Completions:
         second = more[0]
         left = _LOOP_BYTES + sum(event.change for event in recording[first + 1 : second + 1])
         return recording[: first + 1], (Event(DONE, "", left, left, left, 0), *recording[second + 1 :])
-
-    def state_bytes(self, recording: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
-        """None: all is in the recording."""
-        return []
 
 
 def _next(ids: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
@@ -41,6 +41,9 @@ from fsdp_shard.planning.step.snapshot import (
 from fsdp_shard.planning.step.teacher_pass import PlannedTeacher, teacher_of
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import DistillConfig, cross_entropy_chunk_bytes, use_loss_head
+
+if TYPE_CHECKING:
+    from fsdp_shard.planning.step.eva_pass import EvaPass
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: 
     before = loading_snapshots(config, part, run, in_units, terms)
     of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.rows, run.target_length)
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
-    extra = _extra_passes(config, run)
+    extra, eva = _extra_passes(config, run)
     dtypes = [(unit.fqn, unit.dtype) for unit in part.units]
     others = (run.adapter, of_one_rank(run.shard), *of_batch, run.mask_fraction, *of_ranks, run.on_gpu, extra, dtypes)
     of_model = of_activations(run.model)
@@ -119,9 +122,9 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: 
             terms["buckets of the first step"] = terms[GRADIENTS]
     begin, rules = SIMULATORS[run.shard.wrapper], _rules(model, run)
     directions: list[int] = []
-    if EVA in recordings.extra:
+    if eva is not None and EVA in recordings.extra:
         before += _find_directions(begin(in_units, rules, {**terms}), recordings)
-        directions = extra[EVA].state_bytes(recordings.extra[EVA][0], dict(model.named_parameters()))
+        directions = eva.state_bytes(recordings.extra[EVA][0], dict(model.named_parameters()))
     uncounted, teacher = dict(recordings.uncounted), teacher_of(run, cache)
     if teacher is not None:
         terms[TEACHER], rules = teacher.held_bytes, replace(rules, teacher_pass_bytes=teacher.pass_bytes)
@@ -218,16 +221,17 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
     )
 
 
-def _extra_passes(config: PretrainedConfig, run: PlannedRun) -> dict[str, ExtraPasses]:
-    """The passes without gradients that are no evaluations, by phase."""
+def _extra_passes(config: PretrainedConfig, run: PlannedRun) -> tuple[dict[str, ExtraPasses], EvaPass | None]:
+    """The passes without gradients that are no evaluations, by phase; and that of `adapter.init=eva` by itself."""
     found: dict[str, ExtraPasses] = {}
+    eva = None
     if (completions := Completions.of(run)) is not None:
         found[COMPLETIONS] = completions
     if run.adapter.finds_directions and not run.resumes:
         from fsdp_shard.planning.step.eva_pass import EvaPass  # which few plans need
 
-        found[EVA] = EvaPass(replace(_batch_size(config, run), num_rows=run.num_rows), run.num_ranks)
-    return found
+        found[EVA] = eva = EvaPass(replace(_batch_size(config, run), num_rows=run.num_rows), run.num_ranks)
+    return found, eva
 
 
 def _find_directions(simulator: StepSimulator, recordings: Recordings) -> list[Snapshot]:

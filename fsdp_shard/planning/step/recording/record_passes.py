@@ -52,9 +52,6 @@ class ExtraPasses(Protocol):
     def parts(self, recording: Sequence[Event]) -> Sequence[Sequence[Event]]:
         """The parts of the recording, which each begin at the same state."""
 
-    def state_bytes(self, recording: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
-        """Bytes that each rank has meanwhile in addition to what is in the recording; none if no rank has any."""
-
 
 class MicroBatch(Protocol):
     """A micro-batch in a fake tensor mode."""
