@@ -100,7 +100,14 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     """Text and figures of the device map of `generate`, if one is asked for."""
     if config.dispatch.device_map is None:
         return "", {}
-    from fsdp_shard.inference import KVCacheBudget, inject_adapters, model_from_config, plan_dispatch, with_adapters
+    from fsdp_shard.inference import (
+        KVCacheBudget,
+        device_name,
+        inject_adapters,
+        model_from_config,
+        plan_dispatch,
+        with_adapters,
+    )
     from fsdp_shard.models import load_config
     from fsdp_shard.planning.generation_plan import plan_generation
 
@@ -120,4 +127,7 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     strategy = settings.device_map  # or a whole map
     if settings.max_memory is None and isinstance(strategy, str) and strategy not in ("cpu", "disk"):
         text += "\nThe devices are those of this machine; dispatch.max_memory={0: 24GB, cpu: 64GB} plans for others."
+    for device, num_bytes in (settings.budgets or {}).items():
+        if found.peak_bytes.get(device_name(device), 0) > num_bytes:
+            text += f"\nThat is more than the {format_size(num_bytes)} of dispatch.max_memory on {device_name(device)}."
     return text, {"device_map": devices.devices, "dispatch": asdict(devices) | {"generation": found.figures()}}

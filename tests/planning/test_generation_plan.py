@@ -101,6 +101,9 @@ def test_the_command_shows_the_peak_of_generation(tmp_path: Path) -> None:
     assert generation["peak_bytes"]["cpu"] == max(sum(m["terms"].values()) for m in generation["peaks"]["cpu"])
     assert "Generation of 1 text of 64 tokens takes up to" in ended.out
     assert "adapters" not in ended.out
+    less = f"dispatch.max_memory={{cpu: {generation['peak_bytes']['cpu'] - 1}}}"
+    limited = run_recipe("plan", tmp_path / "limited", *given, less)
+    assert "of dispatch.max_memory on cpu." in limited.out
     save_adapter(tmp_path / "adapter", tmp_path / "model")
     adapted = run_recipe("plan", tmp_path / "adapted", *given, f"adapters={{one: {tmp_path / 'adapter'}}}")
     assert adapted.status == 0, adapted.err
