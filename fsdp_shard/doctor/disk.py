@@ -14,7 +14,7 @@ from shutil import disk_usage
 from tempfile import TemporaryDirectory
 
 from fsdp_shard import sharding, training
-from fsdp_shard.checkpoint import CheckpointConfig
+from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, Store
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.doctor.findings import Finding, ok, problem, warning
 from fsdp_shard.doctor.run import DataFunction, PlanFunction
@@ -55,14 +55,19 @@ def check_disk(run_dir: str) -> Iterator[Finding]:
 def check_disk_space(
     config: FinetuneConfig, plan_run: PlanFunction, prepare_samples: DataFunction
 ) -> Iterator[Finding]:
-    """Check that all checkpoints that exist at a time fit on the disk. With train.epochs, the data decides how many."""
+    """Check that the checkpoints still to be saved fit on the disk. With train.epochs, the data decides how many."""
     plan = plan_run()
+    resumed = training.find_step(config.resume, config.run_dir)
+    if plan is not None and training.is_finished(resumed, config.run_dir, config.train):
+        yield ok("the run is finished: no checkpoint is left to save")
+        return
     data = None if config.train.epochs is None else prepare_samples()
     if plan is None or (data is None and config.train.epochs is not None):
         return
     train = config.train.for_data(None if data is None else data.samples.train.num_samples)
     # A checkpoint has one replica. Of an adapter only what is trained is saved, which is what has gradients.
-    replica = plan.per_rank[: sharding.num_shards(config.shard, len(plan.per_rank))]
+    num_owners = sharding.num_shards(config.shard, len(plan.per_rank)) * config.shard.tensor_parallel
+    replica = plan.per_rank[:num_owners]
     is_adapter = isinstance(config.adapter, training.LoraConfig)
     weights = sum(rank.gradients_bytes if is_adapter else rank.parameters_bytes for rank in replica)
     if average := sum(rank.average_bytes for rank in replica):  # ema/, with what is frozen of a model
@@ -70,19 +75,24 @@ def check_disk_space(
             0 if is_adapter else sum(rank.parameters_bytes - rank.gradients_bytes for rank in replica)
         )
     optimizer = sum(rank.optimizer_bytes for rank in replica) * config.checkpoint.optimizer
-    count = max_num_checkpoints(train, config.checkpoint)
+    step = 0 if resumed is None else training.read_trainer(resumed).step
+    num_saved = len(Store(Path(config.run_dir) / CHECKPOINTS).steps())
+    count = max_num_checkpoints(train, config.checkpoint, step, num_saved)
     with_optimizer = min(count, (config.checkpoint.keep_optimizer_last or count) + 1)
     needed = count * weights + with_optimizer * optimizer
     directory = nearest_existing(Path(config.run_dir))
     free = disk_usage(directory).free
-    number = "one checkpoint" if count == 1 else f"up to {count:,} checkpoints at a time"
+    more = " more" if num_saved else ""
+    number = f"one{more} checkpoint" if count == 1 else f"up to {count:,}{more} checkpoints at a time"
     text = f"{number} of {format_size(weights + optimizer)}: {format_size(needed)} needed, {format_size(free)} free"
     if needed <= free:
         yield ok(text)
     else:
         yield problem(f"{text}. Set checkpoint.keep_last=N or a larger checkpoint.every, or give another run_dir.")
-    num_ranks = 1 if config.checkpoint.layout == "gathered" else len(replica)
-    yield from _file_limits(directory, count, max(weights, optimizer) // num_ranks, len(replica))
+    # Each rank of a replica writes what it owns; unsharded, all ranks divide the writing.
+    num_writers = len(replica) if config.shard.is_sharded else len(plan.per_rank)
+    num_files = 1 if config.checkpoint.layout == "gathered" else num_writers
+    yield from _file_limits(directory, count, max(weights, optimizer) // num_files, num_writers)
 
 
 def _file_limits(directory: Path, num_checkpoints: int, largest_bytes: int, num_ranks: int) -> Iterator[Finding]:
@@ -107,13 +117,23 @@ def _file_limits(directory: Path, num_checkpoints: int, largest_bytes: int, num_
         )
 
 
-def max_num_checkpoints(train: training.TrainConfig, config: CheckpointConfig) -> int:
-    """Return the largest number of checkpoints in a run directory: kept ones, the best, and one being written."""
-    before_last = (train.num_steps - 1) // config.every if config.every else 0
+def max_num_checkpoints(
+    train: training.TrainConfig, config: CheckpointConfig, step: int = 0, num_saved: int = 0
+) -> int:
+    """Return how many checkpoints a run adds to its directory at most: kept ones, the best, and the one being written.
+
+    Args:
+        train: Training settings, with a known number of steps.
+        config: Checkpoint settings.
+        step: The step that the run resumes from.
+        num_saved: Number of checkpoints in the run directory so far.
+    """
+    every = config.every
+    before_last = max(0, (train.num_steps - 1) // every - step // every) if every else 0
     best = 1 if train.eval_every and config.save_best else 0
+    added = before_last + 1 + best
     if config.keep_last is None:
-        return before_last + 1 + best
-    kept_forever = (
-        (train.num_steps - 1) // math.lcm(config.every, config.keep_every) if config.every and config.keep_every else 0
-    )
-    return min(before_last + 1, kept_forever + config.keep_last + 1) + best
+        return added
+    kept_forever = (train.num_steps - 1) // math.lcm(every, config.keep_every) if every and config.keep_every else 0
+    at_a_time = kept_forever + config.keep_last + 1 + best
+    return min(added, max(1, at_a_time - num_saved))  # an old one is deleted only after the next is complete

@@ -167,6 +167,7 @@ def prepare_samples(config: FinetuneConfig) -> PreparedData | None:
     if missing_settings(config):
         return None
     source = _source(config)
+    model_config(config)  # transformers reads it for the tokenizer, whose error would not name it
     tokenizer = models.load_tokenizer(source.tokenizer, config.model.trust_remote_code)
     task = training.data_task(config.model, source, config.objective.samples)
     _settle_length(config)

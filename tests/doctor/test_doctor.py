@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import os
 import re
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from fsdp_shard.checkpoint import CheckpointConfig
 from fsdp_shard.config import DoctorConfig, compose_jobs
 from fsdp_shard.distributed import num_cores
-from fsdp_shard.doctor import check_environment, check_memory, plan_run
+from fsdp_shard.doctor import check_disk_space, check_environment, check_memory, plan_run
 from fsdp_shard.doctor.disk import max_num_checkpoints
-from fsdp_shard.doctor.findings import OK, PROBLEM
+from fsdp_shard.doctor.findings import OK, PROBLEM, Finding
 from fsdp_shard.training import LOCK, TrainConfig, holder
 from tests.support.runs import Ended, run_recipe
+from tests.support.tiny import llama_config
 
 
 def _lines(ended: Ended) -> dict[str, list[tuple[str, str]]]:
@@ -131,6 +136,19 @@ def test_what_is_not_there_is_told_once(tmp_path: Path) -> None:
     assert any(str(tmp_path / "none") in text for text in problems)
 
 
+@pytest.mark.parametrize("wrong", [{"dtype": "float99"}, {"vocab_size": "257"}], ids=["dtype", "vocabulary"])
+def test_a_broken_config_is_no_fault_of_the_tokenizer(
+    wrong: dict[str, str], settings: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    ended = run_recipe("doctor", tmp_path / "run", *settings, f"model.path={tmp_path / 'model'}")
+    (told,) = (text for lines in _lines(ended).values() for mark, text in lines if mark == "FAIL")
+    assert str(path.parent) in told
+    assert "okenizer" not in told
+
+
 def test_ranks_that_cannot_be_divided_are_not_started(settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("doctor", tmp_path / "run", *settings, "launch.ranks=2", "shard.replicas=3")
     assert ended.status == 1
@@ -169,6 +187,8 @@ def test_a_run_that_has_begun_and_one_that_is_finished(settings: list[str], tmp_
     assert (finished.status, longer.status) == (0, 0)
     assert _lines(finished)["run_dir"][0][0] == "warn"
     assert "step 4 of 6" in _lines(longer)["run_dir"][0][1]
+    assert _lines(finished)["space"] == [("ok", "the run is finished: no checkpoint is left to save")]
+    assert _lines(longer)["space"][0][1].startswith("one more checkpoint of ")
 
 
 @pytest.mark.parametrize(
@@ -188,6 +208,59 @@ def test_how_many_checkpoints_there_are_at_a_time(
     train: dict[str, int], checkpoint: dict[str, int], count: int
 ) -> None:
     assert max_num_checkpoints(TrainConfig(steps=100, **train), CheckpointConfig(**checkpoint)) == count  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "num_saved", "count"),
+    [
+        ({"every": 10}, 9, 1),
+        ({"every": 1}, 90, 10),
+        ({"every": 10, "keep_last": 2}, 2, 1),
+        ({"every": 1, "keep_last": 2}, 1, 2),
+        ({"every": 1, "keep_last": 2}, 8, 1),
+        ({"every": 1, "keep_last": 20}, 0, 10),
+    ],
+)
+def test_how_many_checkpoints_a_resumed_run_adds(checkpoint: dict[str, int], num_saved: int, count: int) -> None:
+    config = CheckpointConfig(**checkpoint)  # type: ignore[arg-type]
+    assert max_num_checkpoints(TrainConfig(steps=100), config, 90, num_saved) == count
+
+
+def _space(settings: list[str], run: Path, *more: str) -> list[Finding]:
+    (job,) = compose_jobs(DoctorConfig, [*settings, f"run_dir={run}", *more], "doctor")
+    return list(check_disk_space(job.config, lambda: plan_run(job.config), lambda: None))
+
+
+@pytest.mark.long
+def test_a_checkpoint_has_the_parts_of_all_tensor_parallel_ranks(settings: list[str], tmp_path: Path) -> None:
+    config = llama_config()
+    config.update({"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2})
+    config.update({"intermediate_size": 128, "vocab_size": 258})
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    given = [f"model.path={tmp_path / 'model'}", "launch.ranks=2", "shard.tensor_parallel=2"]
+    ((mark, text),) = _space(settings, tmp_path / "run", *given)
+    match = re.match(r"one checkpoint of ([0-9.]+) MiB", text)
+    assert mark == OK
+    assert match is not None, text
+    assert float(match[1]) == pytest.approx(3 * 4 * model.num_parameters() / 2**20, rel=0.05)  # Adam has two states
+
+
+def test_ddp_ranks_divide_the_files_of_a_checkpoint(settings: list[str], tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    found = []
+    for ranks in (1, 2):
+        (job,) = compose_jobs(
+            DoctorConfig, [*settings, f"run_dir={tmp_path}", "shard=ddp", f"launch.ranks={ranks}"], "doctor"
+        )
+        plan = plan_run(job.config)
+        assert plan is not None
+        resource.setrlimit(resource.RLIMIT_FSIZE, (plan.per_rank[0].optimizer_bytes * 3 // 4, hard))
+        try:
+            found.append([mark for mark, _ in check_disk_space(job.config, lambda plan=plan: plan, lambda: None)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert found == [[OK, PROBLEM], [OK]]
 
 
 def test_asking_who_is_in_a_directory_takes_no_lock(tmp_path: Path) -> None:
