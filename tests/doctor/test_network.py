@@ -69,6 +69,16 @@ def test_variables_that_cannot_be(variables: dict[str, str], said: str, monkeypa
     assert said in finding.text
 
 
+@pytest.mark.parametrize("port", ["abc", "99999", "-1"])
+def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    (finding,) = check_network(LaunchConfig(device="cpu"))
+    assert finding.mark == PROBLEM
+    assert f"MASTER_ADDR:MASTER_PORT=localhost:{port}: {port} is not a port" in finding.text
+
+
 def test_an_allocation_whose_tasks_nobody_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)

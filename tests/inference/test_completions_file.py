@@ -71,9 +71,10 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=says):
             CompletionsFile(path, made_of)
-    (tmp_path / ".out.jsonl.settings").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="other values of its settings"):
-        CompletionsFile(path, MADE_OF)
+    for content in (b"\xff", b"[]", b"[" * 100_000):
+        (tmp_path / ".out.jsonl.settings").write_bytes(content)
+        with pytest.raises(DataError, match="other values of its settings"):
+            CompletionsFile(path, MADE_OF)
     (tmp_path / ".out.jsonl.settings").unlink()
     with pytest.raises(DataError, match="which would record what its rows were made from"):
         CompletionsFile(path, MADE_OF)

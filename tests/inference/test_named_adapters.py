@@ -138,6 +138,8 @@ def test_mistakes(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None
             settings.check("")
     with pytest.raises(ConfigError, match=r"adapters\.a=.* holds the weights of a model, not an adapter"):
         _ = GenerateSettings(checkpoint=str(base), prompt="a", adapters={"a": str(base)}).adapter_sources
+    with pytest.raises(ConfigError, match=r"adapters\.a=.* holds the weights of a model, not an adapter"):
+        load_dispatched(base, "cpu", adapters={"a": base})
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "adapter": "other"}\n')
     with pytest.raises(DataError, match=r"line 1, names the adapter 'other', and adapters has sql"):
         read_prompts(GenerateSettings(checkpoint="x", prompts=f"{tmp_path}/rows.jsonl", adapters=known))

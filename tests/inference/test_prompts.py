@@ -50,6 +50,8 @@ def test_both_kinds_of_files(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "line 2, is not a row"),
         ("a.jsonl", '{"prompt": "a"}\n\n{"promt": "b"}\n', "line 2, is not JSON"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt" "b"}\n', r"line 2, is not JSON: Expecting ':' delimiter at column 11"),
+        ("a.jsonl", '{"prompt": "a", "id": %s}\n' % ("1" * 5000), "line 1, is not JSON: .* 5000 digits"),
+        ("a.jsonl", '{"prompt": "a"}\n' + "[" * 100_000 + "\n", "line 2, is not JSON: .* recursion"),
         ("a.jsonl", '["a"]\n', "line 1, is not a row"),
         ("a.jsonl", '{"prompt": "a", "messages": []}\n', "line 1, is not a row"),
         ("a.jsonl", '{"messages": []}\n', "line 1, must have messages such as"),
