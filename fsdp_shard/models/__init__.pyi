@@ -17,6 +17,7 @@ from .context import (
 from .file_errors import (
     config_file as config_file,
     model_errors as model_errors,
+    origin as origin,
     running as running,
     tokenizer_files as tokenizer_files,
 )

@@ -40,10 +40,21 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
     again = CompletionsFile(path, MADE_OF)
-    assert again.num_rows == 1
+    assert (again.num_rows, again.num_new_tokens) == (1, 2)
     list(again.append(iter(ROWS[1:])))
+    assert again.num_new_tokens == 3
     assert path.read_bytes() == whole
     assert CompletionsFile(path, MADE_OF).num_rows == 2
+
+
+def test_a_row_that_is_no_completion(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    list(CompletionsFile(path, MADE_OF).append(iter(ROWS)))
+    first = path.read_bytes().splitlines(keepends=True)[0]
+    for row in (b"[]\n", b"{}\n", b"\xff\n", b"[" * 100_000 + b"\n"):
+        path.write_bytes(first + row)
+        with pytest.raises(DataError, match=r"out\.jsonl, line 2, is not a completion; repair it, or delete"):
+            CompletionsFile(path, MADE_OF)
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from fsdp_shard.errors import ConfigError, DataError, ModelError
+from fsdp_shard.errors import ConfigError, DataError, LossError, ModelError
 from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.generation.batching import complete
@@ -419,6 +419,32 @@ def test_log_probabilities_of_guided_tokens_are_refused(model: PreTrainedModel) 
             Decoder(model, TOKENIZER, GenerationSettings(output_scores=True))
     finally:
         model.generation_config.update(guidance_scale=None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"output_scores": True}, {"num_beams": 2}, {"do_sample": True, "temperature": 2.0}],
+    ids=["greedy", "scores", "beams", "sampling"],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_logits_that_are_not_finite(value: float, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(llama_config(tied=False)).eval()
+    with torch.no_grad():
+        model.lm_head.weight[7, :] = value
+    model.save_pretrained(tmp_path)
+    decoder = Decoder(load_dispatched(tmp_path), TOKENIZER, GenerationSettings(max_new_tokens=3, **settings))
+    with pytest.raises(LossError, match=rf"^The logits of {tmp_path} are not finite: weights or activations"):
+        decoder.run([[1, 2, 3], [4]])
+
+
+def test_forbidden_tokens_are_not_taken_for_logits_that_are_not_finite(model: PreTrainedModel) -> None:
+    usual = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4)).run([[1, 2, 3]])
+    model.generation_config.update(suppress_tokens=[*usual[0].tokens, 256])
+    try:
+        (answer,) = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4)).run([[1, 2, 3]])
+    finally:
+        model.generation_config.update(suppress_tokens=None)
+    assert not {*answer.tokens} & {*usual[0].tokens}
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "none"])

@@ -55,6 +55,8 @@ def test_a_prompt_file_becomes_an_output_file(tiny_model: Path, tmp_path: Path, 
     again = generate(tmp_path / "again", *settings)
     assert again.status == 0, again.err
     assert "2 of 5 completions exist already" in again.out
+    assert "5 completions (3 by this run), " in again.out
+    assert again.result["num_new_tokens"] == ended.result["num_new_tokens"]
     assert [{**row, "log_probabilities": 0} for row in rows(output)] == [
         {**json.loads(line), "log_probabilities": 0} for line in whole.splitlines()
     ]

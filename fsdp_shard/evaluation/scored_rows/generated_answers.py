@@ -1,7 +1,6 @@
 """`task=generation`: what a model answers to the prompts of the data, scored against the answers there."""
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from fsdp_shard.data import Question, QuestionRow, check_task, read_questions
-from fsdp_shard.distributed import run_on_main
-from fsdp_shard.errors import ConfigError, DataError, LossError
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
@@ -84,7 +82,6 @@ class GeneratedAnswers(EvaluationInputs):
         budget = KVCacheBudget(min(self.settings.batch_size, len(asked)), longest + scoring.max_new_tokens)
         model, start = load(self.settings.source, budget), time.perf_counter()
         completions = self._answer(model)
-        run_on_main(ranks, lambda: self._check_finite(completions))
         if not ranks.is_main:
             return Figures("", {})
         seconds = time.perf_counter() - start
@@ -100,30 +97,17 @@ class GeneratedAnswers(EvaluationInputs):
         return self._figures(completions, metrics, notes, {"num_at_limit": num_at_limit, "seconds": seconds})
 
     def _answer(self, model: PreTrainedModel) -> list[Completion]:
-        """Return the answers in order, on rank 0; none on others. They end with the first one that is not finite."""
+        """Return the answers in order, on rank 0; none on others."""
         scoring, asked = self.settings.scoring, self._asked
         prompts = [Prompt(question.prompt, row.where) for row, question in asked]
         encoded = [question.ids for _, question in asked]
-        # With the log probabilities: tokens alone do not show that logits are NaN.
-        settings = GenerationSettings(
-            max_new_tokens=scoring.max_new_tokens, batch_size=self.settings.batch_size, output_scores=True
-        )
+        settings = GenerationSettings(max_new_tokens=scoring.max_new_tokens, batch_size=self.settings.batch_size)
         found = list[Completion]()
         with report_progress(len(prompts), "evaluate", "prompts") as count:
             for one in complete(Decoder(model, self.tokenizer, settings), prompts, encoded, context=self.context):
                 found.append(one)
                 count(1)
-                if self.context is None and _is_damaged(one):  # other ranks go on to the end of theirs
-                    break
         return found
-
-    def _check_finite(self, completions: Sequence[Completion]) -> None:
-        wheres = [row.where for (row, _), one in zip(self._asked, completions, strict=False) if _is_damaged(one)]
-        if wheres:
-            raise LossError(
-                f"The logits of the answer to {wheres[0]} are not finite: weights or activations are not finite. "
-                f"Verify the checkpoint, or load it with dispatch.dtype=float32."
-            )
 
     def _figures(
         self, completions: Sequence[Completion], metrics: Sequence[Metric], notes: list[str], others: dict[str, Any]
@@ -173,10 +157,6 @@ class GeneratedAnswers(EvaluationInputs):
         for _, question in self._asked:
             digest.update(json.dumps([question.ids, question.reference]).encode())
         return provenance(self, settled, digest.hexdigest())
-
-
-def _is_damaged(completion: Completion) -> bool:
-    return any(map(math.isnan, completion.log_probabilities or ()))
 
 
 def open_generation(given: EvaluationInputs) -> GeneratedAnswers:

@@ -28,6 +28,7 @@ class CompletionsFile:
     Attributes:
         path: The file.
         num_rows: Complete rows that it holds already.
+        num_new_tokens: New tokens of all rows, including those appended so far.
 
     Raises:
         ConfigError, DataError: The file cannot be written, or holds rows that were made from something else.
@@ -43,6 +44,7 @@ class CompletionsFile:
         self._settings = json.dumps(inputs, indent=1, sort_keys=True) + "\n"
         lines = self._read_lines() if path.exists() else []
         self.num_rows, self._num_bytes = len(lines), sum(map(len, lines))
+        self.num_new_tokens = sum(self._num_tokens(number, line) for number, line in enumerate(lines, start=1))
 
     def append(self, completions: Iterable[Completion]) -> Iterator[Completion]:
         """Pass `completions` on, each once it is a row of the file, so that none is lost if a later one fails."""
@@ -55,7 +57,16 @@ class CompletionsFile:
                 row = {name: value for name, value in asdict(completion).items() if value is not None}
                 stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
                 stream.flush()
+                self.num_new_tokens += completion.num_new_tokens
                 yield completion
+
+    def _num_tokens(self, number: int, line: bytes) -> int:
+        try:
+            return int(json.loads(line)["num_new_tokens"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(
+                f"output={self.path}, line {number}, is not a completion; repair it, or delete the file to start again."
+            ) from error
 
     def _read_lines(self) -> list[bytes]:
         if not self._settings_path.exists():

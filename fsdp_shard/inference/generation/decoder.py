@@ -12,10 +12,10 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_shard.errors import ConfigError, ModelError
+from fsdp_shard.errors import ConfigError, LossError, ModelError
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
-from fsdp_shard.models import end_tokens, running, until_end
+from fsdp_shard.models import end_tokens, origin, running, until_end
 from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 
 # Decoding methods in a model's own config that need another model, return several answers, or guess several tokens at
@@ -83,6 +83,10 @@ class Decoder:
 
         Returns:
             An answer for each row.
+
+        Raises:
+            LossError: The model's logits are not finite.
+            ModelError: The model cannot be run.
         """
         # Which beam is the answer is known only at the end, and the KV cache is that of all beams.
         has_beams = self.settings.num_beams > 1
@@ -129,6 +133,7 @@ class Decoder:
         # Where the model computes: transformers moves the logits of each token to where the ids are.
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
         generate: Any = self.model.generate
+        finite = _FiniteLogits()
         beams = self.settings.num_beams
         hint = f"Leave out generation.num_beams={beams} if the model has no beam search." if beams > 1 else ""
         with running(self.model, hint), _own_config(self.model, self.config), no_cudnn_attention():
@@ -136,11 +141,13 @@ class Decoder:
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=self.config,
+                logits_processor=transformers.LogitsProcessorList([finite]),
                 stopping_criteria=transformers.StoppingCriteriaList([watch]),
                 tokenizer=self.tokenizer,  # required if the model's own config has stop_strings
                 streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
                 **({} if cache is None else {"past_key_values": cache}),
             )
+        finite.check(self.model)
         if prefix_cache is not None:
             prefix_cache.put(output.sequences[0].tolist(), output.get("past_key_values"))
         start = 1 if is_encoder_decoder else length
@@ -247,6 +254,27 @@ class _Streamer(transformers.TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._on_text(text)
+
+
+class _FiniteLogits(transformers.LogitsProcessor):
+    """Records on the device whether all logits are finite, apart from those of forbidden tokens, which are -inf."""
+
+    def __init__(self) -> None:
+        self._is_finite: torch.Tensor | None = None
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        is_finite = scores.amax(-1, keepdim=True).isfinite()
+        self._is_finite = is_finite if self._is_finite is None else self._is_finite & is_finite
+        return scores.masked_fill(~is_finite, 0.0)  # a GPU that draws from NaN is lost to the process
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise LossError if some logits were not finite."""
+        if self._is_finite is not None and not bool(self._is_finite.all()):
+            name = origin(model.config.name_or_path or "") or type(model).__name__
+            raise LossError(
+                f"The logits of {name} are not finite: weights or activations are not finite. Verify the checkpoint, "
+                f"or load it with dispatch.dtype=float32."
+            )
 
 
 class _Watch(transformers.StoppingCriteria):

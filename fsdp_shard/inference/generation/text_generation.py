@@ -67,6 +67,7 @@ def complete_prompts(
     if beyond := check_room(prompts, encoded, sampling.max_new_tokens, room, has_encoder=config.is_encoder_decoder):
         log(f"warning: {beyond}")
 
+    file: CompletionsFile | None = None
     start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
     model = _load(settings, config, budget, log, context)
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
@@ -80,15 +81,16 @@ def complete_prompts(
         result = {"num_prompts": len(prompts), "output": str(file.path) if file else ""}
 
     figures, peak_bytes = _total(decoder.figures, context), peak_resident_bytes()
-    num_prompts, num_tokens = result["num_prompts"], figures.num_new_tokens
+    num_tokens, num_done = (file.num_new_tokens, file.num_rows) if file else (figures.num_new_tokens, 0)
+    now = f" ({len(prompts) - num_done} by this run)" if num_done else ""
     log(
-        f"\n{format_count(num_prompts, 'completion')}, {format_count(num_tokens, 'new token')}; "
+        f"\n{format_count(result['num_prompts'], 'completion')}{now}, {format_count(num_tokens, 'new token')}; "
         f"loaded in {load_seconds:.1f} s, "
         f"{figures.tokens_per_second:.1f} tokens/s, peak memory {format_size(peak_bytes)}, "
         f"{format_size(figures.disk_bytes_per_token)} read from disk per token"
     )
-    names = ("num_new_tokens", "first_token_seconds", "tokens_per_second", "disk_bytes_per_token")
-    result |= {name: getattr(figures, name) for name in names}
+    names = ("first_token_seconds", "tokens_per_second", "disk_bytes_per_token")
+    result |= {"num_new_tokens": num_tokens} | {name: getattr(figures, name) for name in names}
     if result.get("output"):
         log(f"written to {result['output']}")
     return result | {
