@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.inference.config import GenerationSettings
@@ -85,6 +85,33 @@ def test_answers_do_not_depend_on_the_other_prompts_of_a_batch(family: str, read
         assert completion.log_probabilities == pytest.approx(alone.log_probabilities, abs=1e-3)
     assert reads_padding(model, 256, [[3, 4]]) is reads
     assert not reads_padding(model, 256, [[3, 3], [4]]), "there is no padding"
+
+
+class _OwnNames(PretrainedConfig):
+    """A config whose sizes have names of its own, so that no tiny model of it can be made."""
+
+    model_type = "own_names"
+    width: int = 4096
+    depth: int = 16
+
+
+class _Own(PreTrainedModel, GenerationMixin):
+    config_class = _OwnNames
+
+    def __init__(self, config: _OwnNames) -> None:
+        super().__init__(config)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(config.width, config.width) for _ in range(config.depth))
+
+
+def test_a_model_that_cannot_be_tried_gets_batches_of_one_length() -> None:
+    said: list[str] = []
+    with torch.device("meta"):
+        model = _Own(_OwnNames())
+    assert reads_padding(model, 0, [[3, 4]], said.append)
+    (warning,) = said
+    assert warning.startswith("warning: _Own generates in batches of prompts of equal length, because it is unknown")
+    assert not reads_padding(model, 0, [[3, 3], [4]], said.append)
+    assert len(said) == 1
 
 
 def _completions(context: DistributedContext) -> list[str]:

@@ -4,7 +4,7 @@ Batches depend on the lengths of the prompts and the batch size alone, so a resu
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
@@ -12,6 +12,7 @@ from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText, see
 from fsdp_shard.inference.generation.padding_trial import reads_padding
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.named_adapters import use_adapter
+from fsdp_shard.utils import say
 
 _WINDOW_BATCHES = 16  # rows are written in input order: at most this many batches wait for an earlier prompt
 
@@ -73,7 +74,8 @@ def complete(
         context = context.with_new_group(LONG_WAIT_SECONDS)
         num_done = context.broadcast_object(num_done)
     lengths, adapters = [len(ids) for ids in encoded], [prompt.adapter for prompt in prompts]
-    for window in _windows(decoder, lengths, adapters):
+    log = say if context is None or context.is_main else lambda text: None
+    for window in _windows(decoder, lengths, adapters, log):
         wanted = [batch for batch in window if max(batch) >= num_done]
         answers: dict[int, Answer] = {}
         for batch in wanted[rank::num_ranks]:
@@ -91,12 +93,14 @@ def complete(
             num_done = max(map(max, wanted)) + 1
 
 
-def _windows(decoder: Decoder, lengths: Sequence[int], adapters: Sequence[str | None]) -> Iterator[list[list[int]]]:
+def _windows(
+    decoder: Decoder, lengths: Sequence[int], adapters: Sequence[str | None], log: Callable[[str], object]
+) -> Iterator[list[list[int]]]:
     """The windows of prompts, with batches of one length where the model reads padding."""
     size = decoder.settings.batch_size
     mixed = [batch for window in windows(lengths, size, kinds=adapters) for batch in window]
     of_each = [[lengths[position] for position in batch] for batch in mixed]
-    equal = reads_padding(decoder.model, decoder.pad_token, of_each)
+    equal = reads_padding(decoder.model, decoder.pad_token, of_each, log)
     return windows(lengths, size, equal=equal, kinds=adapters)
 
 

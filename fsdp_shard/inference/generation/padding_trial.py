@@ -4,7 +4,7 @@ Models are given a mask with padded prompts. Some do not look at it where they n
 tokens by other means than attention; no config says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ _LARGEST_TOKEN = 92
 _ROUNDING = 1e-3  # relative to the largest logit: experts multiply tokens of several texts at once
 
 
-def reads_padding(model: PreTrainedModel, pad: int, batches: Sequence[Sequence[int]]) -> bool:
+def reads_padding(
+    model: PreTrainedModel, pad: int, batches: Sequence[Sequence[int]], log: Callable[[str], object] = print
+) -> bool:
     """Return whether answers depend on the padding of their batch, so that each batch must have one length.
 
     Args:
@@ -26,9 +28,11 @@ def reads_padding(model: PreTrainedModel, pad: int, batches: Sequence[Sequence[i
         pad: The token that fills up shorter prompts.
         batches: The lengths of the prompts of each batch. A model is tried only if those of one batch differ: that
             takes up to a second, of models of many layers three.
+        log: Called with a warning if no tiny model runs.
 
     Returns:
-        Whether it does; False for encoder-decoder models, which are padded at the end, and where no tiny model runs.
+        Whether they do, or may, because no tiny model runs; False for encoder-decoder models, which are padded at the
+        end.
     """
     if is_stateful(model):
         return True
@@ -38,7 +42,13 @@ def reads_padding(model: PreTrainedModel, pad: int, batches: Sequence[Sequence[i
     if any("linear" in kind for kind in kinds):  # MiniMax's have a state, too, which a trial with many layers misses
         return True
     differs = "padding changes the answers"
-    return try_tiny_model(model.config, None, partial(_ignores_padding, pad=pad), differs) == differs
+    found = try_tiny_model(model.config, None, partial(_ignores_padding, pad=pad), differs)
+    if found not in ("", differs):
+        log(
+            f"warning: {type(model).__name__} generates in batches of prompts of equal length, because it is unknown "
+            f"whether padding changes its answers: {found}"
+        )
+    return bool(found)
 
 
 def _ignores_padding(model: PreTrainedModel, pad: int) -> bool:
