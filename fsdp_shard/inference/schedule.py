@@ -20,6 +20,7 @@ from fsdp_shard.inference.config import BATCH_MAJOR, LAYER_MAJOR, Device, Dispat
 from fsdp_shard.inference.offload.block_hooks import BlockStream
 from fsdp_shard.inference.offload.hidden_state_file import HiddenStateFile
 from fsdp_shard.inference.offload.layer_major import run_wave
+from fsdp_shard.models import origin
 from fsdp_shard.utils import format_count, format_size
 
 T = TypeVar("T")
@@ -129,9 +130,10 @@ def plan_schedule(
     stream = stream_of(model)
     if stream is None:
         if settings.schedule == LAYER_MAJOR:
+            name = origin(model.config.name_or_path or "") or "this one"
             raise PlanError(
-                "dispatch.schedule=layer_major is for models with streamed blocks, and all blocks of this one stay in "
-                "memory; leave it out, or give less memory by dispatch.max_memory."
+                f"dispatch.schedule=layer_major is for models with streamed blocks, and all blocks of {name} stay in "
+                f"memory; leave it out, or give less memory by dispatch.max_memory."
             )
         return Schedule(BATCH_MAJOR, len(shapes), 0, 0)
     batch_major = Schedule(BATCH_MAJOR, len(shapes), stream.num_blocks, stream.num_bytes)

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from fsdp_shard.checkpoint import Span, TensorIndex, to_torch
-from fsdp_shard.inference.offload.libc import libc
-from fsdp_shard.inference.offload.page_cache import FilePages
+from fsdp_shard.inference.offload.page_cache import FilePages, libc
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # on every Linux except alpha, mips and parisc
 _FAILED = ctypes.c_void_p(-1).value

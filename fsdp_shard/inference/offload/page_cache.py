@@ -14,13 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from fsdp_shard.checkpoint import pread_into
-from fsdp_shard.inference.offload.libc import libc
 
 PART_BYTES = 4 << 20
 _NUM_THREADS = 2
 _POPULATE_READ = 22
 
 _local = threading.local()
+
+# Functions of the C library for mapped memory, with the types of their arguments.
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 @dataclass(frozen=True)
