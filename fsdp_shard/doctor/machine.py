@@ -14,7 +14,7 @@ from fsdp_shard.distributed import LaunchConfig, check_machine, count_gpus, num_
 from fsdp_shard.doctor.findings import Finding, local_ranks, ok, problem, warning
 from fsdp_shard.inference import free_cpu_bytes
 from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.utils import format_count, format_size
+from fsdp_shard.utils import format_count, format_size, installed_versions
 
 _SHOWN = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
 _FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at a time
@@ -25,13 +25,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the most important libraries that are installed."""
-    found = {"python": platform.python_version()}
-    for name in _SHOWN:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **installed_versions(_SHOWN)}
 
 
 def check_software(requirements: Iterable[str] | None = None) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ On a GPU they have the layout of torch's own kernel: that of torchao's default f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
@@ -15,34 +14,32 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_GROUP_SIZE = 32
 _TILE = (8, 1024)  # rows and columns on a GPU are filled up to multiples of these
 
 
-@dataclass(frozen=True)
 class Int4(Quantization):
-    """torchao's weight-only int4; `group_size` weights of a row share a scale and a zero point."""
-
-    group_size: int = 32
+    """torchao's weight-only int4; `_GROUP_SIZE` weights of a row share a scale and a zero point."""
 
     def takes(self, layer: nn.Linear) -> bool:
-        return layer.in_features % self.group_size == 0
+        return layer.in_features % _GROUP_SIZE == 0
 
     def num_bytes(self, layer: nn.Linear, *, on_gpu: bool) -> int:
         rows, width = layer.weight.shape
         if on_gpu:
             rows, width = (-(-size // multiple) * multiple for size, multiple in zip((rows, width), _TILE, strict=True))
-        return rows * (width // 2 + width // self.group_size * 4)
+        return rows * (width // 2 + width // _GROUP_SIZE * 4)
 
     def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
         from torchao.quantization import Int4WeightOnlyConfig
 
-        size, common = self.group_size, {"set_inductor_config": False}
+        common: Any = {"group_size": _GROUP_SIZE, "set_inductor_config": False}
         if isinstance(main, int):
             check_gpu(next((layer.weight.dtype for its in layers.values() for layer in its), None), main)
-            config: Any = Int4WeightOnlyConfig(group_size=size, int4_packing_format="tile_packed_to_4d", **common)
+            config: Any = Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d", **common)
         else:
-            config = PrototypeInt4WeightOnlyConfig(group_size=size, **common)
+            config = PrototypeInt4WeightOnlyConfig(**common)
         return Quantizer(layers, torchao_encoder(config))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_shard.inference.quantization import Layers, Quantization, Quantizer, torchao_encoder
@@ -11,7 +10,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True)
 class Int8(Quantization):
     """torchao's weight-only int8, with this package's matrix product on the CPU."""
 

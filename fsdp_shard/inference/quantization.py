@@ -33,7 +33,7 @@ class Quantizer:
 
 
 class Quantization(ABC):
-    """A way to hold the weights of linear layers in few bits; subclasses are dataclasses of their settings."""
+    """A way to hold the weights of linear layers in few bits."""
 
     takes_head: ClassVar[bool] = False
     """Whether the output head is quantized too, if it is not the embedding."""

@@ -24,6 +24,7 @@ from .bounded_read import (
 )
 from .environment import (
     install_command as install_command,
+    installed_versions as installed_versions,
     missing_file_system as missing_file_system,
     no_cudnn_attention as no_cudnn_attention,
     one_thread as one_thread,

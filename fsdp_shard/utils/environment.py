@@ -3,8 +3,9 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,15 @@ def user_cache(name: str) -> Path:
     """Return the cache directory `name` of this user, below XDG_CACHE_HOME or ~/.cache. It may not exist yet."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "fsdp-shard" / name
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of the packages `names` that are installed."""
+    found = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def require_package(module: str, extra: str, needed_by: str, alternative: str = "") -> None:

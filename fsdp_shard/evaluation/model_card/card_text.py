@@ -5,7 +5,6 @@ All that comes from files is escaped: in the metadata by YAML, in the text as Ma
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from fsdp_shard.evaluation.report.run_files import Row, Run, as_number, last_of,
 from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
 from fsdp_shard.models import CAUSAL, MASKED_LM, SEQ2SEQ, SEQUENCE_CLASSIFICATION
-from fsdp_shard.utils import format_number, redact, redact_setting
+from fsdp_shard.utils import format_number, installed_versions, redact, redact_setting
 
 _MAX_ROWS = 12  # of the curve
 _MAX_VALUE = 200  # characters of a setting
@@ -150,7 +149,8 @@ def _weights_table(subject: CardSubject) -> Table:
         "digest of the weights (xxh3_128)": subject.pushed_digest,
         "architecture": ", ".join(subject.architectures) or None,
     }
-    return _facts(found | {f"{name} where it was pushed": version for name, version in _versions().items()})
+    versions = {"Python": platform.python_version(), **installed_versions(_PACKAGES)}
+    return _facts(found | {f"{name} where it was pushed": version for name, version in versions.items()})
 
 
 def _facts(facts: dict[str, str | None]) -> Table:
@@ -270,16 +270,6 @@ def _loading(subject: CardSubject) -> str:
 def _where(target: HubTarget) -> str:
     """The arguments of from_pretrained."""
     return f'"{target.repo_id}"' + (f', revision="{target.revision}"' if target.revision else "")
-
-
-def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _safe(shown: str) -> str:
