@@ -1,4 +1,4 @@
-"""Settings of `plan` in addition to those of the planned run. Imports no torch."""
+"""Settings that `plan` adds to those of the planned run. Imports no torch."""
 
 import re
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from fsdp_shard.utils import Parsed, setting
 
 @dataclass
 class PlannedLaunchConfig(LaunchConfig):
-    """The ranks to plan for; with `search`, a range of their number."""
+    """The ranks to plan for; with `search`, a range of rank counts."""
 
     ranks: Any = setting(
-        1, "Number of processes on a machine, each with one GPU; with search=true a range such as 1:64 too."
+        1, "Number of processes per machine, each with one GPU; with search=true also a range such as 1:64."
     )
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError unless `ranks` is a number or a range with a power of two in it."""
+        """Raise ConfigError unless `ranks` is a number or a range that contains a power of two."""
         if not re.fullmatch(r"[1-9]\d{0,4}(:[1-9]\d{0,4})?", str(self.ranks)):
             raise ConfigError(
                 f"{prefix}ranks={self.ranks} is neither a number of 1 to 99,999 ranks nor a range such as 1:64."
@@ -39,12 +39,12 @@ class PlannedLaunchConfig(LaunchConfig):
 
     @property
     def is_range(self) -> bool:
-        """Whether several numbers of ranks are planned."""
+        """Whether several rank counts are planned."""
         return ":" in str(self.ranks)
 
     @property
     def rank_counts(self) -> list[int]:
-        """The numbers of ranks to plan for: that of all machines, or of a range the powers of two for each machine."""
+        """The rank counts to plan for: ranks on all machines; for a range, its powers of two per machine."""
         if not self.is_range:
             return [int(self.ranks) * self.min_nodes]
         low, high = map(int, str(self.ranks).split(":"))
@@ -53,26 +53,26 @@ class PlannedLaunchConfig(LaunchConfig):
 
     @property
     def num_ranks(self) -> int:
-        """The smallest number of ranks."""
+        """The smallest rank count."""
         return self.rank_counts[0]
 
 
 @dataclass
 class PlanDataConfig:
-    """The settings of the data that a plan depends on."""
+    """The data settings that a plan depends on."""
 
     sequence_length: int | None = setting(
-        None, "Length of each sample, in tokens. Default: as in finetune, by the model's context.", minimum=1
+        None, "Length of each sample in tokens. Default: as in finetune, from the model's context length.", minimum=1
     )
     packing: bool = setting(
-        False, "As in finetune: several documents, or pairs, in a sample, which attention keeps apart."
+        False, "As in finetune: several documents or pairs per sample, separated by attention."
     )
     streaming: bool = setting(
-        False, "As in finetune: samples are not known before, so that a reference runs alongside the model."
+        False, "As in finetune: samples are not known in advance, so a reference model runs alongside training."
     )
     target_length: int | None = setting(
         None,
-        "As in finetune, with model.task=seq2seq: tokens of each target. Default: data.sequence_length.",
+        "As in finetune, with model.task=seq2seq: tokens per target. Default: data.sequence_length.",
         minimum=1,
     )
     mask_fraction: float = setting(
@@ -85,7 +85,7 @@ class PlanDataConfig:
 
 @dataclass
 class PlanSavingConfig:
-    """The settings of checkpoints that a plan depends on."""
+    """The checkpoint settings that a plan depends on."""
 
     asynchronous: bool = setting(True, "As in finetune: saves may copy the state into host memory.")
     every: int = setting(
@@ -105,7 +105,7 @@ class PlannedDispatchConfig(DispatchConfig):
     )
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for settings that would do nothing."""
+        """Raise ConfigError for settings that would have no effect."""
         if self.device_map is not None:
             super().check(prefix)
         elif self != PlannedDispatchConfig():
@@ -117,17 +117,17 @@ class PlannedDispatchConfig(DispatchConfig):
 
 @dataclass
 class PlanSettings:
-    """The settings of `fsdp-shard plan` other than the sections that `PlanConfig` takes from a run."""
+    """The settings of `fsdp-shard plan` beyond the sections that `PlanConfig` shares with a run."""
 
     search: bool = setting(
         False,
-        "Search the fewest GPUs that fit device.memory, of the numbers in launch.ranks, and the settings with which "
-        "memory and time are in balance: as a table, and with run_dir as search.png (needs matplotlib).",
+        "Find the smallest number of GPUs in launch.ranks that fits device.memory, and the settings with the best "
+        "trade-offs between memory and time: as a table, and with run_dir as search.png (needs matplotlib).",
     )
     run: str | None = setting(
         None,
-        "Directory of a run of finetune: plan its settings, and compare with what it measured. `fsdp-shard plan RUN` "
-        "does so too. Nothing is written into it.",
+        "Directory of a finetune run: plan its settings and compare the plan with the run's measurements, as "
+        "`fsdp-shard plan RUN` does. Nothing is written into the directory.",
     )
     device: DeviceConfig = field(default_factory=DeviceConfig)
     launch: PlannedLaunchConfig = field(default_factory=PlannedLaunchConfig)
@@ -136,23 +136,23 @@ class PlanSettings:
     dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)
     # Any, as in DispatchConfig.
     adapters: Any = setting(
-        None, "As in generate: adapters by name that are loaded over the model, of which files give the sizes."
+        None, "As in generate: adapters by name, loaded over the model. Their files give the sizes."
     )
     trace: bool = setting(
         False,
-        "Also trace two training steps of rank 0 on tensors without memory, operator by operator, and show the peak "
-        "and that of the formula. It takes up to a minute for 80 layers.",
+        "Also trace two training steps of rank 0, operator by operator, on tensors without memory, and show both its "
+        "peak and that of the formula. This takes up to a minute for 80 layers.",
     )
 
     adapter_paths = Parsed("adapters", parse_adapters)
 
     @cached_property
     def adapter_sources(self) -> dict[str, Location]:
-        """What `adapters` lead to, by name; errors name the setting."""
+        """The located `adapters`, by name; errors name the setting."""
         return locate_adapters(self.adapter_paths)
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a range of ranks that nothing would search, a search without limit, or two devices."""
+        """Raise ConfigError for a rank range without a search, a search without a limit, or two devices."""
         ranks_are, kind = {"cpu": "cpu", "cuda": "gpu"}.get(self.launch.device), self.device.kind
         if self.run is None and ranks_are is not None and kind is not None and ranks_are != kind:
             raise ConfigError(

@@ -1,1 +1,1 @@
-"""What a step costs: FLOPs, bytes between ranks, memory traffic and checkpoints."""
+"""The cost of a step: FLOPs, communication, memory traffic and checkpoints."""

@@ -1,12 +1,12 @@
 """FLOPs and saved bytes of a forward and backward pass, measured on one block of each kind, for any sequence length.
 
-The model runs on the meta device or on fake tensors, which compute nothing. Blocks that are alike run once: others of
-their kind only pass shapes on. Every operator is a polynomial of degree two in the length, known from three lengths; in
-an encoder-decoder in the lengths of both sides, known from six pairs of them. Attention that goes through transformers'
-interface is a formula of its own, so that what its mask hides does not count.
+The model runs on the meta device or on fake tensors, which compute nothing. Identical blocks run once; the others of
+their kind only pass shapes on. Each operator's cost is a polynomial of degree two in the sequence length, fitted to
+three lengths. For an encoder-decoder it is a polynomial in both lengths, fitted to six pairs. Attention through
+transformers' interface has its own formula, so that masked pairs do not count.
 
-Counted are the matrix products, convolutions and attention that `torch.utils.flop_counter` counts, and grouped products
-of experts. Scores that a flash kernel computes again in its backward pass do not count.
+The count covers the matrix products, convolutions and attention that `torch.utils.flop_counter` counts, and the
+grouped products of experts. Scores that a flash kernel recomputes in its backward pass do not count.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +27,9 @@ from fsdp_shard.models import attention_implementations
 from fsdp_shard.planning.step.recording.recorder import GROUPED_PRODUCT, grouped_product
 from fsdp_shard.utils import TorchDispatchMode, is_costly_operator, replace_tensors, tree_leaves, tree_map
 
-_STEP = 64  # a multiple of the chunks that linear attention computes in
-_LENGTHS = ((1, 1), (2, 2), (3, 3))  # in steps; without a decoder both are the same
-# Of the encoder and the decoder: what these six have determines a polynomial of degree two.
+_STEP = 64  # a multiple of the chunk size of linear attention
+_LENGTHS = ((1, 1), (2, 2), (3, 3))  # in steps; without a decoder both lengths are equal
+# Encoder and decoder lengths: values at these six pairs determine a polynomial of degree two.
 _LENGTHS_OF_BOTH = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))
 _ATTENTION = "fsdp_shard_flops"
 _NUMBERS_OF_A_LAYER = ("layer_idx", "layer_index", "layer_number", "block_idx")
@@ -40,12 +40,12 @@ class Attention:
     """Attention of one layer to one sequence.
 
     Attributes:
-        flops_per_pair: FLOPs for each pair of a query and a key, over all heads.
-        is_causal: Whether a query attends to no later key.
-        window: Number of keys that a query attends to at most; None for all.
+        flops_per_pair: FLOPs per query-key pair, over all heads.
+        is_causal: Whether queries attend to no later keys.
+        window: Maximum number of keys that a query attends to; None for all.
         heads: Number of heads of the queries, and of the keys and values.
-        widths: Width of a head of the queries and keys, and of the values.
-        in_decoder: Whether the queries, and the keys, are of the decoder's tokens, where its sequence is another.
+        widths: Head width of the queries and keys, and of the values.
+        in_decoder: Whether the queries, and the keys, belong to the decoder's tokens, if it has its own.
     """
 
     flops_per_pair: int
@@ -56,7 +56,7 @@ class Attention:
     in_decoder: tuple[bool, bool] = (False, False)
 
     def flops(self, length: int, decoder_length: int) -> int:
-        """FLOPs for sequences of these lengths, of the pairs that the mask does not hide."""
+        """FLOPs for sequences of these lengths, counting the pairs that the mask allows."""
         queries, keys = (decoder_length if is_there else length for is_there in self.in_decoder)
         window = min(keys, self.window or keys)
         before = window * keys - window * (window - 1) // 2
@@ -68,18 +68,18 @@ class Amount:
     """A number that depends on the length of a sequence: a polynomial, and attention.
 
     Attributes:
-        terms: Coefficients, by the powers of the length and of the decoder's length that they are of; those that are
+        terms: Coefficients by (power of the length, power of the decoder's length); missing ones are 0.
             missing are 0.
-        attention: Attention that is counted by its formula.
+        attention: Attention, counted by its own formula.
     """
 
     terms: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
     attention: tuple[Attention, ...] = ()
 
     def at(self, length: int, decoder_length: int | None = None, *, is_packed: bool = False) -> int:
-        """The number for one sequence of `length` tokens; of an encoder-decoder the decoder's may have others.
+        """The number for one sequence of `length` tokens; the decoder of an encoder-decoder may have another length.
 
-        Packed, it is the least: how many documents a sequence has is not known, so each token attends to itself only.
+        For packed rows it is the minimum: document boundaries are unknown, so each token attends to itself only.
         """
         decoder_length = decoder_length or length
         terms = (term * length**one * decoder_length**other for (one, other), term in self.terms.items())
@@ -91,16 +91,16 @@ class Amount:
 
 @dataclass(frozen=True)
 class BlockAmounts:
-    """What a block, or the model outside of its blocks, takes for one sequence.
+    """Amounts that a block, or the model outside its blocks, needs for one sequence.
 
     Attributes:
         forward: FLOPs of the forward pass.
-        backward: FLOPs of the backward pass, without those of `recomputed`.
-        recomputed: FLOPs of the forward pass in the backward pass, if all of the block is recomputed. torch ends it
-            where nothing more is needed, often before the last product.
-        recomputed_selectively: Those of the operators that selective checkpointing recomputes.
-        saved_bytes: What autograd saves between the two passes, if nothing is recomputed.
-        input_bytes: The input of the block.
+        backward: FLOPs of the backward pass, without `recomputed`.
+        recomputed: FLOPs of recomputing the whole block in the backward pass. torch stops recomputing where nothing
+            more is needed, often before the last product.
+        recomputed_selectively: FLOPs of the operators that selective checkpointing recomputes.
+        saved_bytes: Bytes that autograd saves between the two passes without recomputation.
+        input_bytes: Bytes of the block's input.
     """
 
     forward: Amount = Amount()
@@ -113,7 +113,7 @@ class BlockAmounts:
 
 @dataclass(frozen=True)
 class ModelAmounts:
-    """What the blocks of a model take, by FQN, and what is `outside` of them."""
+    """The amounts of a model's blocks by FQN, and of the part `outside` of them."""
 
     blocks: Mapping[str, BlockAmounts]
     outside: BlockAmounts
@@ -132,19 +132,19 @@ class _BlockCounts:
     phases: dict[str, _Counts] = field(default_factory=dict)
     saved_bytes: int = 0
     input_bytes: int = 0
-    output: Any = None  # shapes and dtypes, for the blocks that only pass them on
+    output: Any = None  # shapes and dtypes, for blocks that only pass them on
 
     def phase(self, name: str) -> _Counts:
         return self.phases.setdefault(name, _Counts())
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up the FLOPs of operators, by what runs and in which phase.
+    """Sums the FLOPs of operators by block and phase.
 
     Attributes:
-        counts: Those of what runs.
+        counts: Counts of the block that runs.
         phase: `forward`, `backward` or `recomputed`.
-        decoder_length: Number of the decoder's tokens, where it is another than that of the encoder's.
+        decoder_length: Number of decoder tokens, if it differs from the encoder's.
     """
 
     def __init__(self, counts: _BlockCounts) -> None:
@@ -164,7 +164,7 @@ class _Counter(TorchDispatchMode):
 
     @contextmanager
     def counting(self, counts: _BlockCounts, phase: str) -> Iterator[None]:
-        """Count what runs within the block for `counts`."""
+        """Add what runs inside the context to `counts`."""
         before = self.counts, self.phase
         self.counts, self.phase = counts, phase
         try:
@@ -179,7 +179,7 @@ class _Counter(TorchDispatchMode):
 
 def _operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
     name = str(func.name())
-    if name == GROUPED_PRODUCT:  # whose groups divide the rows of the first factor, or else what is summed over
+    if name == GROUPED_PRODUCT:  # its groups divide the rows of the first factor, or else the summed dimension
         left, right = args[0].shape, args[1].shape
         return int(2 * left[-2] * left[-1] * right[-1])
     if name == "aten::convolution_backward":  # torch's formula multiplies all channels, of grouped ones too
@@ -191,7 +191,7 @@ def _operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 
 class _Attend(torch.autograd.Function):
-    """Has the shapes of attention, saves what flash attention does, and counts the products that are needed."""
+    """Produces the shapes of attention, saves what flash attention saves, and counts the necessary products."""
 
     @staticmethod
     def forward(
@@ -219,18 +219,18 @@ class _Attend(torch.autograd.Function):
 
 
 def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str) -> ModelAmounts:
-    """Measure what the blocks of `model` take for one sequence.
+    """Measure the amounts of the blocks of `model` for one sequence.
 
     Args:
-        model: The model on meta, in the dtype that it computes in. It is changed: it cannot be used afterwards.
-        blocks: FQNs of the blocks that activation checkpointing recomputes, none inside another.
-        device: Where it runs: `meta`, or `cpu` within a `FakeTensorMode`, which is slower, and knows more operators.
+        model: The model on meta, in its compute dtype. It is modified and cannot be used afterwards.
+        blocks: FQNs of the blocks that activation checkpointing recomputes, not nested.
+        device: `meta`, or `cpu` inside a `FakeTensorMode`, which is slower but supports more operators.
 
     Returns:
         The amounts for sequences of any length.
 
     Raises:
-        Any of CANNOT_RUN: The model cannot run there.
+        Any of CANNOT_RUN: The model cannot run on that device.
     """
     replace_tensors(model.train(), lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     runs = _Runs(model, blocks, device)
@@ -244,7 +244,7 @@ class _Runs:
     """Forward and backward passes of a model in which one block of each kind runs.
 
     Attributes:
-        kinds: FQN -> what blocks of one kind have in common.
+        kinds: FQN -> the key that blocks of one kind share.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[str], device: str) -> None:
@@ -257,7 +257,7 @@ class _Runs:
             module.forward = partial(self._run_block, fqn, module, module.forward)
 
     def measure(self, num_steps: int, num_decoder_steps: int) -> dict[Any, _BlockCounts]:
-        """Counts of each kind of block, and under None of what is outside of blocks, for so many steps of tokens."""
+        """Count each kind of block, and under None the rest of the model, for so many steps of tokens."""
         self._found = {None: _BlockCounts()}
         self._counter.decoder_length = None if num_steps == num_decoder_steps else num_decoder_steps * _STEP
         lengths = {"input_ids": num_steps}
@@ -286,7 +286,7 @@ class _Runs:
             if not isinstance(template, torch.Tensor):
                 return template
             made = torch.empty_like(template, requires_grad=template.requires_grad and not sources)
-            # What is before this block gets its gradients.
+            # Modules before this block receive its gradients.
             return made + sum(source.sum().to(made.dtype) for source in sources) if template.requires_grad else made
 
         return tree_map(pass_on, self._found[kind].output)
@@ -329,9 +329,9 @@ class _Runs:
 
 
 def _kind(module: nn.Module, given: Sequence[torch.Tensor]) -> Any:
-    """What differs in blocks that take other amounts: parameters, plain settings of modules, and what they are given.
+    """A key of everything that makes amounts differ: parameters, plain settings of modules, and inputs.
 
-    Lengths of what is given do not matter: all of it has the length of the run.
+    Input lengths do not matter: all inputs have the length of the run.
     """
     params = tuple((name, tuple(param.shape), param.requires_grad) for name, param in module.named_parameters())
     plain = tuple(
@@ -346,7 +346,7 @@ def _is_plain(name: str, value: Any) -> bool:
 
 
 def _alone(value: Any) -> Any:
-    """A tensor without its history."""
+    """The tensor, detached from its autograd history."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
@@ -358,7 +358,7 @@ def _backward(outputs: Sequence[Any]) -> None:
 
 @contextmanager
 def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
-    """Have a model that uses transformers' interface of attention only count it, without a mask."""
+    """Make attention through transformers' interface only count, without a mask."""
     before = attention_implementations(model)
     if before not in (["sdpa"], ["flash_attention_2"]):
         yield
@@ -384,11 +384,11 @@ def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
 
 
 def _amounts(measured: Sequence[_BlockCounts]) -> BlockAmounts:
-    """What a block takes, by its counts at each of the lengths."""
+    """A block's amounts, from its counts at each of the lengths."""
 
     def of(phase: str) -> Amount:
         counts = [at_lengths.phases.get(phase, _Counts()) for at_lengths in measured]
-        # Where both lengths are the same, the sides of an encoder-decoder cannot be told apart.
+        # With equal lengths, the two sides of an encoder-decoder could not be distinguished.
         return Amount(_polynomial([found.flops for found in counts]), tuple(counts[1].attention))
 
     def size(name: str) -> Amount:
@@ -405,7 +405,7 @@ def _amounts(measured: Sequence[_BlockCounts]) -> BlockAmounts:
 
 
 def _polynomial(values: Sequence[int]) -> dict[tuple[int, int], Fraction]:
-    """The terms of the polynomial that has these values at `_LENGTHS`, or at `_LENGTHS_OF_BOTH`."""
+    """The terms of the polynomial with these values at `_LENGTHS`, or at `_LENGTHS_OF_BOTH`."""
     constant, linear, quadratic = _in_one_length(*values[:3])
     if len(values) == len(_LENGTHS):
         return {(0, 0): constant, (1, 0): linear, (2, 0): quadratic}
@@ -423,7 +423,7 @@ def _polynomial(values: Sequence[int]) -> dict[tuple[int, int], Fraction]:
 
 
 def _in_one_length(one: int, two: int, three: int) -> tuple[Fraction, Fraction, Fraction]:
-    """Coefficients of the polynomial that has these values at one, two and three steps."""
+    """Coefficients of the polynomial with these values at one, two and three steps."""
     quadratic = Fraction(three - 2 * two + one, 2 * _STEP**2)
     linear = Fraction(two - one, _STEP) - 3 * _STEP * quadratic
     return one - linear * _STEP - quadratic * _STEP**2, linear, quadratic

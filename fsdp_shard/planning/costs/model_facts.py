@@ -1,4 +1,4 @@
-"""What the cost of a step depends on other than the settings: measured once for a model, then used for many plans."""
+"""The facts about a model that the cost of a step depends on: measured once, reused for many plans."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from fsdp_shard.utils import FakeTensorMode, first_line, only_errors_of
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """A parameter: its shape, the bytes of an element as it is stored, and whether it is trained."""
+    """A parameter: its shape, the stored bytes per element, and whether it is trained."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -31,20 +31,20 @@ class ParamFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as a step sees it, with its adapter, in the dtypes of its parameters.
+    """A model with its adapter as a step uses it, in its parameter dtypes.
 
     Attributes:
         config: Its config.
         model: The model on meta.
         params: FQN -> parameter.
-        amounts: FLOPs and saved bytes; None where they cannot be measured.
-        problem: Why not, if so.
+        amounts: FLOPs and saved bytes; None if they cannot be measured.
+        problem: Why they cannot be measured, if so.
         tensor_plan: FQN of a module or parameter -> how tensor parallelism divides it.
-        expert_plan: Likewise for experts.
-        head: FQN of the output head; empty if it has none.
-        base_bytes: Bytes of what is frozen, in the dtype of the config.
-        unmasked_flops: FLOPs of both passes that a masked language model saves for each token that it does not predict:
-            those of the output head, where that computes the loss in chunks.
+        expert_plan: The same for experts.
+        head: FQN of the output head; empty if there is none.
+        base_bytes: Bytes of frozen parameters, in the config's dtype.
+        unmasked_flops: FLOPs of both passes that a masked language model saves per token it does not predict: those of
+            the output head, if the head computes the loss in chunks.
     """
 
     config: PretrainedConfig
@@ -61,15 +61,15 @@ class ModelFacts:
 
     @property
     def blocks(self) -> list[str]:
-        """FQNs of the repeated blocks; none where the amounts could not be measured."""
+        """FQNs of the repeated blocks; none if the amounts could not be measured."""
         return [] if self.amounts is None else list(self.amounts.blocks)
 
     def units(self, shard: sharding.ShardConfig) -> tuple[sharding.Unit, ...]:
-        """The units of the model, computed once for all settings that they depend on."""
+        """The units of the model, computed once per combination of the settings that they depend on."""
         return self.cache.of("units", (of_parameters(shard),), lambda: sharding.plan_units(self.model, shard))
 
     def state_bytes(self, optim: OptimConfig) -> int:
-        """Bytes of the state of `optim` for all trained parameters, computed once for each config."""
+        """Bytes of the state of `optim` for all trained parameters, computed once per config."""
 
         def measure() -> int:
             shapes = {name: tuple(param.shape) for name, param in self.model.named_parameters()}
@@ -87,21 +87,21 @@ def model_facts(
     adapter: AdapterConfig,
     shard: sharding.ShardConfig,
 ) -> ModelFacts:
-    """Measure what a step of a model takes, on a copy of it on meta.
+    """Measure the facts of a model, on a copy of it on meta.
 
     Args:
         config: The transformers config of the model.
         stored: The model as `build_planned` builds it for `shard`.
         model: The settings `model.*`.
         adapter: The settings `adapter.*`.
-        shard: Of the settings `shard.*`, the blocks, the dtype to compute in, and how quantized weights are stored.
+        shard: The settings `shard.*`: blocks, compute dtype, and how quantized weights are stored.
 
     Returns:
-        The facts, good for plans with any other settings.
+        The facts, valid for plans with any other settings.
 
     Raises:
         ModelError: The model cannot be built.
-        ConfigError: It has no modules for the adapter.
+        ConfigError: The model has no modules for the adapter.
     """
     computing, _ = build_planned(config, model, adapter, shard.param_dtype)
     file_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
@@ -145,7 +145,7 @@ def measured_amounts(
     """FLOPs and saved bytes of a model, or why they cannot be measured.
 
     Args:
-        build: Builds the model on meta, in the dtype that it computes in.
+        build: Builds the model on meta, in its compute dtype.
         blocks: `shard.blocks`.
     """
     amounts, problem = _measured(build(), blocks, "meta")
@@ -156,7 +156,7 @@ def measured_amounts(
     return amounts, problem
 
 
-@only_errors_of("torch", logging.CRITICAL)  # which logs the traceback of a pass that cannot run on fake tensors
+@only_errors_of("torch", logging.CRITICAL)  # torch logs the traceback of a pass that cannot run on fake tensors
 def _measured(model: PreTrainedModel, names: Sequence[str], device: str) -> tuple[ModelAmounts | None, str | None]:
     blocks = [block.fqn for block in models.no_split_blocks(model, names) if block.repeated]
     try:
@@ -166,7 +166,7 @@ def _measured(model: PreTrainedModel, names: Sequence[str], device: str) -> tupl
 
 
 def text_setting(config: PretrainedConfig, *names: str) -> int | None:
-    """The first of these settings of the language model that is a number."""
+    """The first of these language model settings that is a number."""
     text: Any = config.get_text_config()
     found = (getattr(text, name, None) for name in names)
     return next((value for value in found if isinstance(value, int)), None)

@@ -1,6 +1,6 @@
-"""What each rank computes, sends, reads and writes in a step, whatever it runs on.
+"""FLOPs, communication and memory traffic of each rank in a step, independent of the hardware.
 
-Pure arithmetic on `ModelFacts`, a few milliseconds for any number of ranks, so that a search can ask for thousands.
+Pure arithmetic on `ModelFacts`: a few milliseconds for any number of ranks, so a search can evaluate thousands.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class CheckpointCost:
     """Bytes of a saved step.
 
     Attributes:
-        weights_bytes: The weights, or those of the adapter.
-        optimizer_bytes: The state of the optimizer.
+        weights_bytes: The weights, or the adapter's weights.
+        optimizer_bytes: The optimizer state.
         average_bytes: The average of the weights (`train.ema_decay`).
         base_bytes: What a run with an adapter reads in addition when it resumes: its base.
         num_writers: Number of ranks that write a part each.
@@ -39,34 +39,32 @@ class CheckpointCost:
 
     @property
     def total_bytes(self) -> int:
-        """All that is written."""
+        """All bytes written."""
         return self.weights_bytes + self.optimizer_bytes + self.average_bytes
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one rank does in a step; ranks differ by padding only.
+    """The work of one rank in a step; ranks differ by padding only.
 
     Attributes:
         num_ranks: Number of ranks.
-        num_steps: Number of steps of the run; None where it depends on the data.
-        tokens: Tokens of a step, over all ranks: of a seq2seq model those of targets, of a masked one those that are
-            predicted.
-        flops: FLOPs that a rank must compute, recomputation included; None where they cannot be measured. Attention
-            counts the pairs that its mask allows, and of packed documents the fewest. Elementwise work and the
-            optimizer's do not count.
-        model_flops: Those of them that are trained on: without recomputation, a reference, a teacher, or answers that
-            are only compared.
-        precision: What is multiplied: `bf16`, `tf32` or `fp32`.
-        traffic: What it sends to other ranks.
-        memory_bytes: Device memory that it reads and writes at least: parameters once a pass, what gathers write,
-            gradients, activations between the passes and those that are recomputed, and the state that the optimizer
-            updates.
+        num_steps: Number of steps of the run; None if it depends on the data.
+        tokens: Tokens per step over all ranks: target tokens for a seq2seq model, predicted tokens for a masked one.
+        flops: FLOPs that a rank must compute, including recomputation; None if they cannot be measured. Attention
+            counts the pairs that its mask allows, and for packed documents the minimum. Elementwise work and the
+            optimizer do not count.
+        model_flops: The FLOPs that train the model: without recomputation, a reference, a teacher, or answers that are
+            only compared.
+        precision: Precision of matrix products: `bf16`, `tf32` or `fp32`.
+        traffic: What the rank sends to other ranks.
+        memory_bytes: Minimum device memory traffic: parameters once per pass, outputs of gathers, gradients,
+            activations kept between the passes or recomputed, and updated optimizer state.
         to_host_bytes: Bytes that offload copies from the device.
-        to_device_bytes: Bytes that offload copies back, and a teacher's weights that are not on the device.
+        to_device_bytes: Bytes that offload copies back, plus a teacher's weights that are not on the device.
         checkpoint: A saved step.
         problem: Why FLOPs cannot be measured, if so.
-        is_packed: Whether rows hold documents, or pairs, of unknown lengths.
+        is_packed: Whether rows hold documents or pairs of unknown lengths.
     """
 
     num_ranks: int
@@ -90,17 +88,17 @@ class StepCost:
 
 
 def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
-    """Count what a step of a run costs each rank.
+    """Count the cost of a step for each rank.
 
     Args:
-        facts: The model, measured with the `model.*`, `adapter.*`, `shard.blocks` and `shard.param_dtype` of `run`.
+        facts: The model, measured with the run's `model.*`, `adapter.*`, `shard.blocks` and `shard.param_dtype`.
         run: The settings of the run.
 
     Returns:
         The cost.
 
     Raises:
-        ConfigError: The traffic of a mixture cannot be counted.
+        ConfigError: The traffic of a mixture of experts cannot be counted.
     """
     shares = list(unit_shares(facts, run))
     flops = model_flops = None
@@ -127,7 +125,7 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
 
 
 def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int:
-    """FLOPs of a rank in a step, of which ranks that divide layers or sequences have equal parts; or `model_flops`."""
+    """FLOPs of a rank in a step, or `model_flops`. Ranks that divide layers or sequences have equal shares."""
     assert facts.amounts is not None
     kind = run.shard.activation_checkpointing
     recomputed = set() if of_model else set(sharding.recomputed_fqns(facts.blocks, kind))
@@ -139,9 +137,9 @@ def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int
             counted.append(block.recomputed_selectively if kind == "selective" else block.recomputed)
     lengths = run.sequence_length, run.target_length
     flops = run.num_rows * _sum_at(counted, *lengths, is_packed=run.is_packed)
-    if run.mask_fraction is not None and run.shard.tensor_parallel == 1:  # else the head is divided
+    if run.mask_fraction is not None and run.shard.tensor_parallel == 1:  # otherwise the head is divided
         flops -= (run.num_rows * run.sequence_length - _labels_of_rows(run)) * facts.unmasked_flops
-    if not of_model:  # what is compared without gradients
+    if not of_model:  # answers compared without gradients
         num_rows = run.num_read_rows - run.num_rows
         num_rows += run.num_read_rows if run.reference_kind in ("sharded", "adapter") else 0
         forward = [block.forward for block in blocks.values()]
@@ -150,12 +148,12 @@ def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int
 
 
 def _labels_of_rows(run: PlannedRun) -> int:
-    """Number of tokens that are predicted in a micro-batch, of all rows; of a masked language model the mean."""
+    """Number of predicted tokens in a micro-batch, over all rows; the mean for a masked language model."""
     return round(run.num_rows * (run.target_length or run.sequence_length) * (run.mask_fraction or 1))
 
 
 def _sum_at(amounts: Sequence[Amount], length: int, decoder_length: int | None, *, is_packed: bool = False) -> int:
-    """The sum of `amounts`, of which many are the same."""
+    """The sum of `amounts`, many of which are equal."""
     known: dict[int, int] = {}
     for amount in amounts:
         if id(amount) not in known:
@@ -164,7 +162,7 @@ def _sum_at(amounts: Sequence[Amount], length: int, decoder_length: int | None, 
 
 
 def _activation_bytes(facts: ModelFacts, run: PlannedRun) -> tuple[int, int]:
-    """Bytes that blocks of a rank keep between the passes of one micro-batch, and that they make again, at least."""
+    """Minimum bytes that a rank's blocks keep between the passes of one micro-batch, and that they recompute."""
     if facts.amounts is None:
         return 0, 0
     recomputed = set(sharding.recomputed_fqns(facts.blocks, run.shard.activation_checkpointing))
@@ -181,7 +179,7 @@ def _activation_bytes(facts: ModelFacts, run: PlannedRun) -> tuple[int, int]:
 def _offloaded_bytes(
     facts: ModelFacts, run: PlannedRun, shares: Sequence[UnitShare], kept_bytes: int
 ) -> tuple[int, int]:
-    """Bytes that are copied to host memory in a step, and those that come back."""
+    """Bytes copied to host memory in a step, and bytes copied back."""
     to_host = to_device = 0
     if run.shard.activation_offload:
         to_host = to_device = run.num_micro_batches * kept_bytes
@@ -206,7 +204,7 @@ def _memory_bytes(facts: ModelFacts, run: PlannedRun, shares: Sequence[UnitShare
 
 
 def _num_owners(run: PlannedRun) -> int:
-    """Number of ranks that one replica of the model is divided over."""
+    """Number of ranks that share one replica of the model."""
     return run.num_shards * run.shard.tensor_parallel
 
 

@@ -1,4 +1,4 @@
-"""The cost and the time of a step as text and as the figures of result.json."""
+"""Formats the cost and time of a step, as text and as figures of result.json."""
 
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +17,7 @@ _BOUND = (
 
 
 def step_figures(cost: StepCost, hardware: Hardware) -> dict[str, Any]:
-    """The figures of a step in result.json; `time` is None where it is not known."""
+    """The figures of a step in result.json; `time` is None if unknown."""
     time = step_time(cost, hardware)
     return {
         "tokens": cost.tokens,
@@ -34,7 +34,7 @@ def step_figures(cost: StepCost, hardware: Hardware) -> dict[str, Any]:
 
 
 def step_report(cost: StepCost, hardware: Hardware) -> str:
-    """The section of a plan about a step: FLOPs, bytes, checkpoints, and the least time where it is known."""
+    """The section of a plan about a step: FLOPs, bytes, checkpoints, and the minimum time if known."""
     flops = f"FLOPs could not be counted ({cost.problem})"
     if cost.flops is not None:
         flops = f"{_with_prefix(cost.flops)}FLOPs on each rank"
@@ -107,7 +107,7 @@ def _tokens(count: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Three significant digits of days, hours, minutes, seconds or milliseconds."""
+    """A duration with three significant digits, in days, hours, minutes, seconds or milliseconds."""
     for least, size, unit in _DURATIONS:
         if seconds >= least:
             return f"{seconds / size:.3g} {unit}"

@@ -1,9 +1,9 @@
-"""A lower bound on the time of a step, by what a rank computes, sends, reads and writes, on given hardware.
+"""A lower bound on the time of a step, from a rank's work and the hardware.
 
-A roofline (Williams et al., 2009): compute, links, network, device memory and host memory all work at their peak and at
-the same time, so the slowest is the bound. A real step is slower: kernels stay below peaks, elementwise work and the
-optimizer's arithmetic take time, and what is sent is not all hidden. Switches may add up what is reduced, so an
-all-reduce counts once here; its bytes in `Traffic.sent_bytes` are those of a ring.
+A roofline (Williams et al., 2009): compute, links, network, device memory and host memory all run at their peak and
+concurrently, so the slowest determines the bound. A real step is slower: kernels do not reach peaks, elementwise work
+and optimizer arithmetic take time, and communication is not fully overlapped. Switches may do reductions, so an
+all-reduce counts once here; `Traffic.sent_bytes` counts the bytes of a ring.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True)
 class StepTime:
-    """Least time of a step, and what follows from it.
+    """Minimum time of a step, and figures derived from it.
 
     Attributes:
         seconds: The bound.
-        bound_by: What takes that long: a key of `parts`.
-        parts: Seconds of `compute`, `links` inside a machine, `network` between machines, `memory` of the device, and
-            `host` memory.
-        tokens_per_second: Of all ranks, at most.
-        hardware_flops_utilization: Share of the peak that all computed FLOPs take at the bound.
-        model_flops_utilization: Share that `StepCost.model_flops` take.
-        run_days: Least days of all steps; None where their number depends on the data.
-        write_seconds: Time to write a step at the speed of the disks; None where that is not known.
-        resume_seconds: Time to read one, and the base of an adapter; likewise.
+        bound_by: The slowest resource: a key of `parts`.
+        parts: Seconds of `compute`, `links` inside a machine, `network` between machines, device `memory`, and `host`
+            memory.
+        tokens_per_second: Upper bound over all ranks.
+        hardware_flops_utilization: Fraction of the peak that all computed FLOPs reach at the bound.
+        model_flops_utilization: The same for `StepCost.model_flops`.
+        run_days: Minimum days for all steps; None if their number depends on the data.
+        write_seconds: Time to write a checkpoint at disk speed; None if that is unknown.
+        resume_seconds: Time to read a checkpoint and an adapter's base; None if disk speed is unknown.
     """
 
     seconds: float
@@ -44,12 +44,12 @@ class StepTime:
 
     @property
     def tokens_per_day(self) -> float:
-        """Tokens of all ranks in a day, at most."""
+        """Upper bound on tokens per day over all ranks."""
         return self.tokens_per_second * SECONDS_PER_DAY
 
 
 def missing_figures(cost: StepCost, hardware: Hardware) -> list[str]:
-    """The settings of `device.*` without which `cost` has no time, in the order of the settings."""
+    """The `device.*` settings that are missing to compute the time of `cost`, in their order."""
     needed = {
         f"{cost.precision}_flops": hardware.flops.get(cost.precision),
         "memory_bandwidth": hardware.memory_bandwidth,
@@ -64,14 +64,14 @@ def missing_figures(cost: StepCost, hardware: Hardware) -> list[str]:
 
 
 def step_time(cost: StepCost, hardware: Hardware) -> StepTime | None:
-    """The least time of a step.
+    """Compute the minimum time of a step.
 
     Args:
-        cost: What a rank does in a step.
-        hardware: What it does that on.
+        cost: The work of a rank in a step.
+        hardware: The hardware it runs on.
 
     Returns:
-        The time; None where FLOPs or a figure of the hardware are not known (`missing_figures`).
+        The time; None if FLOPs or a hardware figure are unknown (`missing_figures`).
     """
     if cost.flops is None or cost.model_flops is None or missing_figures(cost, hardware):
         return None
@@ -86,7 +86,7 @@ def step_time(cost: StepCost, hardware: Hardware) -> StepTime | None:
         "memory": _seconds(cost.memory_bytes, hardware.memory_bytes_per_second),
         "host": _seconds(
             max(cost.to_host_bytes, cost.to_device_bytes), hardware.host_bytes_per_second
-        ),  # both ways at once
+        ),  # both directions at once
     }
     bound_by = max(parts, key=lambda name: parts[name])
     seconds = parts[bound_by]
@@ -110,10 +110,10 @@ def step_time(cost: StepCost, hardware: Hardware) -> StepTime | None:
 
 
 def link_bytes(traffic: Traffic, num_per_machine: int) -> float:
-    """Bytes that a device must send or receive over the links of its machine, when all machines do as much as they can.
+    """Bytes that a device must send or receive over its machine's links, if machines do all they can internally.
 
-    With M of the N ranks on a machine, the share (M-1)/N of an all-to-all stays there. Of what is gathered or reduced,
-    each of the M fetches its part from outside once, and passes it on: the share (M-1)/M.
+    With M of the N ranks on a machine, the share (M-1)/N of an all-to-all stays inside. Of a gathered or reduced
+    tensor, each of the M ranks fetches its part from outside once and passes it on: the share (M-1)/M.
     """
     members = _members(traffic, num_per_machine)
     if members == 1:
@@ -128,14 +128,14 @@ def link_bytes(traffic: Traffic, num_per_machine: int) -> float:
 def network_bytes(traffic: Traffic, num_per_machine: int) -> float:
     """Bytes that a device must send or receive between machines.
 
-    With M of the N ranks on a machine, N-M parts come from others, and M devices divide them.
+    With M of the N ranks on a machine, N-M parts come from other machines, divided among the M devices.
     """
     members, num_ranks = _members(traffic, num_per_machine), traffic.num_ranks
     if members == num_ranks:
         return 0.0
     if traffic.collective == "all-to-all":
         return traffic.payload_bytes * (num_ranks - members) / num_ranks
-    if traffic.collective == "send":  # of the last device of a machine
+    if traffic.collective == "send":  # by the last device of a machine
         return traffic.payload_bytes
     if traffic.collective == "all-reduce":
         return traffic.payload_bytes / members
@@ -143,7 +143,7 @@ def network_bytes(traffic: Traffic, num_per_machine: int) -> float:
 
 
 def _members(traffic: Traffic, num_per_machine: int) -> int:
-    """Number of the ranks that take part that are on one machine."""
+    """Number of participating ranks on one machine."""
     return max(1, min(traffic.num_ranks, num_per_machine // traffic.stride))
 
 

@@ -1,8 +1,8 @@
-"""Bytes that a rank sends to others in a step, by collective and by the ranks that take part.
+"""Bytes that a rank sends in a step, by collective and participating ranks.
 
-Every formula is that of the algorithm that sends least without help of switches: of a gathered or reduced tensor a rank
-sends the share (N-1)/N, of one that is all-reduced twice that. Not counted are the few bytes of counts, norms and
-losses. Experts are taken to get as many tokens each.
+Each formula assumes the algorithm that sends least without help from switches: for a gathered or reduced tensor a rank
+sends the share (N-1)/N, for an all-reduced one twice that. The few bytes of counts, norms and losses are not counted.
+Tokens are assumed to be distributed evenly over experts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,23 +20,22 @@ from fsdp_shard.planning.planned_run import PlannedRun
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k")
 _COUNT_BYTES, _FLOAT32_BYTES = 8, 4
 
-# Of what takes part, how many times the share (N-1)/N a rank sends.
+# Per collective: how many times the share (N-1)/N a rank sends.
 _SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What is sent in a step by all collectives of one kind over the same ranks.
+    """Traffic of all collectives of one kind over the same ranks in a step.
 
     Attributes:
         collective: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, or `send` to a neighbor.
-        over: The dimension of the mesh: `shard`, `replicate`, `tensor`, `expert` or `context`; `expert shard` for
-            ranks with the same experts; `reshard` for the neighboring ranks of `shard.reshard_after_forward=N`.
-        num_ranks: Number of ranks that take part.
+        over: The mesh dimension: `shard`, `replicate`, `tensor`, `expert` or `context`; `expert shard` for
+        num_ranks: Number of participating ranks.
         stride: Distance between neighbors among them.
-        payload_bytes: Bytes of the whole tensor that is gathered or reduced; of all that one rank gives to an
-            all-to-all, its own part included, and on average where ranks give different amounts; or of what is sent
-            to a neighbor.
+        payload_bytes: Bytes of the whole tensor that is gathered or reduced; of everything one rank contributes to an
+            all-to-all, including its own part and averaged if ranks contribute different amounts; or of what is sent to
+            a neighbor.
     """
 
     collective: str
@@ -47,14 +46,14 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank sends to others."""
+        """Bytes that a rank sends to other ranks."""
         if self.collective == "send":
             return self.payload_bytes
         return int(Fraction(self.num_ranks - 1, self.num_ranks) * _SENT[self.collective] * self.payload_bytes)
 
 
 def step_traffic(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]) -> tuple[Traffic, ...]:
-    """What each rank sends in a step.
+    """Compute the traffic of each rank in a step.
 
     Args:
         facts: The model.
@@ -62,10 +61,10 @@ def step_traffic(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]
         shares: `unit_shares(facts, run)`.
 
     Returns:
-        The traffic, added up by collective and ranks, without what has no bytes.
+        The traffic, summed by collective and ranks, without empty entries.
 
     Raises:
-        ConfigError: The config of a mixture does not say how many experts a token goes to.
+        ConfigError: The config of a mixture of experts does not define the number of experts per token.
     """
     found: dict[tuple[str, str], Traffic] = {}
     for traffic in (
@@ -83,7 +82,7 @@ def step_traffic(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]
 
 
 def _of_units(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]) -> Iterator[Traffic]:
-    """Of parameters and gradients."""
+    """Traffic of parameters and gradients."""
     shard, num_copies = run.shard, run.shard.replicas
     if not shard.is_sharded:
         num_copies = run.num_ranks
@@ -100,13 +99,13 @@ def _of_units(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]) -
         reduced = unit.num_reductions * unit.reduced_bytes
         yield Traffic("all-reduce", "replicate", num_copies, num * stride, reduced)
     scalars = sum(not param.shape and param.is_trained for param in facts.params.values())
-    if shard.wrapper == "fsdp2":  # which leaves them whole on every rank
+    if shard.wrapper == "fsdp2":  # keeps scalars whole on every rank
         itemsize = sharding.itemsize(shard.reduce_dtype)
         yield Traffic("all-reduce", "all", run.num_ranks, 1, run.num_reductions * scalars * itemsize)
 
 
 def _of_layers(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
-    """Of activations between ranks that divide layers, and of their gradients."""
+    """Traffic of activations, and their gradients, between ranks that divide layers."""
     num, itemsize = run.shard.tensor_parallel, sharding.itemsize(run.shard.param_dtype)
     if num == 1:
         return
@@ -133,7 +132,7 @@ def _of_layers(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
 
 
 def recomputed_blocks(facts: ModelFacts, run: PlannedRun) -> set[str]:
-    """FQNs of the blocks whose collectives of activations run again in the backward pass."""
+    """FQNs of the blocks whose activation collectives run again in the backward pass."""
     if run.shard.activation_checkpointing == "selective" or facts.amounts is None:
         return set()
     return set(sharding.recomputed_fqns(list(facts.amounts.blocks), run.shard.activation_checkpointing))
@@ -144,7 +143,7 @@ def _block_of(fqn: str, blocks: set[str]) -> str | None:
 
 
 def _of_experts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
-    """Of tokens that are sent to experts and back, of their gradients, and of how many go where."""
+    """Traffic of tokens to experts and back, of their gradients, and of the token counts."""
     num = run.shard.expert_parallel
     modules = [fqn for fqn, style in facts.expert_plan.items() if style == sharding.SENDS_TO_EXPERTS]
     if num == 1 or not modules:
@@ -169,7 +168,7 @@ def _of_experts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
 
 
 def _of_parts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
-    """Between ranks that divide sequences: of attention, and of values of tokens for losses of whole sequences."""
+    """Traffic between ranks that divide sequences: attention, and token values for losses of whole sequences."""
     shard, num = run.shard, run.shard.context_parallel
     if num == 1 or facts.amounts is None:
         return
@@ -194,7 +193,7 @@ def _of_parts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
 
 
 def _of_optimizer(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
-    """Of parameters that are updated whole: values and gradients go to the rank that owns one, and values come back."""
+    """Traffic of parameters that are updated whole: values and gradients go to the owner, and values come back."""
     if not run.optim.needs_full_params:
         return
     trained = [param for param in facts.params.values() if param.is_trained]
@@ -205,6 +204,6 @@ def _of_optimizer(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
 
 
 def _exchanged_width(layer: Attention, num_ranks: int) -> int:
-    """Numbers that a token has in queries, keys, values and outputs, with repeated keys and values."""
+    """Elements per token in queries, keys, values and outputs, with repeated keys and values."""
     heads, (width, value_width) = layer.heads, layer.widths
     return (heads[0] + sharding.num_sent_heads(heads[1], num_ranks)) * (width + value_width)

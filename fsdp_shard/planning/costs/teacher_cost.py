@@ -1,4 +1,4 @@
-"""What a teacher that runs alongside adds to the cost of a step: its forward passes, which no ranks divide."""
+"""The cost that a teacher running alongside adds to a step: its forward passes, which are not divided among ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fsdp_shard.training import DistillConfig
 
 
 def with_teacher(cost: StepCost, run: PlannedRun, cache: PlanCache) -> StepCost:
-    """The cost of a step with that of a teacher that runs alongside, if there is one on the device.
+    """Add the cost of a teacher that runs alongside, if there is one on the device.
 
-    FLOPs of its passes, the weights that they read, and of those that are in host memory or on the disk what is copied
-    to the device. MFU does not count them: they train nothing. Reading the disk is not counted.
+    This adds the FLOPs of its passes, the weights they read, and the weights that are copied to the device from host
+    memory or disk. MFU does not count these FLOPs, because they train nothing. Disk reads are not counted.
 
     Args:
         cost: The cost of a step.
         run: The settings of the run.
-        cache: What plans of the model have in common.
+        cache: Values that plans of the model share.
     """
     teacher = teacher_of(run, cache)
     if teacher is None or not teacher.is_on_device:

@@ -1,4 +1,4 @@
-"""What a rank has of each unit, and how often a step gathers and reduces it."""
+"""Each rank's share of a unit, and how often a step gathers and reduces it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ _CUT_BY_EXPERTS = "grouped_gemm"
 
 @dataclass(frozen=True)
 class UnitShare:
-    """What a rank has of parameters that are gathered together, and how often they are.
+    """A rank's share of parameters that are gathered together, and how often they are gathered.
 
     Attributes:
-        num_chunks: Number of ranks that they are divided over.
-        stride: Distance between neighbors among those.
-        gathered_bytes: Bytes of the rank's chunk, in the dtype that is gathered.
+        num_chunks: Number of ranks that the parameters are divided over.
+        stride: Distance between neighbors among those ranks.
+        gathered_bytes: Bytes of the rank's chunk, in the dtype of the gather.
         stored_bytes: Bytes of the chunk as it is stored.
-        reduced_bytes: Bytes of the chunk of the gradients, in the dtype of the reduction.
-        num_gathers: Gathers in a step, over all of those ranks.
-        num_small_gathers: Gathers over the ranks of `shard.reshard_after_forward=N` only.
-        num_reductions: Reductions in a step.
-        is_expert: Whether they are experts that are divided over ranks.
+        reduced_bytes: Bytes of the gradient chunk, in the dtype of the reduction.
+        num_gathers: Gathers per step over all those ranks.
+        num_small_gathers: Gathers per step over the ranks of `shard.reshard_after_forward=N` only.
+        num_reductions: Reductions per step.
+        is_expert: Whether the parameters are experts divided over ranks.
     """
 
     num_chunks: int
@@ -40,7 +40,7 @@ class UnitShare:
 
 
 def unit_shares(facts: ModelFacts, run: PlannedRun) -> Iterator[UnitShare]:
-    """The shares of all units; experts that are divided over ranks are units of their own, one a module."""
+    """Yield the shares of all units; experts divided over ranks are separate units, one per module."""
     units = facts.units(run.shard)
     for unit, has_backward in zip(units, _have_backward(facts, run, units), strict=True):
         parts: dict[str, list[str]] = {"": []}
@@ -53,10 +53,10 @@ def unit_shares(facts: ModelFacts, run: PlannedRun) -> Iterator[UnitShare]:
 
 
 def _have_backward(facts: ModelFacts, run: PlannedRun, units: Sequence[sharding.Unit]) -> list[bool]:
-    """Whether each unit is gathered for the backward pass: what nothing trained runs before has none.
+    """Whether each unit is gathered for the backward pass, which units before the first trained parameter do not have.
 
-    FSDP2 gathers the units before, too, that it prefetches for a backward pass, and FSDP1 the quantized weights of the
-    first trained layer, which are units before its own.
+    FSDP2 also gathers earlier units that it prefetches for a backward pass. FSDP1 also gathers the quantized weights of
+    the first trained layer, which are units before that layer's own.
     """
     *inner, root = units
     first = next((number for number, unit in enumerate(inner) if unit.num_trained), len(inner))
@@ -86,7 +86,7 @@ def _share(
     def chunk(chosen: Mapping[str, tuple[int, ...]]) -> int:
         return shard.chunk_length(chosen, unit.dtype, num_chunks)
 
-    if shard.flattens_units:  # of a unit that is trained in part, gradients are of the whole
+    if shard.flattens_units:  # gradients cover all of a unit, even if only part of it is trained
         elements, stored = chunk(shapes), max((facts.params[name].itemsize for name in names), default=0)
         reduced = elements if any(facts.params[name].is_trained for name in names) else 0
         gathered_bytes = elements * (stored if unit.is_bytes else sharding.itemsize(unit.dtype))
@@ -109,7 +109,7 @@ def _share(
 def _alike(
     facts: ModelFacts, unit: sharding.Unit, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[tuple[int, int, bool], dict[str, tuple[int, ...]]]:
-    """`shapes` by the bytes of an element when it is gathered and as it is stored, and by whether it is trained."""
+    """`shapes` grouped by gathered and stored bytes per element, and by whether the parameter is trained."""
     computed, found = sharding.itemsize(unit.dtype), dict[tuple[int, int, bool], dict[str, tuple[int, ...]]]()
     for name, shape in shapes.items():
         param = facts.params[name]
@@ -121,13 +121,13 @@ def _alike(
 def _num_gathers(
     facts: ModelFacts, run: PlannedRun, unit: sharding.Unit, *, is_expert: bool, has_backward: bool
 ) -> tuple[int, int]:
-    """Gathers of a unit in a step: over all ranks that divide it, and over those of `reshard_after_forward=N`."""
+    """Gathers of a unit per step: over all ranks that divide it, and over those of `reshard_after_forward=N`."""
     shard, times = run.shard, run.num_micro_batches
     every = shard.reshard_after_forward
     if not shard.is_sharded:
         return 0, 0
     if shard.wrapper == "fsdp1":
-        if every is False:  # without a reduction, gathered parameters stay until the next micro-batch
+        if every is False:  # without a reduction, gathered parameters stay for the next micro-batch
             return times if shard.sync_every_micro_batch else 1, 0
         return 2 * times if unit.fqn and has_backward else times, 0
     is_kept = not is_expert and unit.fqn in ("", facts.head)
@@ -137,7 +137,7 @@ def _num_gathers(
 
 
 def _local_shape(facts: ModelFacts, run: PlannedRun, name: str) -> tuple[int, ...]:
-    """The part of a parameter that the rank with most of it has, before it is sharded."""
+    """The part of a parameter that the fullest rank has before sharding."""
     shape, num_ranks = facts.params[name].shape, run.shard.tensor_parallel
     if run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == _CUT_BY_EXPERTS:
         return shape[0] // run.shard.expert_parallel, *shape[1:]
