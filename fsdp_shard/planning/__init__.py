@@ -1,4 +1,4 @@
-"""Memory estimates of a run, computed from configs alone."""
+"""Memory and time estimates of a run, computed from configs alone."""
 
 import lazy_loader
 

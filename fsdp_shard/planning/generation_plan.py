@@ -1,9 +1,8 @@
 """The memory of `generate` on each device, from configs alone: weights by the device map, KV cache and activations.
 
-One prefill pass and one pass of decoding at full length run on fake tensors, as in training (`step/recording`).
-What a pass keeps outside the KV cache is counted on the device whose block runs. Samples are drawn by top-p, which
-takes more than the most likely token does. A rank computes a batch at a time, of one length and with a mask of its
-padding.
+One prefill pass and one decoding pass at full length run on fake tensors, as in training (`step/recording`).
+Activations outside the KV cache count on the device whose block runs. Tokens are sampled by top-p, which needs more
+memory than greedy decoding. A rank computes one batch at a time, with one length and a padding mask.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _TERMS = (WEIGHTS, ADAPTERS, IN_FLIGHT, READ, CACHE, ACTIVATIONS)
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What is on each device at the highest snapshot of each phase.
+    """The memory of each device at the highest snapshot of each phase.
 
     Attributes:
         peaks: Device -> its highest snapshot of each phase, in order.
-        problem: Why activations could not be measured, if so; then there are no snapshots.
-        uncounted: What the peaks do not have, in a sentence, if anything.
+        problem: Why activations could not be measured, if so; there are no snapshots in this case.
+        uncounted: What the peaks do not include, in a sentence, if anything.
     """
 
     peaks: Mapping[str, Sequence[Snapshot]] = field(default_factory=dict)
@@ -46,7 +45,7 @@ class GenerationPlan:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """The most bytes on each device."""
+        """The peak bytes on each device."""
         return {device: highest(snapshots).total_bytes for device, snapshots in self.peaks.items()}
 
     def figures(self) -> dict[str, Any]:
@@ -55,7 +54,7 @@ class GenerationPlan:
         return {"peak_bytes": self.peak_bytes, "peaks": peaks, "problem": self.problem, "uncounted": self.uncounted}
 
     def describe(self, budget: KVCacheBudget) -> str:
-        """The plan as text, for the texts in `budget`."""
+        """Describe the plan, for the texts in `budget`."""
         if self.problem is not None:
             return f"What else generation takes could not be measured ({self.problem})."
         shown = [term for term in _TERMS if any(term in m.terms for found in self.peaks.values() for m in found)]
@@ -71,12 +70,12 @@ class GenerationPlan:
 
 @dataclass
 class _Passes:
-    """A prefill pass and a pass of decoding, on fake tensors.
+    """A prefill pass and a decoding pass, on fake tensors.
 
     Attributes:
         model: The model.
-        budget: The texts: all are taken to be prompts of full length, of an encoder-decoder answers too.
-        cached: Bytes of the cache by its layer, after the prefill pass.
+        budget: The texts: all are assumed to have prompts, and with an encoder-decoder answers, of full length.
+        cached: Bytes of the cache by layer, after the prefill pass.
     """
 
     model: PreTrainedModel
@@ -99,7 +98,7 @@ class _Passes:
         recorder.mark(DONE, "prefill")
         name = next((name for name in ("past_key_values", "cache_params") if output.get(name) is not None), None)
         cache = None if name is None else output.get(name)
-        if has_decoder:  # an answer of full length, which is not made at once
+        if has_decoder:  # an answer of full length, which is not generated in one pass
             output = self.model(decoder_input_ids=ids[:, 1:], past_key_values=cache, **given)
             recorder.mark(DONE, "answer")
         self.cached = _cached_bytes(cache)
@@ -121,7 +120,7 @@ class _Passes:
 
 
 def _positions(names: Mapping[str, object], mask: torch.Tensor, number: int | None = None) -> dict[str, torch.Tensor]:
-    """The positions of the last `number` tokens as `generate` gives them, where a model takes any."""
+    """The positions of the last `number` tokens as `generate` passes them, for models that accept positions."""
     if "position_ids" not in names:
         return {}
     positions = mask.cumsum(-1) - 1
@@ -129,7 +128,7 @@ def _positions(names: Mapping[str, object], mask: torch.Tensor, number: int | No
 
 
 def _cached_bytes(cache: Any) -> list[int]:
-    """Bytes of a cache by its layer; of an encoder-decoder, of the caches of both attentions."""
+    """Bytes of a cache by layer; for an encoder-decoder, of both attentions' caches."""
     if hasattr(cache, "self_attention_cache"):
         pairs = zip(_cached_bytes(cache.self_attention_cache), _cached_bytes(cache.cross_attention_cache), strict=False)
         return [sum(pair) for pair in pairs]
@@ -144,9 +143,9 @@ def plan_generation(
 
     Args:
         model: The model on meta, which is changed.
-        devices: Where its blocks are.
+        devices: The placement of its blocks.
         budget: Number and length of the texts.
-        casts: Whether weights are loaded in another dtype than they are stored in.
+        casts: Whether weights are loaded in a dtype other than the stored one.
         quantize: As in `dispatch.quantize`; layers run as if they were not quantized.
 
     Returns:
@@ -175,7 +174,7 @@ def plan_generation(
 
 
 def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
-    """What the plan of a quantized model lacks: torchao's own memory, whose layers do not run on fake tensors."""
+    """What the plan of a quantized model omits: memory of torchao itself, whose layers do not run on fake tensors."""
     if quantize == "none":
         return None
     largest = max((m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)), default=0)
@@ -186,7 +185,7 @@ def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
 
 
 class _GenerationSimulator:
-    """Replays a recording: what is on each device at each point."""
+    """Replays a recording to find the memory of each device at each point."""
 
     def __init__(
         self, devices: DevicePlan, buffers: int, cached: Mapping[str, int], adapters: Mapping[str, int], read: int
@@ -209,7 +208,7 @@ class _GenerationSimulator:
             self._note(name, "load", "", 0, Counter())
 
     def replay(self, recording: Sequence[Event]) -> None:
-        """Replay a prefill pass and a pass of decoding."""
+        """Replay a prefill pass and a decoding pass."""
         phases = iter(_PHASES)
         live, phase, before = 0, next(phases), list[tuple[str, str, int]]()
         for event in recording:
@@ -223,7 +222,7 @@ class _GenerationSimulator:
             before.clear()
 
     def _replay_phase(self, phase: str, intervals: Sequence[tuple[str, str, int]]) -> None:
-        held: Counter[str] = Counter()  # of the cache, by device
+        held: Counter[str] = Counter()  # bytes of the cache, by device
         done: set[str] = set()
         for fqn, size in self._cached.items() if phase != "prefill" else ():
             held[self._device_of(fqn)] += size
@@ -236,7 +235,7 @@ class _GenerationSimulator:
                 held[device] += self._cached[where]
 
     def _device_of(self, fqn: str) -> str:
-        """Where a block computes; what is outside of blocks does so on the main device."""
+        """The device that computes a block; everything outside blocks runs on the main device."""
         if fqn not in self._devices.devices or self._devices.is_streamed(fqn):
             return self._main
         return device_name(self._devices.devices[fqn])

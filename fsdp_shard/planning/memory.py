@@ -1,9 +1,9 @@
-"""Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
+"""Peak memory of each rank of a run, from configs alone. The model exists on the meta device only.
 
-Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each point of a
-step, an evaluation and a save, simulated unit by unit (`step/simulators`) from what one micro-batch keeps
-(`step/recording`). The peak is the highest of these snapshots. It counts tensors. The overhead of a GPU
-(`device_overhead`) is shown apart.
+For each rank, the plan computes the shards of parameters, gradients and optimizer state exactly. It simulates memory at
+each point of a step, an evaluation and a save, unit by unit (`step/simulators`), from what one micro-batch keeps
+(`step/recording`). The peak is the highest of these snapshots and counts tensors; the overhead of a GPU
+(`device_overhead`) is shown separately.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, cache: PlanCache | No
     Args:
         config: The transformers config of the model.
         run: The settings of the run.
-        cache: What earlier plans of the same model have computed, which is used again and added to.
+        cache: Results of earlier plans of the same model, which are reused and extended.
 
     Returns:
         The plan.
 
     Raises:
-        ConfigError: The settings cannot work for this model and number of ranks, or cannot be planned.
+        ConfigError: The settings do not work for this model and number of ranks, or cannot be planned.
         ModelError: No blocks are found in the model.
     """
     sharding.check_mesh(run.shard, run.num_ranks)
@@ -73,7 +73,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, cache: PlanCache | No
 def built_model(
     config: PretrainedConfig, run: PlannedRun, cache: PlanCache
 ) -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
-    """The model as it trains, on meta, its blocks and its units."""
+    """Build the training model on meta; return it with its blocks and its units."""
 
     def build() -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
         model, _ = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
@@ -87,14 +87,14 @@ def built_model(
 
 
 def _num_weights(model: PreTrainedModel, block: models.Block) -> int:
-    """`block.num_params`, with the number of weights instead of bytes where they are quantized."""
+    """`block.num_params`, counting weights instead of bytes where weights are quantized."""
     module = model.get_submodule(block.fqn)
     inside = {} if block.direct else models.weights_per_parameter(module)
     return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())
 
 
 def _rank_memory(rank: int, state: ShardState, run: PlannedRun, step: SimulatedStep, staging: int) -> RankMemory:
-    """The memory of one rank, whose copy for asynchronous saves has `staging` bytes."""
+    """The memory of one rank; `staging` is the size of its copy for asynchronous saves."""
     is_offloaded = run.shard.cpu_offload
     total = state.parameters + state.gradients + state.optimizer + state.average
     own = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
@@ -124,24 +124,24 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, step: SimulatedS
 
 
 def _own_in_phases(state: ShardState, run: PlannedRun, directions: int) -> dict[str, dict[str, int]]:
-    """Bytes by phase and term that a rank has in one phase only; `directions` are those of `eva`."""
+    """Bytes by phase and term that a rank holds in one phase only; `directions` are the bytes of `eva`."""
     found: dict[str, dict[str, int]] = {EVA: {DIRECTIONS: directions}} if directions else {}
     if run.shard.cpu_offload:
         return found
     updates = {TEMPORARIES: state.updates} if state.updates else {}
     found |= {"load": {LOADING: state.padding}} if state.padding else {}
-    # The optimizer's state is made by a step with gradients of zeros, before it is read.
+    # A step on zero gradients creates the optimizer state before it is read.
     resumed = {ZEROS: state.trained, "optimizer": state.optimizer, **updates}
     return found | {"resume": resumed, "optimizer": updates}
 
 
 def _shard_of(rank: int, run: PlannedRun) -> int:
-    """Which of the shards of a replica a rank has; those that divide layers have the same rows."""
+    """The index of a rank's shard in its replica; ranks that divide layers have the same rows."""
     return rank // run.shard.tensor_parallel % run.num_shards
 
 
 def _overhead(part: RankPart, run: PlannedRun, per_rank: Sequence[RankMemory]) -> Mapping[str, int]:
-    """The memory of the fullest rank's GPU that is not in tensors; nothing on CPUs."""
+    """Memory of the fullest rank's GPU outside of tensors; empty on CPUs."""
     peaks = [rank.peak_bytes for rank in per_rank]
     if not run.on_gpu or None in peaks:
         return {}
@@ -149,5 +149,5 @@ def _overhead(part: RankPart, run: PlannedRun, per_rank: Sequence[RankMemory]) -
     divided = (shard.replicas, shard.tensor_parallel, shard.expert_parallel, shard.context_parallel, run.num_shards)
     num_params = sum(1 for _ in part.model.parameters())
     num_groups = 1 + sum(ranks > 1 for ranks in divided) if run.num_ranks > 1 else 0
-    num_groups += 2 if type(shard.reshard_after_forward) is int else 0  # the dimensions of one more mesh
+    num_groups += 2 if type(shard.reshard_after_forward) is int else 0  # the dimensions of an additional mesh
     return device_overhead(max(peak for peak in peaks if peak is not None), 4 * num_params, num_groups)

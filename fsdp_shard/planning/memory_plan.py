@@ -1,4 +1,4 @@
-"""What a plan says of memory: that of each rank, and of the host."""
+"""The planned memory of each rank and of the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,24 +18,24 @@ class RankMemory:
     Attributes:
         rank: The rank.
         parameters_bytes: Its shard of the parameters.
-        gradients_bytes: Its shard of the gradients; what FSDP2 fills up uneven ones with is in the peak only.
+        gradients_bytes: Its shard of the gradients; the padding of uneven shards under FSDP2 counts in the peak only.
         optimizer_bytes: Its shard of the optimizer state.
-        unsharded_bytes: The most that parameters and gradients take while they are unsharded, with the buffers of
-            their collectives.
-        activations_bytes: The most that activations and the loss take; None when they could not be measured.
-        host_bytes: Bytes of the state that are in host memory, with CPU offload.
-        staging_bytes: Bytes of the copy in host memory that asynchronous saves write from. In the peak of a rank on a
-            CPU that goes on training after a save.
-        needed_host_bytes: Of a rank with a GPU, the most bytes of host memory for the state, for activations and for
-            that copy, page-locked memory as torch allocates it; Python and libraries are not counted.
+        unsharded_bytes: Maximum bytes of unsharded parameters and gradients, including the buffers of their
+            collectives.
+        activations_bytes: Maximum bytes of activations and the loss; None if they could not be measured.
+        host_bytes: Bytes of the state in host memory, with CPU offload.
+        staging_bytes: Bytes of the copy in host memory that asynchronous saves write from. It counts in the peak of a
+            CPU rank that continues training after a save.
+        needed_host_bytes: For a GPU rank, maximum host memory for the state, activations and that copy, with pinned
+            memory as torch allocates it. Python and libraries are not counted.
         reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
-        teacher_bytes: What a teacher that runs alongside holds on its device.
-        schedule: The snapshots of a run, without what only some ranks have; shared by ranks.
-        highest_snapshots: Those of `schedule` with the most bytes in their phase: what a rank adds is the same
-            within a phase, so that its peak is one of them.
-        own: Bytes by term that this rank adds, at each point from the first step on.
-        own_in: The same in one phase only, by phase.
+        teacher_bytes: Bytes that a teacher running alongside holds on the device.
+        schedule: The snapshots of a run without rank-specific bytes; shared by ranks.
+        highest_snapshots: The snapshots of `schedule` with the most bytes in their phase. What a rank adds is constant
+            within a phase, so its peak is one of them.
+        own: Bytes by term that this rank adds at each point from the first step on.
+        own_in: The same for bytes in one phase only, by phase.
     """
 
     rank: int
@@ -57,31 +57,31 @@ class RankMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and averages, wherever they are."""
+        """Bytes of parameters, gradients, optimizer state and averages, on the device or the host."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.average_bytes
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """What is on the device at each point of a run."""
+        """The device memory at each point of a run."""
         return tuple(self._complete(snapshot) for snapshot in self.schedule)
 
     @cached_property
     def peak(self) -> Snapshot | None:
-        """The snapshot with the most bytes on the device; None when the activations could not be measured."""
+        """The snapshot with the most bytes on the device; None if activations could not be measured."""
         if self.activations_bytes is None or not self.highest_snapshots:
             return None
         return self._complete(max(self.highest_snapshots, key=lambda snapshot: sum(self._terms(snapshot).values())))
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most bytes of tensors on the device; None when the activations could not be measured."""
+        """The maximum bytes of tensors on the device; None if activations could not be measured."""
         return None if self.peak is None else self.peak.total_bytes
 
     def _complete(self, snapshot: Snapshot) -> Snapshot:
         return replace(snapshot, terms=self._terms(snapshot))
 
     def _terms(self, snapshot: Snapshot) -> dict[str, int]:
-        """Bytes by term at a point, with what only this rank has."""
+        """Bytes by term at a point, including this rank's own."""
         own = {} if snapshot.phase in ("load", EVA, "resume") else self.own
         return {**own, **snapshot.terms, **self.own_in.get(snapshot.phase, {})}
 
@@ -91,20 +91,20 @@ class HostMemory:
     """The host memory of a machine.
 
     Attributes:
-        num_bytes: Its bytes.
-        num_ranks: Number of ranks that share it.
+        num_bytes: Bytes of host memory.
+        num_ranks: Number of ranks that share the machine.
     """
 
     num_bytes: int
     num_ranks: int
 
     def needed_by(self, plan: "MemoryPlan") -> int:
-        """Bytes that the ranks of the fullest machine need."""
+        """The bytes that the ranks of the fullest machine need."""
         sizes = [rank.needed_host_bytes for rank in plan.per_rank]
         return max(sum(sizes[first : first + self.num_ranks]) for first in range(0, len(sizes), self.num_ranks))
 
     def fits(self, plan: "MemoryPlan") -> bool:
-        """Whether the ranks of each machine have enough."""
+        """Whether each machine has enough memory for its ranks."""
         return self.needed_by(plan) <= self.num_bytes
 
 
@@ -114,16 +114,16 @@ class MemoryPlan:
 
     Attributes:
         model_class: Name of the model's class.
-        num_params: Number of parameters, with those of an adapter.
+        num_params: Number of parameters, including an adapter's.
         num_trained: Number of parameters that are not frozen.
         blocks: The no-split blocks.
         per_rank: The memory of each rank.
-        problem: Why the activations could not be measured, if so.
+        problem: Why activations could not be measured, if so.
         tree: The table of units, with `shard.explain`.
-        overhead: Bytes of GPU memory that are not in tensors, by term; none on CPUs.
-        shards: The shards of each unit; None in a plan that was made without.
+        overhead: Bytes of GPU memory outside of tensors, by term; empty on CPUs.
+        shards: The shards of each unit; None if the plan was made without them.
         tensor_ranks: Number of neighboring ranks that have the same rows.
-        uncounted: Why a phase outside the step could not be measured, by phase; the peak is without it.
+        uncounted: Why a phase outside the step could not be measured, by phase; the peak does not include it.
     """
 
     model_class: str
@@ -140,7 +140,7 @@ class MemoryPlan:
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank with the highest peak; where there is none, that with the most state."""
+        """The rank with the highest peak; without peaks, the rank with the most state."""
         return max(self.per_rank, key=lambda rank: (rank.peak_bytes or 0, rank.state_bytes))
 
     def units_of(self, rank: int) -> tuple[UnitHolding, ...]:
@@ -151,34 +151,34 @@ class MemoryPlan:
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
-        """Bytes of all parameters in each of several dtypes."""
+        """Bytes of all parameters, for each of several dtypes."""
         return {name: -(-self.num_params * bits // 8) for name, bits in BITS.items()}
 
     @property
     def balance(self) -> float:
-        """State of the fullest rank divided by the mean; 1.0 is even."""
+        """State of the fullest rank divided by the mean; 1.0 is perfectly even."""
         sizes = [rank.state_bytes for rank in self.per_rank]
         return max(sizes) * len(sizes) / sum(sizes)
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak of the fullest rank; None when the activations could not be measured."""
+        """The peak of the fullest rank; None if activations could not be measured."""
         peaks = [rank.peak_bytes for rank in self.per_rank]
         return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
     def fits(self, memory_bytes: int | None) -> bool | None:
-        """Whether `memory_bytes` hold the peak of every rank and the overhead of a GPU; None when unknown."""
+        """Whether `memory_bytes` can hold every rank's peak and a GPU's overhead; None if unknown."""
         if memory_bytes is None or self.peak_bytes is None:
             return None
         return self.needed_bytes <= memory_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a device must have: the peak, which must be known, and the overhead of a GPU."""
+        """The device memory required: the peak, which must be known, plus a GPU's overhead."""
         assert self.peak_bytes is not None, "the caller has looked"
         return self.peak_bytes + self.overhead_bytes
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of GPU memory that are not in tensors."""
+        """Bytes of GPU memory outside of tensors."""
         return sum(self.overhead.values())

@@ -1,4 +1,4 @@
-"""The model that is planned: on meta, with its adapter, its base quantized."""
+"""Builds the planned model on meta, with its adapter and quantized base."""
 
 from copy import deepcopy
 
@@ -19,20 +19,20 @@ def build_planned(
     """Build a model on meta as `finetune` would.
 
     Args:
-        config: Its config, which stays as it is: models of divided sequences change theirs.
+        config: The model's config, which is not modified, although models of divided sequences change theirs.
         model: The settings `model.*`.
         adapter: The settings `adapter.*`.
         dtype: Dtype of the parameters.
-        quantized_for: How a quantized base is sharded; None leaves it as it is.
+        quantized_for: How a quantized base is sharded; None leaves the base unquantized.
 
     Returns:
         The model, and its adapter, if any.
 
     Raises:
         ModelError: The model cannot be built.
-        ConfigError: It has no modules for the adapter.
+        ConfigError: The model has no modules for the adapter.
     """
-    # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
+    # Planning does not need flash-attn's kernels; they keep the same tensors as sdpa's flash kernel.
     attention = "sdpa" if model.attention == "flash_attention_2" else model.attention
     trust = model.trust_remote_code
     built = models.build_on_meta(deepcopy(config), dtype, trust_remote_code=trust, attention=attention)

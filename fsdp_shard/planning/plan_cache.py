@@ -1,6 +1,6 @@
-"""What plans of one model have in common, each computed once by the settings that it depends on.
+"""Values that plans of one model share, each computed once per combination of its settings.
 
-A search plans one model hundreds of times, and most candidates differ in a setting or two.
+A search plans one model hundreds of times, and most candidates differ in one or two settings.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from fsdp_shard.sharding import ShardConfig
 
 T = TypeVar("T")
 
-# What neither a model, its units nor the activations of a micro-batch depend on.
+# Settings that affect neither a model, its units nor the activations of a micro-batch.
 _OF_RANKS: dict[str, Any] = {
     "cpu_offload": False,
     "replicas": 1,
@@ -27,18 +27,18 @@ _OF_RANKS: dict[str, Any] = {
 
 
 class PlanCache:
-    """Values by their kind and settings. An InputError is kept too, and raised again."""
+    """Values by kind and settings. An InputError is also kept, and raised again."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], Any] = {}
 
     def of(self, kind: str, settings: tuple[object, ...], make: Callable[[], T]) -> T:
-        """What `make` returned the first time that it was asked for with these settings.
+        """Return what `make` returned on the first call with these settings.
 
         Args:
-            kind: What it is.
-            settings: All that it depends on, other than the model; compared by their repr.
-            make: Computes it.
+            kind: Kind of the value.
+            settings: Everything the value depends on other than the model, compared by repr.
+            make: Computes the value.
 
         Raises:
             InputError: As `make` raised it.
@@ -56,20 +56,20 @@ class PlanCache:
 
 
 def of_one_rank(shard: ShardConfig) -> ShardConfig:
-    """`shard` without what says how ranks work together."""
+    """`shard` without the settings for how ranks work together."""
     return replace(shard, **_OF_RANKS)
 
 
 def of_parameters(shard: ShardConfig) -> ShardConfig:
-    """`shard` without what says how ranks work together, and what is done with activations."""
+    """`shard` without the settings for how ranks work together and for activations."""
     return replace(of_one_rank(shard), activation_checkpointing=False, activation_offload=False)
 
 
 def of_activations(model: ModelConfig) -> ModelConfig:
-    """`model` without the dtype that weights are stored in: what is computed has those of the units."""
+    """`model` without the stored dtype; compute dtypes are those of the units."""
     return replace(model, dtype="float32")
 
 
 def with_any_loss(model: ModelConfig) -> ModelConfig:
-    """`model` without what its parameters do not depend on."""
+    """`model` without the settings that do not affect its parameters."""
     return replace(model, chunked_loss="auto")

@@ -1,1 +1,1 @@
-"""A plan compared with what its run measured."""
+"""Compares a plan with its run's measurements."""

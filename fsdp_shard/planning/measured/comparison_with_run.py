@@ -1,4 +1,4 @@
-"""A plan compared with what its run measured: the difference of each figure, and which one is off by most."""
+"""Compares a plan with its run's measurements: the difference of each figure, and the largest difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_shard.planning.memory_plan import MemoryPlan
 from fsdp_shard.utils import format_size, format_table, printable
 
 _TOLERANCE = 0.05
-_MAX_RANKS = 8  # that are shown
+_MAX_RANKS = 8  # shown
 _ON_CPU = (
     "On CPUs, what is measured is the resident memory of a process at its peak, less what it was before the weights "
     "were loaded. Besides the tensors that are planned, it has what Python, libraries and collectives allocate "
@@ -36,7 +36,7 @@ class ComparedFigure:
 
     @property
     def difference(self) -> float:
-        """How much the plan is above what was measured, as a part of that."""
+        """The excess of the plan over the measurement, relative to the measurement."""
         if not self.measured:
             return 0.0 if not self.planned else float("inf")
         return self.planned / self.measured - 1.0
@@ -57,7 +57,7 @@ def compare_with_run(plan: MemoryPlan, run: MeasuredRun, num_replicas: int = 1) 
     """Compare what both have: parameters, the optimizer's state, and the peak of each rank.
 
     Args:
-        plan: The plan of the settings of the run.
+        plan: The plan of the run's settings.
         run: The run.
         num_replicas: Number of copies of the model. Ranks share the work of saving them, so that the files of several
             are compared with one replica as a whole.
@@ -81,12 +81,12 @@ def compare_with_run(plan: MemoryPlan, run: MeasuredRun, num_replicas: int = 1) 
 
 
 def _host_bytes(num_bytes: int, run: MeasuredRun) -> int:
-    """What is offloaded into host memory is in the process, and not on a GPU."""
+    """Offloaded bytes that the measurement includes: a process's memory includes them, a GPU's does not."""
     return 0 if run.device == "cuda" else num_bytes
 
 
 def _peaks(run: MeasuredRun) -> list[int]:
-    """The peak of each rank, as far as a plan can be compared with it."""
+    """The peak of each rank, if it is comparable with a plan."""
     if run.device == "cuda":
         return [*run.peaks]
     if len(run.before) != len(run.peaks):
@@ -113,10 +113,10 @@ def comparison_text(
     """The comparison as text.
 
     Args:
-        rows: What was compared.
+        rows: The compared figures.
         plan: The plan.
         run: The run.
-        figures: Those of the plan, with the bound of a step's time if that was planned.
+        figures: The figures of the plan, including the bound on a step's time if planned.
     """
     table = [["term", "rank", "planned", "measured", "difference"]]
     for row in _shown(rows):
@@ -132,7 +132,7 @@ def comparison_text(
 
 
 def _shown(rows: Sequence[ComparedFigure]) -> list[ComparedFigure]:
-    """Of each term, the ranks whose figures are off by most."""
+    """The ranks with the largest differences, for each term."""
     shown = []
     for term in dict.fromkeys(row.term for row in rows):
         of_term = [row for row in rows if row.term == term]
@@ -170,7 +170,7 @@ def _agreeing(rows: Sequence[ComparedFigure]) -> str:
 
 
 def _step_lines(run: MeasuredRun, figures: Mapping[str, Any]) -> list[str]:
-    """The seconds of a step, and their lower bound where the plan has one."""
+    """The seconds per step, and their lower bound if the plan has one."""
     if run.step_seconds is None:
         return []
     step = figures.get("step")

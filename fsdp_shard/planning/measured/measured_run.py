@@ -1,4 +1,4 @@
-"""Reads what a run of finetune has measured. It writes nothing."""
+"""Reads the measurements of a finetune run. Writes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FIXED_LENGTH_KINDS = ("text",)
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run has measured.
+    """The measurements of a run.
 
     Attributes:
         path: Its directory.
@@ -71,11 +71,11 @@ class MeasuredRun:
 
 
 def read_measured(path: Path) -> MeasuredRun:
-    """Read what a run has measured.
+    """Read the measurements of a run.
 
     Raises:
-        ConfigError: It has measured nothing.
-        CheckpointError: One of its files is damaged.
+        ConfigError: The run has no measurements.
+        CheckpointError: A file of the run is damaged.
     """
     result = _read_result(path)
     rows = read_rows(path / METRICS)
@@ -122,7 +122,7 @@ def _count(value: Any) -> int | None:
 
 
 def _counts(values: Any) -> list[int]:
-    """Positive numbers; none if one of them is not."""
+    """The values if all are positive numbers, otherwise an empty list."""
     return values if isinstance(values, list) and all(map(_is_count, values)) else []
 
 
@@ -148,7 +148,7 @@ def _optimizer_bytes(step: Path, manifest: Manifest) -> list[int]:
 
 
 def _not_planned(file: Path) -> list[str]:
-    """The settings of a run that change its memory, and that a plan does not know."""
+    """The settings of a run that change its memory but are not planned."""
     content = read_bounded(file, "settings_bytes")
     settings = run_limited(lambda: _parse(content), f"reading the settings in {file}", error=CheckpointError)
     found = unplanned_settings(partial(_value, settings))

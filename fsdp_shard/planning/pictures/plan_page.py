@@ -1,6 +1,6 @@
-"""The pictures of a plan: timeline.png, and plan.html, one page that asks for nothing else and runs no script.
+"""The pictures of a plan: timeline.png, and plan.html, a self-contained page without scripts.
 
-All names in it are escaped by jinja2.
+jinja2 escapes all names in the page.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _UNIT_TERMS = ("parameters", "gradients", "optimizer", "average")
 def write_pictures(
     plan: MemoryPlan, memory_bytes: int | None, directory: Path, name: str, host: HostMemory | None = None
 ) -> str | None:
-    """Write plan.html, and timeline.png where matplotlib is installed and there is a peak.
+    """Write plan.html, and timeline.png if matplotlib is installed and there is a peak.
 
     Args:
         plan: The plan.
         memory_bytes: The memory of a device, if known.
-        directory: Where to write, which exists.
-        name: What is planned, such as the path of a model.
+        directory: An existing directory to write to.
+        name: What is planned, such as a model's path.
         host: The host memory of a machine, if known.
 
     Returns:
-        Why there is no timeline.png, in a sentence; None if there is one.
+        A sentence explaining why there is no timeline.png; None if there is one.
     """
     fullest = plan.fullest
     timeline = None if fullest.peak is None else lay_out(fullest.snapshots, memory_bytes)

@@ -11,7 +11,7 @@ from fsdp_shard.planning.step.snapshot import Snapshot, highest
 from fsdp_shard.utils import format_size
 
 WIDTH, HEIGHT = 1000, 420
-LEFT, RIGHT, TOP, BOTTOM = 84, 990, 14, 370  # of the plot in it
+LEFT, RIGHT, TOP, BOTTOM = 84, 990, 14, 370  # of the plot inside it
 COLORS: Mapping[str, str] = {
     "parameters": "#3b6fb6",
     "reference": "#7aa5d8",
@@ -29,13 +29,13 @@ COLORS: Mapping[str, str] = {
 }
 _SPARE_COLORS = ("#6b7a8f", "#a1887f", "#4f6d7a", "#9e9d24")
 _INK = "#333333"
-_LEAST_SHARE = 0.08  # of the width, for each phase, so that its name can be read
-_FAR = 3  # a limit that is this much above the peak is not in the picture
+_LEAST_SHARE = 0.08  # of the width, for each phase, so that its name is readable
+_FAR = 3  # a limit this many times above the peak is not drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Neighboring snapshots of one phase: the name of that, and the horizontal range in the picture."""
+    """Neighboring snapshots of one phase: the phase name, and the horizontal range in the picture."""
 
     phase: str
     left: float
@@ -43,14 +43,14 @@ class Band:
 
     @property
     def label(self) -> str:
-        """The name, as far as there is room."""
+        """The name, shortened to the available room."""
         room = int((self.right - self.left) / 7.5)
         return self.phase if len(self.phase) <= room else f"{self.phase[: max(1, room - 1)]}…"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A term in the stack: its color, its most bytes, and its outline as an SVG path."""
+    """A term in the stack: its color, its maximum bytes, and its outline as an SVG path."""
 
     term: str
     color: str
@@ -63,14 +63,14 @@ class Timeline:
     """The layout of a timeline.
 
     Attributes:
-        snapshots: What is in memory, in order.
+        snapshots: The snapshots, in order.
         bands: The phases.
-        edges: Where each snapshot begins, and where the last one ends.
-        layers: The terms, the lowest first.
+        edges: The start of each snapshot, and the end of the last one.
+        layers: The terms, from the bottom up.
         ticks: (vertical position, label).
-        limit: The same of the memory of the device, if that is in the picture.
-        note: What is to say about that memory otherwise.
-        peak: Where the highest snapshot is: (horizontal, vertical position, label).
+        limit: The same for the device memory, if it is in the picture.
+        note: A note about the device memory otherwise.
+        peak: The highest snapshot: (horizontal position, vertical position, label).
         top_bytes: Bytes at the upper end of the axis.
     """
 
@@ -89,7 +89,7 @@ def lay_out(snapshots: Sequence[Snapshot], memory_bytes: int | None) -> Timeline
     """Lay out a timeline.
 
     Args:
-        snapshots: What is in memory, in order; at least one snapshot.
+        snapshots: The snapshots, in order; at least one.
         memory_bytes: The memory of a device, if known.
     """
     fullest = highest(snapshots)
@@ -117,14 +117,14 @@ def lay_out(snapshots: Sequence[Snapshot], memory_bytes: int | None) -> Timeline
 
 
 def color_of(terms: Sequence[str]) -> dict[str, str]:
-    """The color of each term; of those without one of their own, one of the spare ones."""
+    """The color of each term; terms without a fixed color receive a spare one."""
     others = [term for term in terms if term not in COLORS]
     spare = {term: _SPARE_COLORS[at % len(_SPARE_COLORS)] for at, term in enumerate(others)}
     return {term: COLORS.get(term) or spare[term] for term in terms}
 
 
 def terms_of(snapshots: Sequence[Snapshot]) -> list[str]:
-    """The terms that snapshots have, those that stay for the whole run first."""
+    """The terms of the snapshots, starting with those that last for the whole run."""
     found = dict.fromkeys(term for snapshot in snapshots for term, num in snapshot.terms.items() if num)
     return [*(term for term in COLORS if term in found), *(term for term in found if term not in COLORS)]
 
@@ -146,12 +146,12 @@ def _factors() -> Iterator[int]:
 
 
 def phase_of(snapshot: Snapshot) -> str:
-    """The name of the phase in the picture: gradients are reduced while the backward pass goes on."""
+    """The phase's name in the picture; reductions overlap with the backward pass, so both share one."""
     return "backward" if snapshot.phase == "reduce" else snapshot.phase
 
 
 def _spread(snapshots: Sequence[Snapshot]) -> tuple[list[Band], list[float]]:
-    """The phases, each with some room at least, and where each snapshot begins in them."""
+    """The phases, each with a minimum width, and the start of each snapshot in them."""
     phases = [(phase, len(list(group))) for phase, group in groupby(snapshots, key=phase_of)]
     least = min(_LEAST_SHARE, 0.8 / len(phases))
     shares = [max(least, count / len(snapshots)) for _, count in phases]

@@ -1,7 +1,7 @@
-"""The treemap of units by bytes: a rectangle for each unit, divided by what a rank holds of it.
+"""The treemap of units by bytes: a rectangle per unit, divided by what a rank holds of it.
 
-Rows are "squarified" (Bruls, Huizing, van Wijk: Squarified Treemaps, 2000). Nothing is left between rectangles, so
-that areas are exactly in proportion to bytes.
+Rows are "squarified" (Bruls, Huizing, van Wijk: Squarified Treemaps, 2000). There are no gaps between rectangles, so
+areas are exactly proportional to bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class TreemapCell:
-    """What a rank holds of a unit in one term: its rectangle, bytes, color, and a description."""
+    """One term of a unit on a rank: its rectangle, bytes, color, and a description."""
 
     box: Rectangle
     num_bytes: int
@@ -37,7 +37,7 @@ class TreemapCell:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A unit: its rectangle, its cells, and the label that there is room for, which may be empty."""
+    """A unit: its rectangle, its cells, and a label, which is empty if there is no room."""
 
     name: str
     box: Rectangle
@@ -47,7 +47,7 @@ class Tile:
 
 
 def treemap(units: Sequence[UnitHolding]) -> list[Tile]:
-    """Lay out the units, the largest first; units of nothing are left out."""
+    """Lay out the units, largest first; empty units are skipped."""
     held = sorted((unit for unit in units if unit.total_bytes), key=lambda unit: -unit.total_bytes)
     boxes = squarify([unit.total_bytes for unit in held], Rectangle(0.0, 0.0, WIDTH, HEIGHT))
     return [_tile(unit, box) for unit, box in zip(held, boxes, strict=True)]
@@ -78,7 +78,7 @@ def _slices(sizes: Sequence[float], box: Rectangle) -> Iterator[Rectangle]:
 
 
 def squarify(sizes: Sequence[int], box: Rectangle) -> list[Rectangle]:
-    """Divide a rectangle into some with areas in proportion to `sizes`, as square as can be.
+    """Divide a rectangle into parts with areas proportional to `sizes`, as square as possible.
 
     Args:
         sizes: Positive numbers, descending.
@@ -100,13 +100,13 @@ def squarify(sizes: Sequence[int], box: Rectangle) -> list[Rectangle]:
 
 
 def _worst(row: Sequence[float], side: float) -> float:
-    """The worst ratio of sides in a row of areas along a side."""
+    """The worst aspect ratio in a row of areas along a side."""
     total = sum(row)
     return max(side * side * max(row) / (total * total), total * total / (side * side * min(row)))
 
 
 def _cut(box: Rectangle, area: float, *, is_last: bool) -> tuple[Rectangle, Rectangle]:
-    """Cut a strip of this area off along the shorter side; return the strip and the rest."""
+    """Cut off a strip of this area along the shorter side; return the strip and the rest."""
     if is_last:
         return box, Rectangle(box.x + box.width, box.y + box.height, 0.0, 0.0)
     if box.width >= box.height:
