@@ -64,9 +64,7 @@ class PlanDataConfig:
     sequence_length: int | None = setting(
         None, "Length of each sample in tokens. Default: as in finetune, from the model's context length.", minimum=1
     )
-    packing: bool = setting(
-        False, "As in finetune: several documents or pairs per sample, separated by attention."
-    )
+    packing: bool = setting(False, "As in finetune: several documents or pairs per sample, separated by attention.")
     streaming: bool = setting(
         False, "As in finetune: samples are not known in advance, so a reference model runs alongside training."
     )

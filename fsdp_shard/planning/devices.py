@@ -36,7 +36,9 @@ class DeviceConfig:
     """The devices of the planned run, with the figures of a preset or of the user."""
 
     kind: str | None = setting(
-        None, "Kind of the devices. Default: gpu, if any figure other than device.host_memory is set.", choices=("gpu", "cpu")
+        None,
+        "Kind of the devices. Default: gpu, if any figure other than device.host_memory is set.",
+        choices=("gpu", "cpu"),
     )
     memory: str | None = setting(None, "Memory per device, such as 80GiB, to check whether the run fits.")
     bf16_flops: float | None = setting(
@@ -44,9 +46,7 @@ class DeviceConfig:
     )
     tf32_flops: float | None = setting(None, "Dense TF32 operations per second (train.tf32=true).", above=0.0)
     fp32_flops: float | None = setting(None, "Float32 operations per second.", above=0.0)
-    memory_bandwidth: str | None = setting(
-        None, "Memory bandwidth of a device in bytes per second, such as 3.35TB."
-    )
+    memory_bandwidth: str | None = setting(None, "Memory bandwidth of a device in bytes per second, such as 3.35TB.")
     link_bandwidth: str | None = setting(
         None, "Bytes per second in each direction between devices of a machine, per device, such as 450GB."
     )
@@ -63,8 +63,12 @@ class DeviceConfig:
     num_per_machine: int | None = setting(
         None, "Number of devices per machine; fewer if launch.nodes requires it.", minimum=1
     )
-    disk_write_bandwidth: str | None = setting(None, "Disk write bandwidth of a machine in bytes per second, such as 4GB.")
-    disk_read_bandwidth: str | None = setting(None, "Disk read bandwidth of a machine in bytes per second, such as 6.8GB.")
+    disk_write_bandwidth: str | None = setting(
+        None, "Disk write bandwidth of a machine in bytes per second, such as 4GB."
+    )
+    disk_read_bandwidth: str | None = setting(
+        None, "Disk read bandwidth of a machine in bytes per second, such as 6.8GB."
+    )
 
     memory_bytes = Parsed("memory", _size_or_none)
     memory_bytes_per_second = Parsed("memory_bandwidth", _size_or_none)

@@ -1,6 +1,6 @@
-"""The plan of a run from its settings: its model, the memory of each rank, and with a device map that of `generate`.
+"""Plans a run from its settings: its model, the memory of each rank, and with a device map the plan of `generate`.
 
-The checks need no torch, so that a mistake shows at once; `plan_run` loads it.
+The checks need no torch, so mistakes are reported at once; `plan_run` loads torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_plan(config: PlannedSettings) -> None:
-    """Raise an InputError for what can be found wrong with a plan before torch is loaded.
+    """Raise an InputError for mistakes that can be found before torch is loaded.
 
     Example:
         >>> fs.check_plan(config)  # doctest: +SKIP
@@ -47,16 +47,16 @@ def check_plan(config: PlannedSettings) -> None:
 
 
 def plan_run(config: PlannedSettings) -> RunPlan:
-    """Plan what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks.
+    """Plan the memory of each rank of `finetune`, and with `dispatch.device_map` the block placement of `generate`.
 
     Args:
-        config: The settings of `plan`. Of the model only its config is read.
+        config: The settings of `plan`. Only the model's config is read.
 
     Returns:
         The plan.
 
     Raises:
-        ModelError, ConfigError: The model cannot be built, or the settings do not fit it.
+        ModelError, ConfigError: The model cannot be built, or the settings do not suit it.
 
     Example:
         >>> plan = fs.plan_run(config)  # doctest: +SKIP
@@ -71,7 +71,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
 
     model, trusted = planned_model(config), config.model.trust_remote_code
     measured = None if config.run is None else _measured(config)
-    with only_errors_of("transformers"):  # kernels that are missing on this machine say nothing of the planned one
+    with only_errors_of("transformers"):  # kernels missing on this machine may exist on the planned one
         model_config = origin_config(config.model, model.source)
         context_length = context_length_of(model_config, trusted)
     check_model_task(model_config, config.model.task)
@@ -109,7 +109,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
 
 
 def _plans_gpus(config: PlannedSettings) -> bool:
-    """Whether the planned ranks have GPUs: those of this machine, or those that `device` names."""
+    """Whether the planned ranks have GPUs: those of this machine, or those that `device` specifies."""
     from fsdp_shard.distributed import uses_gpus
 
     kind = config.device.planned_kind if config.launch.device == "auto" else None
@@ -117,7 +117,7 @@ def _plans_gpus(config: PlannedSettings) -> bool:
 
 
 def _quantization_line(model: PlannedModel) -> str:
-    """A line to print that says which model is planned, where the one that is given is stored quantized."""
+    """A line to print that names the planned model, if the given one is stored quantized."""
     method = model.source.check_dequantizable()
     if method is None:
         return ""
@@ -125,7 +125,7 @@ def _quantization_line(model: PlannedModel) -> str:
 
 
 def _measured(config: PlannedSettings) -> MeasuredRun:
-    """What `run` has measured; its length of sequences becomes that of the plan."""
+    """The measurements of `run`; its sequence length becomes the plan's."""
     from fsdp_shard.planning.measured.measured_run import read_measured
 
     measured = read_measured(Path(config.run or "").expanduser())
@@ -135,7 +135,7 @@ def _measured(config: PlannedSettings) -> MeasuredRun:
 
 
 def _reads_adapter(model_config: PretrainedConfig, run: PlannedRun) -> bool:
-    """Whether the adapter of `adapter.path` is on this machine; ConfigError if the other settings define another."""
+    """Whether the adapter of `adapter.path` is on this machine; ConfigError if other settings define another one."""
     from fsdp_shard.planning.meta_model import build_planned
     from fsdp_shard.training import LoraConfig, check_planned
 
@@ -147,7 +147,7 @@ def _reads_adapter(model_config: PretrainedConfig, run: PlannedRun) -> bool:
 
 
 def _notes(config: PlannedSettings, run: PlannedRun, *, is_adapter_read: bool) -> str:
-    """Lines about the objective, an adapter that is not there, prompts of unknown length, and what is not planned."""
+    """Lines about the objective, a missing adapter, prompts of unknown length, and settings that are not planned."""
     path = getattr(run.adapter, "path", None)
     of_adapter = ""
     if path is not None and not is_adapter_read:
@@ -162,7 +162,7 @@ def _notes(config: PlannedSettings, run: PlannedRun, *, is_adapter_read: bool) -
 
 
 def _objective_line(run: PlannedRun) -> str:
-    """What an objective other than supervised fine-tuning adds, as text."""
+    """A line about the additional memory of an objective other than supervised fine-tuning."""
     objective = run.objective
     if objective.name == "sft":
         return ""
@@ -177,12 +177,12 @@ def _objective_line(run: PlannedRun) -> str:
 
 
 def planned_model(config: PlannedSettings) -> PlannedModel:
-    """Find the model of a run: that of `model.path`, or of the step that a run in `run_dir` would resume from.
+    """Find the model of a run: `model.path`, or the model of the step that a run in `run_dir` would resume from.
 
-    Without a step, torch is not loaded.
+    Loads torch only if there is a step.
 
     Raises:
-        ConfigError, CheckpointError: `run_dir` holds a run of another model, or one that cannot be resumed.
+        ConfigError, CheckpointError: `run_dir` holds a run of another model, or a run that cannot be resumed.
     """
     if Store(Path(config.run_dir) / CHECKPOINTS).latest() is None:
         return PlannedModel(config.source)

@@ -1,4 +1,4 @@
-"""The settings of a run, as far as its memory and time depend on them, and what follows from them alone."""
+"""The settings that a run's memory and time depend on, and values derived from them."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, Self
@@ -22,7 +22,7 @@ class _Saving(Protocol):
 
 
 class RunSections(Protocol):
-    """The sections of a config that decide the memory of its run: those of `finetune`, `doctor` and `plan`."""
+    """The config sections that determine a run's memory: those of `finetune`, `doctor` and `plan`."""
 
     model: models.ModelConfig
     shard: sharding.ShardConfig
@@ -33,11 +33,11 @@ class RunSections(Protocol):
 
     @property
     def data(self) -> _Data:
-        """The settings of the data."""
+        """The data settings."""
 
     @property
     def checkpoint(self) -> _Saving:
-        """When steps are saved."""
+        """The checkpoint settings."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class PlannedRun:
     """The settings of the planned run, as in `finetune`.
 
     Attributes:
-        model: As in `finetune`, like the others that are not described here.
-        sequence_length: In tokens.
+        model: As in `finetune`, like the other attributes that are not described here.
+        sequence_length: The sequence length in tokens.
         num_ranks: Number of ranks.
         saves_asynchronously: Whether saves may copy the state into host memory.
         saves_optimizer: Whether checkpoints have the optimizer state.
         saves_every: Number of steps between saves; 0 saves the last step only.
-        resumes: Whether it continues from a step, whose optimizer state it reads.
-        is_streamed: Whether samples are not known before.
-        on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
-        is_packed: Whether rows hold several documents, or pairs that share prompts, which sdpa keeps apart by a mask.
-        target_length: Number of tokens of a target of a seq2seq model; None for `sequence_length`.
+        resumes: Whether the run continues from a step and reads its optimizer state.
+        is_streamed: Whether samples are streamed, so not known in advance.
+        on_gpu: Whether ranks have GPUs, whose collectives do not copy what they reduce, unlike gloo's.
+        is_packed: Whether rows hold several documents, or pairs that share prompts, separated by a mask in sdpa.
+        target_length: Number of tokens per target of a seq2seq model; None for `sequence_length`.
         mask_fraction: Fraction of the tokens that a masked language model predicts; None for other models.
     """
 
@@ -79,7 +79,7 @@ class PlannedRun:
 
     @classmethod
     def of(cls, config: RunSections, sequence_length: int, num_ranks: int, *, on_gpu: bool, resumes: bool) -> Self:
-        """The run of a config; what the config leaves open is given."""
+        """Return the run of a config; the other arguments are values that the config leaves open."""
         return cls(
             model=config.model,
             shard=config.shard,
@@ -102,7 +102,7 @@ class PlannedRun:
 
     @property
     def decoder_length(self) -> int:
-        """Number of tokens of each sequence that a rank has labels for: of a seq2seq model, those of a target."""
+        """Number of tokens per sequence that a rank has labels for; for a seq2seq model, target tokens."""
         return self.target_length or self.padded_length
 
     @property
@@ -117,7 +117,7 @@ class PlannedRun:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches of each rank in a step."""
+        """Number of micro-batches per rank and step."""
         return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.num_data_ranks))
 
     @property
@@ -127,26 +127,26 @@ class PlannedRun:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of ranks, or of groups that divide sequences, that each see samples of their own."""
+        """Number of ranks, or of groups of ranks that divide sequences, with different samples."""
         return sharding.num_data_ranks(self.shard, self.num_ranks)
 
     @property
     def num_rows(self) -> int:
-        """Number of sequences in a micro-batch that are kept for the backward pass: both answers of each pair.
+        """Number of sequences in a micro-batch kept for the backward pass: both answers of each pair.
 
-        Packed, a sequence holds several pairs.
+        A packed sequence holds several pairs.
         """
         return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" and not self.is_packed else 1)
 
     @property
     def num_read_rows(self) -> int:
-        """Number of sequences in a micro-batch: samples that are compared, or have another answer, are two."""
+        """Number of sequences in a micro-batch; a sample that is compared or has another answer counts as two."""
         is_one = self.objective.samples == "rows" or (self.objective.samples == "pairs" and self.is_packed)
         return self.train.micro_batch_size * (1 if is_one else 2)
 
     @property
     def rows(self) -> str:
-        """What rows of a micro-batch are: FULL, FILLED_UP or PACKED. Causal models need not know what fills them up."""
+        """Kind of a micro-batch's rows: FULL, FILLED_UP or PACKED. Causal models need not know the padding."""
         return PACKED if self.is_packed else FULL if self.model.task == models.CAUSAL else FILLED_UP
 
     @property
@@ -156,16 +156,16 @@ class PlannedRun:
 
     @property
     def reference_kind(self) -> str | None:
-        """Where the reference of a preference objective comes from."""
+        """The source of a preference objective's reference model."""
         begins_at_base = self.adapter.begins_at_base
         return self.objective.reference_kind(begins_at_base=begins_at_base, is_streamed=self.is_streamed)
 
     @property
     def part_length(self) -> int:
-        """Number of tokens that a rank has of each sequence."""
+        """Number of tokens of each sequence on a rank."""
         return -(-self.sequence_length // self.shard.context_parallel)
 
     @property
     def padded_length(self) -> int:
-        """The same, with what is filled up so that all ranks have two chunks of one length."""
+        """The same, padded so that all ranks have two chunks of equal length."""
         return self.part_length + (self.part_length % 2 if self.shard.context_parallel > 1 else 0)

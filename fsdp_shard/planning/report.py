@@ -1,4 +1,4 @@
-"""A memory plan as text and as the figures of result.json."""
+"""Formats a memory plan as text and as figures of result.json."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from fsdp_shard.models import Block
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan, RankMemory
 from fsdp_shard.utils import format_count, format_number, format_size, format_table, printable
 
-_OPTIONAL = ("average", "reference", "teacher")  # shown where a run has them
+_OPTIONAL = ("average", "reference", "teacher")  # shown if the run has them
 _COLUMNS = ("parameters", "gradients", "optimizer", *_OPTIONAL, "unsharded", "activations", "peak")
 _NOT_COUNTED = (
     "Planned for ranks on CPUs. Not counted: what is not a tensor, such as Python and libraries. For GPUs, set "
@@ -20,7 +20,7 @@ _UNEVEN_RATIO = 1.005
 
 
 def figures(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None) -> dict[str, Any]:
-    """The figures of a plan in result.json; `memory_bytes` is the memory of a device, and `host` that of a machine."""
+    """The figures of a plan in result.json, for devices with `memory_bytes` and machines with `host` memory."""
     fits = plan.fits(memory_bytes)
     if host is not None and not host.fits(plan):
         fits = False
@@ -47,13 +47,13 @@ _FIGURES = (
 
 
 def _rank_figures(rank: RankMemory) -> dict[str, Any]:
-    """The figures of a rank, with the snapshot of its peak."""
+    """The figures of a rank, including its peak snapshot."""
     peak = None if rank.peak is None else asdict(rank.peak)
     return {name: getattr(rank, name) for name in _FIGURES} | {"peak": peak}
 
 
 def plan_report(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None = None) -> str:
-    """The plan as text: the model, its blocks, the ranks, and whether they fit in `memory_bytes` and in `host`."""
+    """Describe the plan: the model, its blocks, the ranks, and whether they fit in `memory_bytes` and `host`."""
     sizes = ", ".join(f"{format_size(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
     head = f"{plan.model_class}: {format_number(plan.num_params)} parameters, {sizes}"
     if plan.num_trained < plan.num_params:
@@ -73,7 +73,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | N
 
 
 def summary_lines(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory | None) -> list[str]:
-    """The peak, what is in host memory, which shards are uneven, and whether it fits in `memory_bytes` and `host`."""
+    """Lines on the peak, host memory, uneven shards, and whether the run fits in `memory_bytes` and `host`."""
     lines = [*_host_lines(plan), *_peak_lines(plan), *_uneven_lines(plan)]
     for name, why in plan.uncounted.items():
         lines.append(f"The phase {name} could not be measured ({why}); it is not counted.")
@@ -84,14 +84,14 @@ def summary_lines(plan: MemoryPlan, memory_bytes: int | None, host: HostMemory |
 
 
 def host_misfit(plan: MemoryPlan, host: HostMemory) -> str:
-    """How much more host memory the ranks of a machine need than it has."""
+    """The shortage of host memory for the ranks of a machine, in a sentence."""
     needed = host.needed_by(plan)
     ranks = format_count(min(host.num_ranks, len(plan.per_rank)), "rank")
     return f"{ranks} need {format_size(needed)}, of {format_size(host.num_bytes)} (device.host_memory)"
 
 
 def _host_lines(plan: MemoryPlan) -> list[str]:
-    """What ranks keep in host memory in addition to their processes."""
+    """Lines on host memory that ranks need in addition to their processes."""
     staging = max(rank.staging_bytes for rank in plan.per_rank)
     most = max(rank.needed_host_bytes for rank in plan.per_rank)
     lines = []
@@ -110,7 +110,7 @@ def _host_lines(plan: MemoryPlan) -> list[str]:
 
 
 def _uneven_lines(plan: MemoryPlan) -> list[str]:
-    """The units whose shards differ, those with the most bytes above the mean first."""
+    """Lines on units with uneven shards, those with the most bytes above the mean first."""
     uneven = () if plan.shards is None else plan.shards.uneven()
     if not uneven:
         return []
@@ -145,7 +145,7 @@ def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
 
 
 def rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
-    """The table by rank: its head, and a row for each run of ranks with equal figures."""
+    """The table by rank: a header, and a row for each run of ranks with equal figures."""
     present = {name for name in _OPTIONAL if any(getattr(rank, f"{name}_bytes") for rank in ranks)}
     columns = [column for column in _COLUMNS if column not in _OPTIONAL or column in present]
     rows = [["rank", *columns]]
@@ -157,7 +157,7 @@ def rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
 
 
 def _peak_lines(plan: MemoryPlan) -> list[str]:
-    """When the fullest rank has the most in memory, what, and what is not in that; nothing if no peak is known."""
+    """Lines on the peak of the fullest rank: when, its terms, and what it excludes; empty if unknown."""
     if plan.peak_bytes is None or (peak := plan.fullest.peak) is None:
         return []
     where = f" at {peak.where}" if peak.where else ""

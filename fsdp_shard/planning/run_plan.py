@@ -1,4 +1,4 @@
-"""The settings that a plan is made from, and what it answers."""
+"""The input settings of a plan, and its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SectionSettings(Protocol):
-    """The sections of a run that change its memory, and what the command line has of them."""
+    """The sections of a run that affect its memory, and the command line's part of them."""
 
     given: frozenset[str]
     model: ModelConfig
@@ -40,7 +40,7 @@ class SectionSettings(Protocol):
 
 
 class PlannedSettings(SectionSettings, Protocol):
-    """The config of a plan, as far as planning uses it."""
+    """The part of a plan's config that planning uses."""
 
     run_dir: str
     run: str | None
@@ -58,11 +58,11 @@ class PlannedSettings(SectionSettings, Protocol):
 
     @property
     def kept_run_dir(self) -> str | None:
-        """Where files are left, if any are."""
+        """The directory for output files, if any."""
 
     @property
     def source(self) -> Location:
-        """What `model.path` leads to."""
+        """The located `model.path`."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class PlannedModel:
     """The model of a planned run.
 
     Attributes:
-        source: Where it is.
-        resumed_from: The directory of the step that the run would resume from; None if it would begin.
-        note: Why the model could not be compared with that of the step.
+        source: Its location.
+        resumed_from: The directory of the step that the run would resume from; None for a new run.
+        note: Why the model could not be compared with the step's model.
     """
 
     source: Location
@@ -82,14 +82,14 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run would need.
+    """The planned requirements of a run.
 
     Attributes:
         model: Its model.
         text: The plan as text.
-        figures: Those of result.json.
-        misfit: Why it does not fit in `device.memory`, in a sentence; None if it does, or if that is not known.
-        front: What a search found.
+        figures: The figures of result.json.
+        misfit: Why the run does not fit in `device.memory`, in a sentence; None if it fits or this is unknown.
+        front: The result of a search.
         memory: The memory of each rank.
         memory_bytes: The memory of a device, if known.
         host: The host memory of a machine, if known.
@@ -106,11 +106,11 @@ class RunPlan:
 
     @property
     def resumes(self) -> bool:
-        """Whether the run would go on from a step: `run_dir` is then that of the run."""
+        """Whether the run would continue from a step; `run_dir` then belongs to the run."""
         return self.model.resumed_from is not None
 
     def draw(self, directory: str | Path) -> None:
-        """Leave plan.html, and timeline.png if matplotlib is installed, in `directory`; of a search, search.png."""
+        """Write plan.html, and timeline.png if matplotlib is installed, to `directory`; for a search, search.png."""
         if self.front is not None and self.front.points:
             from fsdp_shard.planning.search.front_plot import PICTURE, plot_front
 
@@ -128,7 +128,7 @@ class RunPlan:
 
 
 def chosen_settings(config: SectionSettings) -> set[str]:
-    """Names of the settings and groups that the user chose: on the command line, or unlike the defaults."""
+    """Names of the settings and groups that the user set on the command line, or that differ from the defaults."""
     names = set(config.given)
     if config.launch.num_ranks > 1:
         names.add("launch.ranks")
@@ -143,7 +143,7 @@ def chosen_settings(config: SectionSettings) -> set[str]:
 
 
 def switched_off(config: SectionSettings) -> set[str]:
-    """Names of the settings that were typed as false, which no advice sets to true."""
+    """Names of the settings typed as false, which advice never sets to true."""
     sections = ("model", "train", "shard", "objective", "adapter", "optim")
     values = [found for name in sections for found in walk(getattr(config, name), f"{name}.")]
     return {name for name, _, now in values if now is False and name in config.given}

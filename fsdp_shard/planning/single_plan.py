@@ -1,4 +1,4 @@
-"""The answer of `plan`: a run as it is, and where it does not fit, settings that would."""
+"""The answer of `plan`: the run as configured, and settings that would fit if it does not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def plan_one(config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun) -> RunPlan:
-    """The plan of a run as it is, and where it does not fit, settings that would."""
+    """Plan the run as configured, and find settings that would fit if it does not."""
     from fsdp_shard.planning.costs.step_report import step_figures, step_report
     from fsdp_shard.planning.costs.step_time import missing_figures
     from fsdp_shard.planning.report import figures, host_misfit, plan_report
@@ -75,7 +75,7 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
 
 
 def _teacher_line(distill: DistillConfig) -> str:
-    """What a plan lacks of a teacher."""
+    """A line about a teacher's memory that is not planned."""
     if distill.is_precomputed:
         return (
             "The teacher runs before training, in the memory that is free then or that of "
@@ -97,7 +97,7 @@ def _trace(config: PretrainedConfig, run: PlannedRun, plan: MemoryPlan) -> tuple
 
 
 def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) -> tuple[str, dict[str, Any]]:
-    """Text and figures of the device map of `generate`, if one is asked for."""
+    """Text and figures of the device map of `generate`, if requested."""
     if config.dispatch.device_map is None:
         return "", {}
     from fsdp_shard.inference import (
@@ -124,7 +124,7 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     casts = settings.dtype not in ("keep", stored) or settings.quantize != "none"
     found = plan_generation(dispatched, devices, budget, casts=casts, quantize=settings.quantize)
     text = f"\n\n{devices.table()}\n{devices.describe()} of {budget}\n\n{found.describe(budget)}"
-    strategy = settings.device_map  # or a whole map
+    strategy = settings.device_map  # or a complete map
     if settings.max_memory is None and isinstance(strategy, str) and strategy not in ("cpu", "disk"):
         text += "\nThe devices are those of this machine; dispatch.max_memory={0: 24GB, cpu: 64GB} plans for others."
     for device, num_bytes in (settings.budgets or {}).items():

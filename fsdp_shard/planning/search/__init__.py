@@ -1,1 +1,1 @@
-"""Settings that would fit: what could be changed, a search by what it costs, and what is said about it."""
+"""Settings that would fit: possible changes, a search by their costs, and reports."""

@@ -1,6 +1,7 @@
-"""A search for settings that fit: combinations of changes by what they cost, each planned for real.
+"""Searches for settings that fit: combinations of changes in order of cost, each with a real plan.
 
-Changes that train the same come before those that do not. What the user chose stays, unless nothing fits otherwise.
+Changes with identical training come before those that change it. Settings chosen by the user stay, unless nothing
+fits otherwise.
 """
 
 import heapq
@@ -29,11 +30,11 @@ class Candidate:
 
     Attributes:
         run: The run.
-        overrides: The changes, as they are typed.
-        cost: The sum of their costs, see `memory_savers`.
-        slowdown: The part of it that is time: how many percent longer a step takes.
-        trains: What they change of the training.
-        replaced: Settings among them that the user had chosen otherwise.
+        overrides: The changes, as typed on the command line.
+        cost: The sum of the changes' costs, see `memory_savers`.
+        slowdown: The part of the cost that is time: the percentage by which a step takes longer.
+        trains: How they change the training.
+        replaced: Changed settings for which the user had chosen another value.
     """
 
     run: PlannedRun
@@ -46,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A candidate that fits, its peak, and the time of a step in seconds where it is known."""
+    """A candidate that fits, its peak, and the seconds per step if known."""
 
     candidate: Candidate
     peak_bytes: int
@@ -63,26 +64,26 @@ def advise(
     fixed: Collection[str] = (),
     trains_other: bool = True,
 ) -> list[Fitting]:
-    """Settings with which a run fits, those that train the same first, and among them the cheapest first.
+    """Find settings with which a run fits: identical training first, then cheapest first.
 
     Args:
         planner: Plans the runs.
-        run: The run, which does not fit.
+        run: The run that does not fit.
         memory_bytes: Memory of a device.
-        given: Names of the settings that the user chose. They stay, unless nothing fits with them.
+        given: Names of the settings that the user chose. They stay unchanged, unless nothing fits with them.
         num_nodes: Number of machines.
         fixed: Names of settings that stay in any case, such as those typed as false.
-        trains_other: Whether what is trained may change, as it may not in a run that is resumed.
+        trains_other: Whether the training may change; it may not in a resumed run.
 
     Returns:
         The first few of each kind; none if nothing fits.
     """
     most_ranks = run.num_ranks if "launch.ranks" in fixed else max(MAX_RANKS, 2 * run.num_ranks)
     if planner.cannot_hold(replace(run, num_ranks=most_ranks), memory_bytes):
-        return []  # a config that asks for too much costs no search
+        return []  # an oversized config does not start a search
     savers = memory_savers(run, given, num_nodes)
     search = _Search(planner, run, memory_bytes, given)
-    # Divided layers cost most of all to plan, so they come in where nothing fits without them.
+    # Divided layers are the most expensive to plan, so they are tried only if nothing fits without them.
     attempts = ({*given, *fixed, _DIVIDED}, {*given, *fixed}, set(fixed))
     same = next(filter(None, (search.first(savers, kept, trains_other=False) for kept in attempts)), [])
     if not trains_other:
@@ -94,11 +95,11 @@ def advise(
 def fitting(
     planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str], fixed: Collection[str], limit: int
 ) -> list[Fitting]:
-    """All candidates of the best kind that has any, of the first `limit` that are planned; the number of ranks stays.
+    """Find all candidates of the first kind that has any, among the first `limit` plans; the rank count is fixed.
 
     Args:
         planner: Plans the runs.
-        run: The run, whether it fits or not.
+        run: The run, which may or may not fit.
         memory_bytes: Memory of a device.
         given: Names of the settings that the user chose.
         fixed: Names of settings that stay in any case, such as those typed as false.
@@ -116,18 +117,18 @@ def fitting(
 
 
 class _Search:
-    """Plans candidates of one run; what does not fit is planned once."""
+    """Plans candidates of one run; candidates that do not fit are planned once."""
 
     def __init__(self, planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str]) -> None:
         self._planner, self._run, self._memory_bytes, self._given = planner, run, memory_bytes, set(given)
         self._known: dict[tuple[str, ...], MemoryPlan | None] = {}  # None: not possible
-        # All changes but that of the micro-batch -> its size and the peak of the last plan with them.
+        # All changes except the micro-batch's -> its size and the peak of the last plan with these changes.
         self._peaks: dict[tuple[str, ...], tuple[int, int]] = {}
 
     def first(
         self, savers: Sequence[MemorySaver], fixed: Collection[str], *, trains_other: bool, but: Sequence[Fitting] = ()
     ) -> list[Fitting]:
-        """The first few candidates that fit, none of which has all changes of an earlier one; see `walk`."""
+        """Find the first few candidates that fit, none a superset of an earlier one's changes; see `walk`."""
         found: list[Fitting] = []
         enough: list[_Choice] = []
         figures = {(fits.peak_bytes, fits.seconds) for fits in but}
@@ -135,7 +136,7 @@ class _Search:
         for choice, fits in self.walk(savers, fixed, limit, trains_other=trains_other, enough=enough, but=but):
             enough.append(choice)
             if (key := (fits.peak_bytes, fits.seconds)) in figures and fits.seconds is not None:
-                continue  # it costs more, and does nothing
+                continue  # it costs more without effect
             figures.add(key)
             found.append(fits)
             if len(found) == NUM_ADVISED:
@@ -152,15 +153,15 @@ class _Search:
         enough: Sequence[_Choice] = (),
         but: Sequence[Fitting] = (),
     ) -> Iterator[tuple[_Choice, Fitting]]:
-        """Candidates that fit, by cost.
+        """Yield candidates that fit, by cost.
 
         Args:
-            savers: What could be changed.
-            fixed: Names of settings that stay.
+            savers: The possible changes.
+            fixed: Names of settings that never change.
             limit: Number of plans.
-            trains_other: Whether to look for candidates that change what is trained, and only those.
-            enough: Choices that leave out all that have their changes and more; may grow meanwhile.
-            but: Candidates that were found before, which leave out all that have their changes.
+            trains_other: Whether to search only candidates that change the training, or only those that do not.
+            enough: Choices that exclude all candidates with their changes and more; may grow during the walk.
+            but: Candidates found earlier, which exclude all candidates with their changes.
         """
         savers = [saver.allowed(fixed, may_change_training=trains_other) for saver in savers]
         lengths = [len(saver.options) for saver in savers]
@@ -182,7 +183,7 @@ class _Search:
             )
             most = self._plan(self._candidate(savers, frugal))
             if most is not None and not most.fits(self._memory_bytes):
-                continue  # whatever is done about activations
+                continue  # regardless of changes to activations
             plan = self._plan(candidate)
             if plan is None or not self._planner.fits(candidate.run, plan, self._memory_bytes):
                 continue
@@ -195,7 +196,7 @@ class _Search:
             yield choice, Fitting(candidate, plan.peak_bytes, None if seconds is None else seconds(candidate.run, plan))
 
     def _candidate(self, savers: Sequence[MemorySaver], choice: _Choice) -> Candidate | None:
-        """The run with the chosen options, and a larger global batch where its ranks need one; None: not possible."""
+        """The run with the chosen options, and a larger global batch if its ranks need one; None if not possible."""
         options = [saver.options[number] for saver, number in zip(savers, choice, strict=True)]
         run: PlannedRun | None = self._run
         for option in options:
@@ -217,7 +218,7 @@ class _Search:
         )
 
     def _plan(self, candidate: Candidate | None) -> MemoryPlan | None:
-        """The plan of a candidate; None if `finetune` would refuse it."""
+        """The plan of a candidate; None if `finetune` would reject it."""
         if candidate is None:
             return None
         if candidate.overrides not in self._known:
@@ -231,7 +232,7 @@ class _Search:
         return self._known[candidate.overrides]
 
     def _is_too_large(self, candidate: Candidate) -> bool:
-        """Whether it cannot fit, as half a micro-batch takes at least half of the memory."""
+        """Whether it cannot fit, because half a micro-batch takes at least half of the memory."""
         size, peak_bytes = self._peaks.get(_other_changes(candidate), (1, 0))
         return peak_bytes * candidate.run.train.micro_batch_size > self._memory_bytes * size
 
@@ -241,7 +242,7 @@ def _other_changes(candidate: Candidate) -> tuple[str, ...]:
 
 
 def _larger_batch(run: PlannedRun) -> list[Option]:
-    """The option of the smallest global batch, not below that of `run`, that its ranks can divide; none if it is."""
+    """The option of the smallest larger global batch that its ranks can divide; none if they divide the current one."""
     size, unit = run.train.global_batch_size, run.train.micro_batch_size * max(1, run.num_data_ranks)
     if size % unit == 0:
         return []
@@ -254,7 +255,7 @@ def _larger_batch(run: PlannedRun) -> list[Option]:
 
 
 def _by_cost(savers: Sequence[MemorySaver]) -> Iterator[_Choice]:
-    """Numbers of the options of each saver, cheapest sum first; the options of a saver are sorted by cost."""
+    """Yield option indices for each saver, cheapest sum first; each saver's options are sorted by cost."""
     costs = [[option.cost for option in saver.options] for saver in savers]
     start = (0,) * len(costs)
     heap: list[tuple[float, _Choice]] = [(0.0, start)]

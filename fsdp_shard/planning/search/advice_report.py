@@ -1,4 +1,4 @@
-"""Settings that fit as text and as figures of result.json."""
+"""Formats settings that fit, as text and as figures of result.json."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _NOTHING = "No other settings were found with which it fits."
 
 
 def advice_lines(found: Sequence[Fitting]) -> list[str]:
-    """What to type instead, a line for each: in the place of a setting of the same name, else in addition."""
+    """A line to type per candidate; it replaces settings of the same name and adds the others."""
     if not found:
         return [_NOTHING]
     lines = []
@@ -41,7 +41,7 @@ def advice_figures(found: Sequence[Fitting]) -> list[dict[str, Any]]:
 
 
 def what_changes(fits: Fitting) -> str:
-    """What is trained otherwise, and which of the user's settings is replaced, in brackets; empty if nothing is."""
+    """The changes to training and the replaced user settings, in brackets; empty if there are none."""
     candidate = fits.candidate
     parts = [*candidate.trains, *([f"replaces {', '.join(candidate.replaced)}"] if candidate.replaced else ())]
     return f"({'; '.join(parts)})" if parts else ""

@@ -1,11 +1,11 @@
-"""What could be changed of a run to need less memory, and what each change costs.
+"""Changes to a run that reduce its memory, and the cost of each change.
 
-The costs order a search. A cost of 10 stands for a step that takes about 10 % longer: recomputing a block is a third of
-its arithmetic (true), less without its matrix products (selective); a smaller micro-batch makes matrix products
-smaller. Offloading moves bytes over PCIe. On an H200 (docs/benchmarks.md) activations that are not recomputed took
-longer to copy than to compute again, so they are offloaded only where blocks are recomputed; with the parameters in CPU
-memory a step took 10 times as long, so that comes last. A change of what is trained costs as much as it changes:
-narrower weights less than another optimizer, that less than an adapter.
+The costs order a search. A cost of 10 means a step that takes about 10 % longer. Recomputing a block is a third of its
+arithmetic (true), and less without its matrix products (selective); a smaller micro-batch makes matrix products
+smaller. Offloading moves bytes over PCIe. On an H200 (docs/benchmarks.md), copying activations that are not recomputed
+took longer than computing them again, so activations are offloaded only where blocks are recomputed. With the
+parameters in CPU memory a step took 10 times as long, so that comes last. A change to the training costs as much as it
+changes: narrower weights less than another optimizer, and another optimizer less than an adapter.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -27,13 +27,13 @@ _HALVING, _DOUBLING, _TENSOR_DOUBLING, _CONTEXT_DOUBLING = 6.0, 100.0, 20.0, 25.
 
 @dataclass(frozen=True)
 class Option:
-    """One change of a run, or none.
+    """One change to a run, or none.
 
     Attributes:
-        change: Makes the run; None where it is not possible.
-        cost: See the module.
-        overrides: The change as it is typed.
-        trains: What it changes of the training; empty if the same is trained.
+        change: Makes the changed run; None if not possible.
+        cost: The cost, as defined in the module docstring.
+        overrides: The change, as typed on the command line.
+        trains: How it changes the training; empty if the training is the same.
     """
 
     change: Callable[[PlannedRun], PlannedRun | None] = lambda run: run
@@ -43,29 +43,29 @@ class Option:
 
     @property
     def names(self) -> set[str]:
-        """The settings that it changes."""
+        """The changed settings."""
         return {override.partition("=")[0] for override in self.overrides}
 
 
 @dataclass(frozen=True)
 class MemorySaver:
-    """The options of one decision, from none to that which saves most; it changes `activations` only, or more."""
+    """The options of one decision, from no change to the largest saving; it affects `activations` only, or more."""
 
     options: tuple[Option, ...]
     is_of_activations: bool = False
 
     def allowed(self, fixed: Collection[str], *, may_change_training: bool) -> "MemorySaver":
-        """Without the options that change the settings in `fixed`, or what is trained."""
+        """Return the saver without options that change settings in `fixed`, or the training."""
         kept = (o for o in self.options if not o.names & set(fixed) and (may_change_training or not o.trains))
         return replace(self, options=tuple(kept))
 
 
 def memory_savers(run: PlannedRun, given: Collection[str], num_nodes: int = 1) -> list[MemorySaver]:
-    """All that could be changed of `run`; each begins with what it has now.
+    """Return all possible changes to `run`; each saver starts with the current value.
 
     Args:
         run: The run.
-        given: Names of the settings that the user chose, which a new optimizer or wrapper must have too.
+        given: Names of the settings that the user chose, which a new optimizer or wrapper must also have.
         num_nodes: Number of machines.
     """
     shard = run.shard
@@ -101,12 +101,12 @@ def _if(is_possible: bool, option: Option) -> tuple[Option, ...]:
 
 
 def _replace(cost: float, overrides: tuple[str, ...], trains: str = "", **values: Any) -> Option:
-    """The option of other values of a run."""
+    """The option that replaces values of a run."""
     return Option(lambda run: replace(run, **values), cost, overrides, trains)
 
 
 def _set(section: str, values: dict[str, Any], cost: float, trains: str = "") -> Option:
-    """The option of other values of settings of a section."""
+    """The option that replaces settings of a section."""
 
     def change(run: PlannedRun) -> PlannedRun:
         return replace(run, **{section: replace(getattr(run, section), **values)})
@@ -115,7 +115,7 @@ def _set(section: str, values: dict[str, Any], cost: float, trains: str = "") ->
 
 
 def _choose(run: PlannedRun, section: str, kind: type, option: Option, given: Collection[str]) -> Iterator[Option]:
-    """`option` with another dataclass of a section, with what the user set; nothing if that has not all of it."""
+    """`option` with another dataclass of a section that keeps the user's settings; nothing if one is missing."""
     old = getattr(run, section)
     defaults = type(old)()
     names = {field.name for field in fields(old)}
@@ -208,7 +208,7 @@ def _recomputing(run: PlannedRun) -> Iterator[Option]:
 
 
 def _offloading(run: PlannedRun) -> Iterator[Option]:
-    """To keep what recomputed blocks begin with in CPU memory; after `_recomputing`, whose choice it sees."""
+    """Offload the inputs of recomputed blocks to CPU memory; runs after `_recomputing`, to see its choice."""
     if not run.shard.activation_offload:
         option = _set("shard", {"activation_offload": True}, 30.0)
 

@@ -1,4 +1,4 @@
-"""The Pareto front of a search as a PNG, drawn by matplotlib."""
+"""Draws the Pareto front of a search as a PNG with matplotlib."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ _INK, _LIMIT = "#333333", "#d1495b"
 
 
 def plot_front(front: Front, target: Path) -> None:
-    """Draw memory and time of the settings of `front`, a line for each number of ranks.
+    """Draw memory and time of the settings in `front`, with a line per number of ranks.
 
     Args:
-        front: What a search found.
+        front: The result of a search.
         target: The PNG file.
     """
     from matplotlib import colormaps

@@ -10,7 +10,7 @@ from fsdp_shard.planning.search.advice_report import advice_figures, what_change
 from fsdp_shard.planning.search.planner import Planner
 from fsdp_shard.utils import format_count, format_size, format_table
 
-_PLANS_EACH = 60  # of each number of ranks
+_PLANS_EACH = 60  # per number of ranks
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Point:
 
     Attributes:
         fits: The settings.
-        time: Time of a sample, relative to that of the cheapest set of ranks.
+        time: Time per sample, relative to that of the cheapest rank count.
     """
 
     fits: Fitting
@@ -53,12 +53,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Front:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        points: The settings that no other ones are better than, the cheapest first; none if nothing fits.
+        points: The settings that no others improve on, cheapest first; empty if nothing fits.
         num_fitting: Number of candidates that fit.
-        num_plans: Number of runs that were planned.
+        num_plans: Number of planned runs.
         memory_bytes: Memory of a device.
     """
 
@@ -75,7 +75,7 @@ class Front:
 
     @property
     def fewest(self) -> Point | None:
-        """The fastest of the fewest ranks, if there are fewer with changes of what is trained."""
+        """The fastest settings on the fewest ranks, if changes to the training allow fewer."""
         least = min(self.points, key=lambda point: (point.num_ranks, point.time), default=None)
         cheapest = self.cheapest
         return least if least and cheapest and least.num_ranks < cheapest.num_ranks else None
@@ -89,14 +89,14 @@ def search_front(
     chosen: tuple[Collection[str], Collection[str]],
     nodes: int,
 ) -> Front:
-    """Plan `run` with several numbers of ranks, and with changed settings for each.
+    """Plan `run` with several rank counts, and with changed settings for each.
 
     Args:
         planner: Plans the runs.
         run: The run.
         memory_bytes: Memory of a device.
-        rank_counts: Numbers of ranks of all machines.
-        chosen: Names of the settings that the user chose, and those of them that stay in any case.
+        rank_counts: Rank counts over all machines.
+        chosen: Names of the settings that the user chose, and of those that never change.
         nodes: Number of machines.
     """
     found: list[Fitting] = []
@@ -104,13 +104,13 @@ def search_front(
         for fits in fitting(planner, replace(run, num_ranks=num_ranks), memory_bytes, *chosen, _PLANS_EACH):
             overrides = (f"launch.ranks={num_ranks // nodes}", *fits.candidate.overrides)
             found.append(replace(fits, candidate=replace(fits.candidate, overrides=overrides)))
-    if any(fits.seconds is not None for fits in found):  # seconds and relative times do not compare
+    if any(fits.seconds is not None for fits in found):  # seconds and relative times are not comparable
         found = [fits for fits in found if fits.seconds is not None]
     points = sorted(
         (Point(fits, _time(fits)) for fits in found),
         key=lambda point: (point.num_ranks, point.time, point.trains_other, len(point.fits.candidate.overrides)),
     )
-    points = list({point.figures: point for point in reversed(points)}.values())[::-1]  # of equal ones the simplest
+    points = list({point.figures: point for point in reversed(points)}.values())[::-1]  # the simplest of equal points
     kept = [point for point in points if not any(other.is_better(point) for other in points)]
     unit = kept[0].time if kept else 1.0
     relative = tuple(replace(point, time=point.time / unit) for point in kept)
@@ -118,7 +118,7 @@ def search_front(
 
 
 def _time(fits: Fitting) -> float:
-    """Time of a sample: in seconds where it is known, else relative, as if ranks divided the work evenly."""
+    """Time per sample: in seconds if known, otherwise relative, as if ranks divided the work evenly."""
     run = fits.candidate.run
     if fits.seconds is not None:
         return fits.seconds / run.train.global_batch_size
@@ -126,7 +126,7 @@ def _time(fits: Fitting) -> float:
 
 
 def front_text(front: Front) -> str:
-    """What a search found, as text."""
+    """Describe the result of a search."""
     memory = format_size(front.memory_bytes)
     if front.cheapest is None:
         return f"Nothing fits in {memory}, of {format_count(front.num_plans, 'plan')}."

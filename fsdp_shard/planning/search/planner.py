@@ -1,4 +1,4 @@
-"""Plans of one model with many settings, and whether `finetune` would take them."""
+"""Plans one model with many settings, and checks whether `finetune` would accept them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,16 +20,16 @@ from fsdp_shard.utils import check
 
 @dataclass
 class Planner:
-    """Plans runs of one model; what plans have in common is computed once.
+    """Plans runs of one model; values that plans share are computed once.
 
     Attributes:
         config: The transformers config of the model.
         on_gpu: Whether the ranks have GPUs.
-        check_together: Raises ConfigError for sections that contradict each other, beyond what is checked here.
-        host: The host memory of the machines of a run; None where it is not known.
-        seconds: The time of a step, from a run and its plan, None if unknown; None where no times are known.
-        num_plans: Number of runs that were planned.
-        max_plans: Number of plans of each kind of advice.
+        check_together: Raises ConfigError for conflicts between sections, beyond the checks here.
+        host: The host memory of a run's machines; None if unknown.
+        seconds: Returns the time of a step from a run and its plan, or None; None if no times are known.
+        num_plans: Number of planned runs.
+        max_plans: Maximum number of plans per kind of advice.
     """
 
     config: PretrainedConfig
@@ -47,16 +47,16 @@ class Planner:
         return plan_memory(self.config, run, self.cache)
 
     def host_of(self, run: PlannedRun) -> HostMemory | None:
-        """The host memory of the machines of a run, if known."""
+        """The host memory of a run's machines, if known."""
         return None if self.host is None else self.host(run)
 
     def fits(self, run: PlannedRun, plan: MemoryPlan, memory_bytes: int) -> bool | None:
-        """Whether the plan of a run fits in the memory of devices and machines; None where it has no peak."""
+        """Whether a run's plan fits in the memory of devices and machines; None if it has no peak."""
         host = self.host_of(run)
         return plan.fits(memory_bytes) if host is None or host.fits(plan) else False
 
     def cannot_hold(self, run: PlannedRun, memory_bytes: int) -> bool:
-        """Whether its ranks have too little memory even for weights of 4 bits; False where host memory is not known."""
+        """Whether its ranks cannot hold even 4-bit weights; False if host memory is unknown."""
         host = self.host_of(run)
         if host is None:
             return False
@@ -65,7 +65,7 @@ class Planner:
         return sum(unit.num_params for unit in units) // 2 > run.num_ranks * per_rank
 
     def cost(self, run: PlannedRun) -> StepCost:
-        """What a step of a run computes and sends."""
+        """The computation and communication of a step of a run."""
         shard = of_parameters(run.shard)
 
         def measure() -> ModelFacts:
@@ -76,7 +76,7 @@ class Planner:
         return with_teacher(step_cost(facts, run), run, self.cache)
 
     def check(self, run: PlannedRun) -> None:
-        """Raise an InputError if `finetune` would refuse the settings of `run`. Costs little; builds no model."""
+        """Raise an InputError if `finetune` would reject the settings of `run`. Cheap; builds no model."""
         for section in (run.model, run.shard, run.train, run.optim, run.adapter, run.objective):
             check(section)
         if self.check_together is not None:
@@ -94,7 +94,7 @@ class Planner:
         run.adapter.check_installed()
 
     def check_model(self, run: PlannedRun) -> None:
-        """Raise an InputError if `finetune` would refuse the model with these settings, after `plan` has not."""
+        """Raise an InputError if `finetune` would reject the model with these settings, once `plan` accepted them."""
         model, _, _ = built_model(self.config, run, self.cache)
         run.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
         check_trained(model, run.shard, run.adapter)

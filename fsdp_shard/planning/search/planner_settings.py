@@ -1,4 +1,4 @@
-"""The planner of a command, with the hardware that its settings name."""
+"""Makes the planner of a command, with the hardware in its settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def planned_hardware(config: PlannedSettings, num_ranks: int) -> Hardware:
-    """The hardware of a run of `num_ranks` ranks on all machines."""
+    """The hardware of a run with `num_ranks` ranks over all machines."""
     nodes = config.launch.min_nodes
     return hardware_of(config.device, ranks_per_node=num_ranks // nodes if config.launch.max_nodes > 1 else None)
 
@@ -24,7 +24,7 @@ def planned_hardware(config: PlannedSettings, num_ranks: int) -> Hardware:
 def planner_for(
     config: PlannedSettings, model_config: PretrainedConfig, run: PlannedRun, hardware: Hardware
 ) -> Planner:
-    """What plans `run` and others of its model; it knows the time of a step where the hardware is known."""
+    """Return the planner for `run` and other runs of its model; it knows step times if it knows the hardware."""
     from fsdp_shard.planning.costs.step_time import step_time
     from fsdp_shard.planning.memory_plan import HostMemory
     from fsdp_shard.planning.search.planner import Planner
@@ -42,7 +42,10 @@ def planner_for(
         if candidate.on_gpu and isinstance(candidate.objective, DistillConfig):
             check_budgets(candidate.objective, candidate.num_ranks // config.launch.min_nodes)
 
-    on_gpu = "cpu" not in (config.launch.device, config.device.planned_kind)  # else a plan is for the GPUs of others
+    on_gpu = "cpu" not in (
+        config.launch.device,
+        config.device.planned_kind,
+    )  # otherwise the plan is for GPUs of other machines
     planner = Planner(model_config, on_gpu=on_gpu, check_together=check_together, host=host)
 
     def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def plan_search(
     config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun
 ) -> RunPlan:
-    """The fewest ranks that fit, and settings for them."""
+    """Find the fewest ranks that fit, and settings for them."""
     from fsdp_shard.planning.search.pareto_front import front_figures, front_text, search_front
 
     launch, hardware = config.launch, planned_hardware(config, run.num_ranks)
