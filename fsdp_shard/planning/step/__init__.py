@@ -1,1 +1,1 @@
-"""One training step of a rank: what it keeps in memory, point by point."""
+"""One training step of a rank: its memory, point by point."""

@@ -1,4 +1,4 @@
-"""Completions of `train.sample_prompts` by a planned run, on fake tensors, as `complete_greedily` makes them."""
+"""Completions of `train.sample_prompts` in a planned run, on fake tensors, as `complete_greedily` generates them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_shard.planning.step.recording.fake_attention import FULL
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.sharding import attending_alone
 
-_LOOP_BYTES = 4096  # what is left of the passes between: positions, and tokens that are read
+_LOOP_BYTES = 4096  # left over from the skipped passes: positions, and tokens that are read
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Completions:
     """Completions of a run.
 
     Attributes:
-        prompt_length: Tokens of the longest prompt. Its tokenizer is not known: it has one for each byte, and one more
-            that begins it.
+        prompt_length: Tokens of the longest prompt. The tokenizer is unknown, so each byte counts as a token, plus one
+            that begins the prompt.
         num_new: Number of new tokens.
     """
 
@@ -35,18 +35,19 @@ class Completions:
 
     @classmethod
     def of(cls, run: PlannedRun) -> Completions | None:
-        """Those of a run, if it has any."""
+        """Return the completions of a run, if it has any."""
         longest = max((len(text.encode()) for text in run.train.sample_prompts), default=None)
         return None if longest is None else cls(longest + 1, run.train.sample_tokens)
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
-        """How `model` attends meanwhile: a rank has whole sequences."""
+        """Configure attention for the passes: each rank has whole sequences."""
         return attending_alone(model)
 
     def run(self, model: nn.Module, recorder: Recorder) -> None:
-        """Make the first two tokens; then what is there before the last one, which no run does; then the last.
+        """Generate the first two tokens, then set up the state before the last token, then generate the last token.
 
-        The recording has a DONE after each of the three. The output of the model is there until it has the next one.
+        A real run does not do the second part. The recording has a DONE after each of the three parts. The model's
+        output stays in memory until the next one exists.
         """
         ids = torch.zeros((1, self.prompt_length), dtype=torch.long)
         output = model(input_ids=ids, past_key_values=None, use_cache=True)
@@ -68,7 +69,7 @@ class Completions:
         recorder.mark(DONE, "")
 
     def parts(self, recording: Sequence[Event]) -> tuple[Sequence[Event], ...]:
-        """The parts of the recording: the first, and the last with what the one between them left."""
+        """The parts of the recording: the first, and the last including what the one between left."""
         first, *more = [number for number, event in enumerate(recording) if event.kind == DONE]
         if not more:
             return (recording[: first + 1],)
@@ -78,7 +79,7 @@ class Completions:
 
 
 def _next(ids: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """The tokens with the most likely next one, what is given to the model next, and its cache."""
+    """The tokens including the most likely next one, the model's next input, and its cache."""
     new = output.logits[:, -1].argmax(-1, keepdim=True)
     ids, cache = torch.cat([ids, new], 1), getattr(output, "past_key_values", None)
     return ids, ids if cache is None else new, cache

@@ -1,9 +1,9 @@
-"""A model on meta as one rank has it whose layers or experts are divided over neighboring ranks.
+"""One rank's part of a model on meta whose layers or experts are divided over neighboring ranks.
 
-Parameters get the shapes of this rank's part, and modules do what a rank does with its part on its own: instead of a
-collective they make a tensor of the size that the collective would return. So the model runs on fake tensors without
-other ranks, and keeps what a real one keeps. Where a size does not divide, the part is that of the first rank, the
-largest. Tokens are taken to be sent to the experts of a rank nearly evenly: a sixteenth more than that.
+Parameters have the shapes of this rank's part, and modules compute what a rank computes alone: instead of running a
+collective, they create a tensor of the size that it would return. The model thus runs on fake tensors without other
+ranks, and keeps what a real one keeps. If a size is not divisible, the part is that of the first rank, the largest.
+Tokens are assumed to be sent to a rank's experts almost evenly: a sixteenth more than the even share.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from fsdp_shard.models import keep_experts, parallel_plan, tied_names
 from fsdp_shard.sharding import SENDS_TO_EXPERTS, ShardConfig, Unit
 
 _BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
-_UNEVEN = 16  # of so many tokens that a rank's experts would get, they are taken to get one more
+_UNEVEN = 16  # a rank's experts are assumed to receive one more token per this many
 
 
 def divide_model(model: PreTrainedModel, shard: ShardConfig) -> frozenset[str]:
-    """Divide `model` as `shard` asks; returns the FQNs of the modules that hold experts."""
+    """Divide `model` according to `shard`; return the FQNs of the modules that hold experts."""
     if shard.tensor_parallel > 1:
         _divide_layers(model, shard.tensor_parallel)
     if shard.expert_parallel > 1:
@@ -31,7 +31,7 @@ def divide_model(model: PreTrainedModel, shard: ShardConfig) -> frozenset[str]:
 
 
 def with_expert_units(units: Sequence[Unit], experts: frozenset[str]) -> list[Unit]:
-    """The units, with the experts of each as a unit of its own before it."""
+    """The units, with each unit's experts as a separate unit before it."""
     found = []
     for unit in units:
         for fqn in sorted(experts):
@@ -64,7 +64,7 @@ def _divide_layers(model: PreTrainedModel, num_ranks: int) -> None:
 
 
 def _communicate(module: nn.Module, style: str, num_ranks: int) -> None:
-    """Have a divided layer make what its collectives would return."""
+    """Make a divided layer create the tensors that its collectives would return."""
     if style in _BY_ROWS and style != "embedding_rowwise":
         module.register_forward_pre_hook(lambda module, args: (_SummedBackward.apply(args[0]), *args[1:]))  # type: ignore[no-untyped-call]  # untyped in torch
     else:
@@ -125,7 +125,7 @@ def _divide_experts(model: PreTrainedModel, num_ranks: int) -> frozenset[str]:
 
 
 class _Dispatch:
-    """The `forward` of experts that sends each token to its experts and back, as transformers' `AllToAllEP`."""
+    """The `forward` of experts that sends tokens to their experts and back, as transformers' `AllToAllEP` does."""
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward

@@ -1,4 +1,4 @@
-"""What `adapter.init=eva` takes before training, as `fill_eva` does it, on fake tensors."""
+"""Memory of `adapter.init=eva` before training, measured on fake tensors as `fill_eva` works."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _A = ".lora_A.default.weight"
 
 @dataclass(frozen=True)
 class EvaPass:
-    """A micro-batch whose inputs of layers give their directions.
+    """A micro-batch whose layer inputs determine the layers' directions.
 
-    The rank that does the steps of a layer has its inputs of one rank at a time; the plan is of that rank.
+    The rank that runs the steps of a layer holds its inputs from one rank at a time; the plan is for that rank.
 
     Attributes:
         size: The size of the micro-batch.
-        num_ranks: Number of ranks, over which the layers are divided.
+        num_ranks: Number of ranks that divide the layers.
     """
 
     size: BatchSize
@@ -38,22 +38,22 @@ class EvaPass:
 
     @property
     def rows(self) -> str:
-        """What rows are: FULL, FILLED_UP or PACKED."""
+        """Kind of the rows: FULL, FILLED_UP or PACKED."""
         return self.size.rows
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the micro-batch, all of which are taken to count."""
+        """Number of tokens of the micro-batch, all assumed to count."""
         return self.size.num_rows * self.size.length
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The base alone runs. Steps are measured before, as the recorder would count what is made there."""
+        """Run the base model alone. Steps are measured first, because the recorder would count their tensors."""
         for _, param in _matrices(model):
             _pca_bytes(*param.shape, self.num_tokens)
         return adapters_disabled(model)
 
     def run(self, model: PreTrainedModel, recorder: Recorder) -> None:
-        """Run the model; the recording has an event for each layer whose input no other layer had before."""
+        """Run the model; the recording has an event for each layer with an input that no earlier layer had."""
         layers = {name.removesuffix(_A): len(param) for name, param in _matrices(model)}
         batch = planned_batch(model, ObjectiveConfig(), None, self.size, recorder).batch
         counted = torch.zeros(self.num_tokens, dtype=torch.long)
@@ -77,7 +77,7 @@ class EvaPass:
         return [recording]
 
     def state_bytes(self, recording: Sequence[Event], params: Mapping[str, nn.Parameter]) -> list[int]:
-        """Bytes of the directions so far on each rank, which they have until all layers stand still."""
+        """Bytes of the directions found so far on each rank, which stay until all layers have converged."""
         leaders = [event.module for event in recording if event.kind == _STEP]
         sizes = [_pca_bytes(*params[f"{fqn}{_A}"].shape, self.num_tokens)[0] for fqn in leaders]
         return [sum(sizes[rank :: self.num_ranks]) for rank in range(self.num_ranks)]
@@ -89,10 +89,10 @@ def _matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @cache
 def _pca_bytes(rank: int, num_features: int, num_rows: int) -> tuple[int, int]:
-    """Bytes of the state of the PCA of a layer, and the most that a step takes in addition to it and its rows."""
+    """Bytes of a layer's PCA state, and the maximum temporary bytes of a step besides the state and its rows."""
     with one_thread(), FakeTensorMode():
         pca: Any = new_pca(rank)
-        for _ in range(2):  # from the second one on in float64
+        for _ in range(2):  # in float64 from the second one on
             pca.partial_fit(torch.empty(num_rows, num_features))
         rows, state = torch.empty(num_rows, num_features), [*tensors_in(vars(pca))]
         storages = {storage_key(found.untyped_storage()): found.untyped_storage().nbytes() for found in state}

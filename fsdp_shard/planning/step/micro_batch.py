@@ -1,4 +1,4 @@
-"""One micro-batch of a planned run, whose losses the objective itself computes on fake tensors."""
+"""One micro-batch of a planned run; the objective itself computes its losses on fake tensors."""
 
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
@@ -29,18 +29,18 @@ _CPU = torch.device("cpu")
 _TOKEN_BYTES = 8  # int64
 _TARGET_BYTES = 8  # a float32 and an int32
 _MAX_CHUNKS = 8
-_MASKED_DEVIATIONS = 5  # of the number of masked tokens: more come once in three million micro-batches
+_MASKED_DEVIATIONS = 5  # of the number of masked tokens; exceeded once in three million micro-batches
 
 
 @dataclass(frozen=True)
 class _Plain:
-    """A model that is not sharded, where the loop has one that is."""
+    """An unsharded model in place of the loop's sharded one."""
 
     module: nn.Module
 
 
 class _SilentRanks(ContextRanks):
-    """Ranks that divide sequences, of which only this one is there: nothing is sent."""
+    """Ranks that divide sequences, with only this one present: nothing is sent."""
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         pass
@@ -56,9 +56,9 @@ class _Compared:
     Attributes:
         model: The model.
         kind: As in `PlannedRun.reference_kind`.
-        recorder: Knows which of the models runs.
-        targets_of_batch: What a teacher has said before of the predictions that are planned one by one.
-        num_targets: Number of tokens that a teacher gives for each prediction.
+        recorder: Tracks which of the models runs.
+        targets_of_batch: Stored teacher outputs for the predictions that are planned individually.
+        num_targets: Number of tokens that a teacher provides per prediction.
         num_predictions: Number of all predictions.
     """
 
@@ -93,13 +93,13 @@ class _Compared:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A micro-batch of a planned run, in a fake tensor mode; it runs what a step and an evaluation do.
+    """A micro-batch of a planned run in a fake tensor mode, which runs what a step and an evaluation run.
 
     Attributes:
         model: The model.
         batch: The micro-batch.
-        objective: What the model is trained for.
-        reference: The reference or the teacher.
+        objective: The training objective.
+        reference: The reference model or the teacher.
     """
 
     model: _Plain
@@ -108,7 +108,7 @@ class PlannedBatch:
     reference: _Compared
 
     def prepare(self) -> Any:
-        """What the losses of a step have in common."""
+        """Compute what the losses of a step share."""
         context = SimpleNamespace(device=_CPU, all_reduce_=lambda tensor: None)
         return self.objective.prepare(self.model, [self.batch], self.reference, context)  # type: ignore[arg-type]  # as much of them as it uses
 
@@ -126,16 +126,16 @@ class BatchSize:
 
     Attributes:
         num_rows: Number of sequences.
-        length: Number of tokens that this rank has of each.
+        length: Number of tokens of each sequence on this rank.
         num_parts: Number of ranks that divide each sequence.
-        rows: FULL, FILLED_UP, which have a mask of their tokens, or PACKED, which have positions.
-        shares_prompts: Whether these are pairs that share prompts, and so have segments.
-        keeps_whole: Whether ranks that divide sequences have the tokens of the whole ones, too, to compare answers.
-        num_targets: Number of tokens of a teacher for each prediction.
-        has_targets: Whether the batch has them, as of a teacher that ran before.
-        upcasts_logits: Whether the logits of all predictions are there, and the loss upcasts a chunk of them at a time.
-        target_length: Number of tokens of each target of a seq2seq model; None for `length`.
-        mask_fraction: Fraction of the tokens that are predicted, of a masked language model.
+        rows: FULL, FILLED_UP (with a token mask), or PACKED (with positions).
+        shares_prompts: Whether rows hold pairs that share prompts, and so have segments.
+        keeps_whole: Whether ranks that divide sequences also hold the tokens of whole sequences, to compare answers.
+        num_targets: Number of teacher tokens per prediction.
+        has_targets: Whether the batch contains them, as with a teacher that ran before training.
+        upcasts_logits: Whether the logits of all predictions exist, and the loss upcasts them in chunks.
+        target_length: Number of tokens per target of a seq2seq model; None for `length`.
+        mask_fraction: Fraction of the tokens that a masked language model predicts.
     """
 
     num_rows: int
@@ -152,12 +152,12 @@ class BatchSize:
 
     @property
     def num_label_tokens(self) -> int:
-        """Number of tokens that the rank has labels for."""
+        """Number of tokens with labels on the rank."""
         return self.num_rows * (self.target_length or self.length)
 
     @property
     def num_counted(self) -> int:
-        """The most labels that count. A masked language model draws them: as many as nearly no micro-batch has."""
+        """Maximum number of labels that count. A masked language model draws them; almost no micro-batch has more."""
         if self.mask_fraction is None:
             return self.num_label_tokens
         mean = self.num_label_tokens * self.mask_fraction
@@ -177,19 +177,19 @@ def planned_batch(
     size: BatchSize,
     recorder: Recorder,
 ) -> PlannedBatch:
-    """Make a micro-batch in a fake tensor mode. Of divided sequences it has the rank's part only.
+    """Make a micro-batch in a fake tensor mode. If sequences are divided, it holds the rank's part only.
 
     Args:
-        model: The model, which has a loss head where training has one.
-        objective: What it is trained for.
+        model: The model, with a loss head if training has one.
+        objective: The training objective.
         reference_kind: As in `PlannedRun.reference_kind`.
         size: The size of the micro-batch.
-        recorder: Does not count the micro-batch, and receives which model runs.
+        recorder: Ignores the micro-batch's tensors, and is notified of which model runs.
     """
     batch, plain = _batch(model, size), _Plain(model)
     recorder.most_chosen = most_chosen(model)
     batch = replace(batch, counted=batch.counted[: recorder.most_chosen])
-    if size.upcasts_logits:  # the loss has a pass for each chunk of labels, all of which take the same memory
+    if size.upcasts_logits:  # the loss makes a pass per chunk of labels, each with the same memory
         batch = replace(batch, labels=batch.labels.flatten()[: _num_labels(model, batch.labels.numel())])
     if size.rows == PACKED and size.num_parts == 1:
         batch.inputs["position_ids"] = torch.zeros((size.num_rows, size.length), dtype=torch.long)
@@ -231,7 +231,7 @@ def _batch(model: PreTrainedModel, size: BatchSize) -> DeviceBatch:
 
 
 def _with_an_answer_a_row(batch: DeviceBatch) -> DeviceBatch:
-    """The batch with a window of one answer in each row, of which passes take every other one."""
+    """The batch with a window of one answer in each row; each pass uses every other row."""
     num_rows, _ = batch.inputs["input_ids"].shape
     num_counted = min(len(batch.counted), batch.labels[0::2].numel())
     sizes = _shares(num_counted, num_rows // 2)
@@ -240,40 +240,41 @@ def _with_an_answer_a_row(batch: DeviceBatch) -> DeviceBatch:
 
 
 def _with_pairs(batch: DeviceBatch) -> DeviceBatch:
-    """The batch with a pair in each row that share a prompt; the model makes a mask of the same size by itself."""
+    """The batch with a prompt-sharing pair in each row; the model itself makes a mask of the same size."""
     num_rows, length = batch.inputs["input_ids"].shape
     num_answers = 2 * num_rows
-    if batch.labels.ndim == 1:  # a classifier, which reads the last token of each answer
+    if batch.labels.ndim == 1:  # a classifier reads the last token of each answer
         labels, counted = torch.zeros((num_rows, length), dtype=torch.long), torch.zeros(num_answers, dtype=torch.long)
         batch = replace(batch, labels=labels, counted=counted)
     return replace(batch, packed=PackedAnswers(None, _shares(len(batch.counted), num_answers), torch.ones(num_answers)))
 
 
 def _shares(number: int, num_parts: int) -> tuple[int, ...]:
-    """Divide `number` into `num_parts` parts; the last one has the rest."""
+    """Divide `number` into `num_parts` parts; the last one takes the remainder."""
     size, rest = divmod(number, num_parts)
     return (*(size for _ in range(num_parts - 1)), size + rest)
 
 
 def most_chosen(model: PreTrainedModel) -> int:
-    """Number of predictions that are planned one by one: enough chunks of a loss, which all take the same memory."""
+    """Number of predictions planned individually: enough loss chunks, which all need the same memory."""
     config: Any = model.config.get_text_config()
     return _MAX_CHUNKS * max(1, LOSS_CHUNK_BYTES // (4 * int(getattr(config, "vocab_size", 1))))
 
 
 def _num_labels(model: PreTrainedModel, number: int) -> int:
-    """Number of labels, at most `number`, in as many chunks of upcast logits as are planned one by one."""
+    """Number of labels, at most `number`, in the chunks of upcast logits that are planned individually."""
     config: Any = model.config.get_text_config()
     row_bytes = 4 * int(getattr(config, "vocab_size", 1))
     return min(number, _MAX_CHUNKS * max(1, cross_entropy_chunk_bytes("cpu", number * row_bytes) // row_bytes))
 
 
 def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
-    """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
+    """Bytes of a micro-batch on a device: tokens, labels, and the positions that count.
 
-    With packed documents positions too, with packed pairs also the segments, and a mask where rows are filled up.
-    Where ranks divide sequences: the positions of the rank's tokens and of all, and a mask of ones; where the whole
-    ones are kept, their tokens, labels and counts, too. Of predictions that are not planned one by one, their labels
+    Packed documents add positions, packed pairs also segments, and padded rows a mask. If ranks divide sequences, there
+    are the positions of the rank's tokens and of all tokens, and a mask of ones; if the whole sequences are kept, also
+    their tokens, labels and counts. Predictions that are not planned individually add their labels and
+    log-probabilities. A teacher that ran before training adds a log-probability and an id for each of its tokens.
     and log-probabilities too. Of a teacher that ran before, a log-probability and an id of each of its tokens.
     """
     config: Any = model.config

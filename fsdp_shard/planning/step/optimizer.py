@@ -1,4 +1,4 @@
-"""Bytes of an optimizer's state and of what a step takes for a moment, measured by the real one on fake tensors."""
+"""Bytes of an optimizer's state and a step's temporary memory, measured on the real optimizer with fake tensors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.training import OptimConfig
 from fsdp_shard.utils import DataDependentOutputException, FakeTensorMode, one_thread
 
-_LARGE = 1 << 16  # elements from which on rows and columns of a matrix do not matter
+_LARGE = 1 << 16  # number of elements above which a matrix's rows and columns do not matter
 _SIDE = 256
 
 
@@ -25,19 +25,19 @@ def step_bytes(
     *,
     uses_foreach: bool = False,
 ) -> tuple[int, int]:
-    """Bytes of the state on one rank, and the most that a step of all these parameters takes in addition.
+    """Bytes of the state on one rank, and the maximum temporary bytes of a step of all these parameters.
 
-    Of parameters that are alike, one is updated, unless a step takes all of them at one time.
+    Only one of several identical parameters is updated, unless a step processes all of them at once.
 
     Args:
         optim: The optimizer settings.
-        local: The local shape of each parameter that the rank updates, by FQN.
+        local: The local shape of each parameter that this rank updates, by FQN.
         shapes: The unsharded shape of every parameter.
         dtypes: The dtype of every parameter.
-        uses_foreach: Whether one call updates all parameters, which torch chooses for plain tensors on a GPU.
+        uses_foreach: Whether one call updates all parameters, torch's default for plain tensors on a GPU.
     """
     with one_thread():
-        _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao computes tables at first use
+        _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao computes tables on first use
     alike = [[name] for name in local] if uses_foreach else _alike(local, shapes, dtypes)
     numbers = {names[0]: len(names) for names in alike}
     with FakeTensorMode():
@@ -77,7 +77,7 @@ def _alike(
 
 
 def _second_step(optimizer: torch.optim.Optimizer) -> int:
-    """The most bytes that a step takes, when the state is there."""
+    """Maximum temporary bytes of a step once the state exists."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         param.grad = torch.zeros_like(param)
@@ -90,9 +90,9 @@ def _second_step(optimizer: torch.optim.Optimizer) -> int:
 
 
 def whole_update_bytes(optim: OptimConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The most bytes that the update of one whole parameter takes, in addition to its state.
+    """Maximum temporary bytes of updating one whole parameter, besides its state.
 
-    Adafactor looks at values, so a step is made with small real tensors of as many dimensions, and scaled.
+    Adafactor reads values, so this runs a step on small real tensors with the same number of dimensions, and scales up.
     """
     size = prod(shape)
     is_small = size <= _LARGE
@@ -111,7 +111,7 @@ def whole_updates(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, int]:
-    """What the update of each whole parameter takes for a moment; those that are alike are measured once."""
+    """Temporary bytes of updating each whole parameter; identical parameters are measured once."""
     alike = _alike({name: shapes[name] for name in trained}, shapes, dtypes)
     sizes = [whole_update_bytes(optim, name, shapes[name], dtypes[name]) for name, *_ in alike]
     return {name: size for names, size in zip(alike, sizes, strict=True) for name in names}
@@ -139,19 +139,19 @@ def exchange_bytes(
     *,
     on_gpu: bool,
 ) -> int:
-    """The most bytes that a step takes on `rank` when each parameter is updated by the rank that owns it.
+    """Maximum temporary bytes of a step on `rank` if each parameter is updated by its owner rank.
 
-    A round gathers the values and the gradient of one parameter on its owner, updates it and sends it back; each
-    exchange has a flat copy of what is sent.
+    A round gathers one parameter's value and gradient on its owner, updates it and sends it back; each exchange makes a
+    flat copy of what it sends.
 
     Args:
-        owned: Names of the parameters of each rank, in the order of the rounds.
+        owned: Names of each rank's parameters, in the order of the rounds.
         rank: The rank.
-        held: Bytes that this rank has of each parameter.
+        held: Bytes of each parameter on this rank.
         shapes: The unsharded shape of every parameter.
         dtypes: The dtype of every parameter.
-        updates: What the update of each parameter takes, by name.
-        on_gpu: Whether the ranks have GPUs. Then an update has one copy more, as measured on an H200
+        updates: Temporary bytes of each parameter's update, by name.
+        on_gpu: Whether the ranks have GPUs. If so, an update makes one more copy, as measured on an H200
             (docs/benchmarks.md).
     """
     most, values = 0, 3 if on_gpu else 2
@@ -160,7 +160,7 @@ def exchange_bytes(
         sent = sum(held.get(name, 0) for name in names if name is not None)
         whole = 0 if own is None else prod(shapes[own]) * dtypes[own].itemsize
         update = 0 if own is None else updates[own]
-        # The gradient is still there while the new values are sent: as they are for all copies, flat, and received.
+        # The gradient still exists while the new values are sent: as copies for all ranks, flat, and received.
         most = max(most, values * whole + update, 3 * whole + sent)
     return most
 
@@ -168,12 +168,12 @@ def exchange_bytes(
 def _step(
     optim: OptimConfig, params: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of `params`, after a step."""
+    """Return the optimizer of `params` after a step."""
     optimizer = optim.build(params, shapes or {name: tuple(param.shape) for name, param in params.items()})
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
-        # Adafactor looks at values, which fake tensors do not have, after it has made the state of a group.
+        # Adafactor creates the state of a group before it reads values, which fake tensors do not have.
         with suppress(DataDependentOutputException):
             optimizer.step()
         optimizer.zero_grad()

@@ -17,18 +17,18 @@ from fsdp_shard.planning.step.unit_bytes import padded_elements
 from fsdp_shard.planning.step.unit_holdings import UnitShards
 from fsdp_shard.utils import balanced_partition
 
-# A copy for a save has up to seven tensors of each parameter: its weights, their average, and of its optimizer state
-# most in `adamw8bit`. Each begins at a multiple of 64 bytes (`checkpoint/sharded_state/staging.py`).
+# A copy for a save has up to seven tensors per parameter: its weights, their average, and its optimizer state, which is
+# largest in `adamw8bit`. Each starts at a multiple of 64 bytes (`checkpoint/sharded_state/staging.py`).
 _STAGED_APART = 7 * 64
 _AVERAGE_SIZE = 4  # float32
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """Bytes of the state of one shard, what its optimizer takes for a moment, and the copy that a save may make.
+    """Bytes of one shard's state, its optimizer's temporary memory, and the copy that a save may make.
 
-    `pinned` is what the parameters and gradients of offloaded state take in page-locked memory, `trained` what the
-    trained parameters have, and `padding` the largest parameter that `fully_shard` copies when it fills up its shards.
+    `pinned` counts the pinned memory of offloaded parameters and gradients, `trained` the bytes of trained parameters,
+    and `padding` the largest parameter that `fully_shard` copies when it pads its shards.
     """
 
     parameters: int
@@ -44,11 +44,11 @@ class ShardState:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a replica's rank has of a model before it is sharded: all of it, or its part of divided layers and experts.
+    """A replica rank's part of a model before sharding: all of it, or its part of divided layers and experts.
 
     Attributes:
-        model: The model on meta, in the dtypes that parameters are stored in.
-        units: Its units, the root last.
+        model: The model on meta, in its stored dtypes.
+        units: The units, the root last.
         experts: FQNs of the units of divided experts.
     """
 
@@ -60,7 +60,7 @@ class RankPart:
 def part_of_rank(
     config: PretrainedConfig, run: PlannedRun, units: Sequence[sharding.Unit], model: PreTrainedModel
 ) -> RankPart:
-    """What a rank has of a model before it is sharded; `units` are those of the whole `model`, the root last."""
+    """Return a rank's part of a model before sharding; `units` are those of the whole `model`, the root last."""
     if run.shard.tensor_parallel == run.shard.expert_parallel == 1:
         return RankPart(model, units)
     divided, _ = build_planned(config, run.model, run.adapter, run.model.dtype, run.shard)
@@ -85,7 +85,7 @@ def _local_shapes(
 
 
 def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
-    """The parameters of each shard of a replica, and which of them have gradients and are updated."""
+    """The parameters of each shard of a replica, and which of them have gradients and updates."""
     model, units = part.model, part.units
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
@@ -94,7 +94,7 @@ def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
     if run.optim.needs_full_params:
         owned = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
     with_gradient = [name for name in local_shapes[0] if name in trained]
-    if run.shard.flattens_units and run.num_shards > 1:  # one gradient of a unit, of its frozen parameters too
+    if run.shard.flattens_units and run.num_shards > 1:  # one gradient per unit, which covers frozen parameters too
         flat = [(number, unit) for number, unit in enumerate(units) if any(name in trained for name in unit.parameters)]
         with_gradient = [name for number, unit in flat for name in (*unit.parameters, f"(padding of unit {number})")]
     return UnitShards(
@@ -124,17 +124,17 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
 
-    contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
+    contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by id of the dicts that ranks share
     known: dict[tuple[object, ...], ShardState] = {}
     states = []
-    buffers = 2 * sum(buffer.nbytes for buffer in part.model.buffers())  # of weights, average
+    buffers = 2 * sum(buffer.nbytes for buffer in part.model.buffers())  # for weights and average
     foreach = run.on_gpu and run.shard.wrapper != "fsdp2"  # DTensors are updated one by one
     for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
         if (key := (content, tuple(owned))) not in known:
             own = {name: shape for name, shape in local.items() if name in trained}
             gradients = {name: shape for name, shape in local.items() if name in shards.with_gradient}
-            # Under FSDP1 a part without elements has no gradient.
+            # Under FSDP1 an empty part has no gradient.
             has_gradient = {name: shape for name, shape in own.items() if prod(shape) or not run.shard.flattens_units}
             updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else has_gradient
             optimizer, taken = (
@@ -164,7 +164,7 @@ def _padded_bytes(
     dtypes: Mapping[str, torch.dtype],
     run: PlannedRun,
 ) -> int:
-    """Bytes of the largest shard that has fewer rows than the others and is filled up to as many."""
+    """Bytes of the largest shard that has fewer rows than the others and is padded to match."""
     if run.shard.flattens_units or not run.shard.is_sharded:
         return 0
     sizes = (
@@ -176,9 +176,9 @@ def _padded_bytes(
 
 
 def staged_bytes(part: RankPart, states: Sequence[ShardState], run: PlannedRun) -> list[int]:
-    """Bytes of the copy that an asynchronous save may make on each rank: of what this rank writes.
+    """Bytes of the copy that an asynchronous save may make on each rank: what this rank writes.
 
-    Of what replicas have in common the first one writes all, but under DDP they divide the tensors.
+    The first replica writes everything that replicas share, but under DDP they divide the tensors.
     """
     of_shards = [state.staged - (0 if run.saves_optimizer else state.optimizer) for state in states]
     if run.shard.is_sharded:

@@ -1,4 +1,4 @@
-"""What is in memory at one point of a run, term by term, and the names that several files use for terms and phases."""
+"""The memory at one point of a run, term by term, and the shared names of terms and phases."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ TEACHER, TEACHER_PASS = "teacher", "pass of the teacher"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is in memory at one point of a run.
+    """The memory at one point of a run.
 
     Attributes:
         phase: load, eva, resume, forward, loss, backward, reduce, optimizer, evaluation, completions or save.

@@ -1,4 +1,4 @@
-"""The snapshots of a planned run: what one micro-batch keeps, simulated over the units of the model."""
+"""The snapshots of a planned run: the recording of one micro-batch, simulated over the model's units."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """The snapshots of a run on any rank, without the optimizer's state.
+    """The snapshots of a run on any rank, without the optimizer state.
 
     Attributes:
         snapshots: The snapshots.
-        offloaded_bytes: The most bytes of activations that are in host memory.
-        problem: Why activations could not be measured, if so; then there are no snapshots of a step.
+        offloaded_bytes: Maximum bytes of activations in host memory.
+        problem: Why activations could not be measured, if so; there are no snapshots of a step in this case.
         uncounted: Why a phase outside the step could not be measured, by phase.
-        directions: Bytes of the directions that `adapter.init=eva` has found on each rank, while it finds them.
-        teacher: What a teacher that runs alongside takes on each rank, if there is one.
+        directions: Bytes of the directions found so far by `adapter.init=eva` on each rank, while it runs.
+        teacher: The memory of a teacher that runs alongside on each rank, if there is one.
     """
 
     snapshots: tuple[Snapshot, ...]
@@ -73,12 +73,12 @@ class SimulatedStep:
 
     @cached_property
     def unsharded_bytes(self) -> int:
-        """The most bytes that are unsharded, with buffers."""
+        """The maximum unsharded bytes, including buffers."""
         return self._most(GATHERED, UNREDUCED, BUFFERS)
 
     @cached_property
     def activations_bytes(self) -> int | None:
-        """The most bytes of activations and of the loss; None if they could not be measured."""
+        """The maximum bytes of activations and the loss; None if they could not be measured."""
         return None if self.problem else self._most(ACTIVATIONS, LOSS_TERM)
 
     def _most(self, *terms: str) -> int:
@@ -112,9 +112,9 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: 
             recordings = _with_chunks_of_gpus(recordings, model, run)
     terms["batch"] = (
         2 * batch_bytes(model, _batch_size(config, run)) * run.num_micro_batches
-    )  # those of the next step too
+    )  # also those of the next step
     terms["buffers"] = sum(buffer.nbytes for buffer in model.buffers()) + FIGURES_BYTES
-    if _keeps_scores(config, run):  # one copy more in the backward pass, as measured on an H200
+    if _keeps_scores(config, run):  # one more copy in the backward pass, as measured on an H200
         terms["attention scores"] = _score_bytes(config, run)
     if not run.shard.is_sharded:
         terms[GRADIENTS] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -131,7 +131,7 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: 
         uncounted |= {} if teacher.problem is None else {TEACHER: teacher.problem}
     simulator = begin(in_units, rules, terms)
     if type(run.shard.reshard_after_forward) is int:
-        simulator.evaluate(recordings)  # as before the first step; some of what it gathers stays
+        simulator.evaluate(recordings)  # as before the first step; some gathered units stay
         simulator.snapshots.clear()
     simulator.step(recordings)
     simulator.update()
@@ -155,7 +155,7 @@ def _batch_size(config: PretrainedConfig, run: PlannedRun) -> BatchSize:
 def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
     """Whether attention keeps the scores of all pairs of tokens.
 
-    On a GPU, torch's flash attention has no float32, and the kernel that has it no grouped-query heads.
+    On a GPU, torch's flash attention supports no float32, and the kernel that does supports no grouped-query heads.
     """
     text: Any = config.get_text_config()
     heads, key_heads = (getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value"))
@@ -164,7 +164,7 @@ def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
 
 
 def _score_bytes(config: PretrainedConfig, run: PlannedRun) -> int:
-    """Bytes of the float32 scores of all pairs of tokens, of one layer."""
+    """Bytes of the float32 scores of all token pairs in one layer."""
     text: Any = config.get_text_config()
     return 4 * run.num_rows * int(text.num_attention_heads) * max(run.padded_length, run.decoder_length) ** 2
 
@@ -175,9 +175,9 @@ def _math_attention() -> AbstractContextManager[None]:
 
 
 def _with_chunks_of_gpus(recordings: Recordings, model: PreTrainedModel, run: PlannedRun) -> Recordings:
-    """The recordings, which were made on a CPU, with the larger chunks in which a GPU upcasts logits.
+    """The recordings, made on a CPU, adjusted to the larger chunks in which a GPU upcasts logits.
 
-    In training a chunk is there four times: upcast, its log-softmax, and the gradients of both; else twice.
+    In training four copies of a chunk exist: upcast, its log-softmax, and the gradients of both; otherwise two.
     """
     text: Any = model.config.get_text_config()
     logits = 4 * run.num_rows * run.decoder_length * int(getattr(text, "vocab_size", 1))
@@ -191,7 +191,7 @@ def _with_chunks_of_gpus(recordings: Recordings, model: PreTrainedModel, run: Pl
 
 
 def _raised(recording: Sequence[Event], kind: str, num_bytes: int) -> list[Event]:
-    """The recording with more bytes for a moment before the events of a kind."""
+    """The recording with additional temporary bytes before the events of one kind."""
     return [
         replace(event, rise=event.rise + num_bytes, rise_alone=event.rise_alone + num_bytes)
         if event.kind == kind
@@ -228,15 +228,15 @@ def _extra_passes(config: PretrainedConfig, run: PlannedRun) -> tuple[dict[str, 
     if (completions := Completions.of(run)) is not None:
         found[COMPLETIONS] = completions
     if run.adapter.finds_directions and not run.resumes:
-        from fsdp_shard.planning.step.eva_pass import EvaPass  # which few plans need
+        from fsdp_shard.planning.step.eva_pass import EvaPass  # few plans need it
 
         found[EVA] = eva = EvaPass(replace(_batch_size(config, run), num_rows=run.num_rows), run.num_ranks)
     return found, eva
 
 
 def _find_directions(simulator: StepSimulator, recordings: Recordings) -> list[Snapshot]:
-    """The snapshots of finding the initial values of an adapter."""
-    simulator.terms.pop("reference", None)  # it is opened later
+    """The snapshots of computing an adapter's initial values."""
+    simulator.terms.pop("reference", None)  # the reference is opened later
     simulator.run_without_gradients(EVA, recordings.extra[EVA])
     return simulator.snapshots
 
@@ -244,15 +244,15 @@ def _find_directions(simulator: StepSimulator, recordings: Recordings) -> list[S
 def _record(
     config: PretrainedConfig, run: PlannedRun, part: RankPart, extra: Mapping[str, ExtraPasses]
 ) -> tuple[Callable[[], Recordings], bool]:
-    """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
+    """Return the function that records one micro-batch, and whether the output head computes the loss."""
     model, _ = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
     if run.shard.flattens_units:
-        for unit in part.units:  # one flat gradient, also of what is frozen
+        for unit in part.units:  # one flat gradient, which covers frozen parameters too
             params = [model.get_parameter(name) for name in unit.parameters]
             if any(param.requires_grad for param in params):
                 for param in params:
                     param.requires_grad_(True)
-    has_loss_head = run.shard.tensor_parallel == 1 and use_loss_head(  # else the head is divided
+    has_loss_head = run.shard.tensor_parallel == 1 and use_loss_head(  # otherwise the head is divided
         model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy
     )
     divide_model(model, run.shard)

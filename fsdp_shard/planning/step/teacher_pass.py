@@ -1,6 +1,6 @@
-"""What a teacher that runs alongside the planned run takes on each rank: all the time, and during its pass.
+"""The memory of a teacher that runs alongside the planned run on each rank: permanently, and during its pass.
 
-It is dispatched (`inference`), not sharded, so each rank has all of it. Only its config is read.
+The teacher is dispatched (`inference`), not sharded, so each rank holds all of it. Only its config is read.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class PlannedTeacher:
     """The memory of a teacher on each rank.
 
     Attributes:
-        held_bytes: What is on the rank's device all the time: weights, on CPUs also those that are used in the files
-            themselves, and the buffers of blocks that are fetched.
-        pass_bytes: The most that its pass over a micro-batch takes there for a moment.
-        host_bytes: What a rank with a GPU has of it in host memory.
+        held_bytes: Bytes on the rank's device at all times: weights, on CPUs including memory-mapped ones, and the
+            buffers of streamed blocks.
+        pass_bytes: Maximum temporary bytes there of its pass over a micro-batch.
+        host_bytes: Its bytes in host memory, for a rank with a GPU.
         problem: Why its pass could not be measured, if so.
-        is_on_device: Whether it computes on the rank's device: not on the CPU of a rank with a GPU.
-        weights_bytes: Its weights, wherever they are.
-        streamed_bytes: Those of them that are copied to the device in each pass.
+        is_on_device: Whether it computes on the rank's device, rather than on the CPU of a GPU rank.
+        weights_bytes: Bytes of its weights, wherever they are.
+        streamed_bytes: The part of its weights that is copied to the device in each pass.
     """
 
     held_bytes: int
@@ -57,14 +57,14 @@ class PlannedTeacher:
 
 
 def teacher_of(run: PlannedRun, cache: PlanCache) -> PlannedTeacher | None:
-    """The teacher that runs alongside a run, if there is one, planned once for all runs that differ in other settings.
+    """Return the teacher that runs alongside a run, if any, planned once for all runs that differ in other settings.
 
     Args:
         run: The settings of the run.
-        cache: What plans of the model have in common.
+        cache: Values that plans of the model share.
 
     Raises:
-        ConfigError, ModelError, PlanError: The teacher is not there, cannot be built, or does not fit in its budgets.
+        ConfigError, ModelError, PlanError: The teacher is missing, cannot be built, or does not fit in its budgets.
     """
     distill = run.objective
     if not isinstance(distill, DistillConfig) or distill.is_precomputed:
@@ -91,7 +91,7 @@ def _plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
         taken, problem = 0, what_failed(error)
     held = devices.resident_bytes.get(devices.main, 0) + devices.buffer_bytes + buffers
     weights = sum(devices.resident_bytes.values())
-    if run.on_gpu and devices.main == "cpu":  # which is where it computes
+    if run.on_gpu and devices.main == "cpu":  # the teacher computes there
         return PlannedTeacher(0, 0, held + taken, problem, is_on_device=False, weights_bytes=weights)
     on_host = devices.resident_bytes.get("cpu", 0) + devices.staging_bytes if run.on_gpu else 0
     streamed = weights - devices.resident_bytes.get(devices.main, 0) if run.on_gpu else 0
@@ -99,7 +99,7 @@ def _plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
 
 
 def _budgets(distill: DistillConfig, run: PlannedRun) -> dict[Any, str]:
-    """The memory that each rank gives its teacher: without budgets the device's, as long as there is any."""
+    """The memory budgets of each rank's teacher: without any, unlimited memory on the rank's device."""
     given = parse_budgets(distill.teacher_max_memory, "objective.teacher_max_memory")
     if given is None:
         return {0 if run.on_gpu else "cpu": str(_ALL)}
@@ -114,13 +114,13 @@ def _budgets(distill: DistillConfig, run: PlannedRun) -> dict[Any, str]:
 
 
 def check_budgets(distill: DistillConfig, num_local_ranks: int) -> None:
-    """Raise ConfigError for budgets of a teacher that `finetune` refuses: those of some of a machine's GPUs."""
+    """Raise ConfigError for teacher budgets that `finetune` rejects: those that name only some of a machine's GPUs."""
     setting = "objective.teacher_max_memory"
     check_gpu_budgets(parse_budgets(distill.teacher_max_memory, setting) or {}, range(num_local_ranks), setting)
 
 
 def _pass_bytes(model: PreTrainedModel, run: PlannedRun, top_k: int) -> int:
-    """The most bytes of a pass over whole sequences of a micro-batch, with the tokens that it gives."""
+    """Maximum bytes of a pass over whole sequences of a micro-batch, including the teacher's outputs."""
     shape, chosen = (run.num_read_rows, run.sequence_length), most_chosen(model)
 
     def take(recorder: Recorder) -> None:

@@ -15,22 +15,22 @@ _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Bytes of one unit on one rank, with the padding that makes shards even.
+    """Bytes of one unit on one rank, including the padding that makes shards even.
 
     Attributes:
         fqn: FQN of the module; "" for the root.
-        num_shards: Number of ranks that it is gathered from.
-        cast: The shard in the dtype that the unit computes in; 0 where it is stored in that.
-        largest_cast: The same of its largest parameter.
-        gathered: The parameters gathered, in the dtype that the unit computes in.
-        gradients: The unsharded gradients as the backward pass leaves them.
-        reduced_from: What is reduced: the unsharded gradients in the dtype of the reduction.
-        reduced: This rank's part of that.
-        kept: This rank's part in the dtype of the parameters.
-        stored: The shard as it is stored.
-        last: Elements of its last trained parameter, whose unsharded gradient a loop of torch's holds a little longer.
-        is_kept: Whether it stays gathered after the forward pass whatever the settings say.
-        is_scaled: Whether its gradient is divided by another number than that of its ranks.
+        num_shards: Number of ranks that the unit is gathered from.
+        cast: The shard in the unit's compute dtype; 0 if that is the stored dtype.
+        largest_cast: The same for its largest parameter.
+        gathered: The gathered parameters, in the compute dtype.
+        gradients: The unsharded gradients that the backward pass produces.
+        reduced_from: The input of the reduction: the unsharded gradients in its dtype.
+        reduced: This rank's part of the reduction.
+        kept: The same in the dtype of the parameters.
+        stored: The shard in its stored dtype.
+        last: Elements of its last trained parameter, whose unsharded gradient a loop in torch holds a little longer.
+        is_kept: Whether the unit stays gathered after the forward pass regardless of settings.
+        is_scaled: Whether its gradient is divided by a number other than its number of ranks.
     """
 
     fqn: str
@@ -55,14 +55,14 @@ def unit_bytes(
     num_shards: int,
     experts: Collection[str],
 ) -> tuple[list[UnitBytes], int]:
-    """The bytes of each unit, and those of all shards of a rank with their padding.
+    """The bytes of each unit, and of all shards of a rank with padding.
 
     Args:
-        model: The model on meta, in the dtypes that parameters are stored in.
-        units: Its units, the root last.
+        model: The model on meta, in its stored dtypes.
+        units: The units, the root last.
         shard: The shard settings.
         num_shards: Number of ranks that one replica is sharded over.
-        experts: FQNs of the units of experts that are divided over ranks before.
+        experts: FQNs of the units of experts that were divided over ranks beforehand.
     """
     if not shard.is_sharded:
         held = sum(param.nbytes for param in model.parameters())
@@ -85,7 +85,7 @@ def unit_bytes(
 def _rows_bytes(
     unit: Unit, params: Sequence[nn.Parameter], shard: ShardConfig, num_shards: int, is_kept: bool
 ) -> UnitBytes:
-    """Of `fully_shard`: the rows of each parameter are divided, and filled up to as many on each rank."""
+    """Unit bytes under `fully_shard`: each parameter's rows are divided, and padded to the same number per rank."""
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
     stored = cast = largest = gathered = gradients = reduced = kept = last = 0
     for param in params:
@@ -110,14 +110,14 @@ def _rows_bytes(
 
 
 def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
-    """Elements of a shard of a parameter under `fully_shard`, with its padding; a scalar is whole."""
+    """Elements of a parameter's shard under `fully_shard`, with padding; a scalar is not sharded."""
     return -(-shape[0] // num_shards) * prod(shape[1:]) if shape else 1
 
 
 def _flat_bytes(
     unit: Unit, params: Sequence[nn.Parameter], shard: ShardConfig, num_shards: int, is_kept: bool
 ) -> UnitBytes:
-    """Of FullyShardedDataParallel: one flat parameter, whose gradient is that of all if any is trained."""
+    """Unit bytes under FullyShardedDataParallel: one flat parameter, with a gradient for all of it if any part trains."""
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
     end, multiple = 0, max(1, _FLAT_ALIGN_BYTES // compute)
     for param in params:
@@ -136,7 +136,7 @@ def _flat_bytes(
 
 
 def trained_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that most trained parameters are stored in; float32 if there are none."""
+    """The stored dtype of most trained parameters; float32 if there are none."""
     sizes: dict[torch.dtype, int] = {}
     for param in model.parameters():
         if param.requires_grad:

@@ -1,6 +1,6 @@
-"""What a rank holds of each unit for the whole run, and how even the shards of the units are.
+"""A rank's part of each unit for the whole run, and how evenly the units are sharded.
 
-It is computed when it is asked for: a plan of thousands of ranks needs it of one of them.
+It is computed on demand: a plan of thousands of ranks needs it for one of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from fsdp_shard.training import OptimConfig
 
 @dataclass(frozen=True, slots=True)
 class UnitHolding:
-    """What a rank holds of a unit: bytes by term; `fqn` is "" for the root."""
+    """A rank's part of a unit: bytes by term; `fqn` is "" for the root."""
 
     fqn: str
     terms: Mapping[str, int]
@@ -29,7 +29,7 @@ class UnitHolding:
 
 @dataclass(frozen=True, slots=True)
 class UnevenUnit:
-    """A unit whose shards differ: the bytes of its parameters on the shard with most of them, and the mean."""
+    """A unit whose shards differ: the bytes of its parameters on the fullest shard, and the mean."""
 
     fqn: str
     most_bytes: int
@@ -37,7 +37,7 @@ class UnevenUnit:
 
     @property
     def ratio(self) -> float:
-        """How much more than the mean the fullest shard has; 1.0 is even."""
+        """The fullest shard divided by the mean; 1.0 is perfectly even."""
         return self.most_bytes / self.mean_bytes
 
 
@@ -47,16 +47,16 @@ class UnitShards:
 
     Attributes:
         units: The units, the root last.
-        local_shapes: The local shape of every parameter for each shard; shards that are equal may share one.
+        local_shapes: The local shape of every parameter for each shard; equal shards may share a dict.
         shapes: The unsharded shapes.
         dtypes: The dtype of every parameter.
-        padding_dtype: The dtype of what is filled up.
-        with_gradient: Names of those that have a gradient.
+        padding_dtype: The dtype of the padding.
+        with_gradient: Names of the parameters with a gradient.
         trained: Names of the trained parameters.
         owned: Names of the whole parameters that each shard's rank updates; None if each updates its own part.
         optim: The optimizer.
         flattens_units: Whether a unit is one flat parameter.
-        has_average: Whether there is an average of the trained weights.
+        has_average: Whether the trained weights have an average.
     """
 
     units: Sequence[Unit]
@@ -72,7 +72,7 @@ class UnitShards:
     has_average: bool
 
     def held(self, shard: int) -> tuple[UnitHolding, ...]:
-        """What a rank with this shard holds of each unit, in the order of the units; units of nothing are left out."""
+        """What a rank with this shard holds of each unit, in unit order; empty units are skipped."""
         local = self.local_shapes[shard]
         known: dict[object, int] = {}
         found = []
@@ -111,11 +111,11 @@ class UnitShards:
         return prod(local[name]) * self.dtypes.get(name, self.padding_dtype).itemsize
 
     def _optimizer(self, shard: int, unit: Unit, own: Mapping[str, Shape], known: dict[object, int]) -> int:
-        """Bytes of the optimizer's state; layers that are alike are computed once."""
+        """Bytes of the optimizer state; identical layers are computed once."""
         if self.owned is not None:
             owned = {*self.owned[shard]} & {*unit.parameters}
             updated: Mapping[str, Shape] = {name: self.shapes[name] for name in unit.parameters if name in owned}
-        else:  # under FSDP1 a part without elements has no gradient
+        else:  # under FSDP1 an empty part has no gradient
             updated = {name: shape for name, shape in own.items() if prod(shape) or not self.flattens_units}
         if not updated:
             return 0

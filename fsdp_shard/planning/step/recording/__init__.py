@@ -1,1 +1,1 @@
-"""What one micro-batch keeps in memory: events, recorded on fake tensors."""
+"""Memory events of one micro-batch, recorded on fake tensors."""

@@ -1,26 +1,26 @@
-"""What one micro-batch keeps in memory between entering one module and leaving the next, as events."""
+"""Events that describe the memory of one micro-batch between entering one module and leaving the next."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENTER, LEAVE, LOSS, BEGIN, FINISH, END = "enter", "leave", "loss", "begin backward", "finish backward", "end"
-DONE = "done"  # with a pass without gradients
+DONE = "done"  # a pass without gradients is done
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A module is entered or left, and what happened to the live bytes since the event before.
+    """A module is entered or left, and the change of live bytes since the previous event.
 
     Attributes:
         kind: One of the constants above.
         module: FQN of the module; "" is the root.
-        rise: The most bytes that were live since, above those that were live then.
-        rise_alone: The same, if each gradient were gone as soon as it is accumulated.
-        change: Bytes of activations that are live now, minus those then.
-        gradients: Bytes of gradients that were accumulated since.
-        saved: When a block is left: bytes that it saved for its backward pass.
-        pinned: The same in page-locked memory, of which torch allocates powers of two.
-        is_reference: Whether the reference of an objective runs, without gradients.
+        rise: Maximum live bytes since the previous event, above those live at that event.
+        rise_alone: The same, if each gradient were freed as soon as it is accumulated.
+        change: Bytes of activations live now, minus those live at the previous event.
+        gradients: Bytes of gradients accumulated since the previous event.
+        saved: When leaving a block: bytes that it saved for its backward pass.
+        pinned: The same in pinned memory, which torch allocates in powers of two.
+        is_reference: Whether an objective's reference model runs, without gradients.
     """
 
     kind: str
@@ -36,14 +36,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """What one micro-batch keeps in memory in each kind of pass.
+    """The recordings of one micro-batch, for each kind of pass.
 
     Attributes:
-        preparation: What the losses of a step have in common, computed without gradients; empty if they have nothing.
+        preparation: Computing what the losses of a step share, without gradients; empty if they share nothing.
         training: From the first forward pass to the end of the backward pass.
         evaluation: The loss of held-out samples, without gradients.
-        extra: Passes of other phases without gradients, by phase, in parts that each begin at the same state.
-        uncounted: Why one of them could not be measured, by phase.
+        extra: Passes of other phases without gradients, by phase, in parts that all start from the same state.
+        uncounted: Why such a pass could not be measured, by phase.
     """
 
     preparation: Sequence[Event]

@@ -1,6 +1,6 @@
 """Attention of a model that runs on fake tensors.
 
-Attention keeps different tensors in different implementations; it runs as on a CPU, whose fused kernel keeps the same
+Attention implementations keep different tensors. Here it runs as on a CPU, whose fused kernel keeps the same tensors
 as a GPU's flash attention.
 """
 
@@ -15,24 +15,25 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fsdp_shard.models import attention_implementations
 
-# transformers builds a causal mask whenever it meets fake tensors. Real training has masks only where rows are filled
-# up or a token sees its neighbors; else kernels with a causal flag are used. This attention is sdpa with those masks.
+# transformers builds a causal mask whenever it meets fake tensors. Real training has masks only where rows are padded
+# or a token sees only its neighbors; otherwise it uses kernels with a causal flag. This attention is sdpa with those
+# masks.
 _ATTENTION = "fsdp_shard_plan"
 
-# Rows of one length; rows that are padded to one, with a mask of their tokens; rows of several documents.
+# Rows of one length; rows padded to one length, with a token mask; rows of several documents.
 FULL, FILLED_UP, PACKED = "full", "filled up", "packed"
 
 
 def _row_mask(*, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor:
-    """A mask of the size of that of rows that differ, bool [batch_size, 1, q_length, kv_length]."""
+    """A mask as large as that of rows that differ, bool [batch_size, 1, q_length, kv_length]."""
     return torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
 
 
 def _filled_up_mask(
     *, batch_size: int, q_length: int, kv_length: int, has_encoder: bool, **kwargs: Any
 ) -> torch.Tensor | None:
-    """The mask where rows are padded; of a model with an encoder, those of the decoder have no mask of their tokens."""
-    if has_encoder and "allow_is_bidirectional_skip" not in kwargs:  # which masks of decoders do not allow
+    """The mask for padded rows; in a model with an encoder, the decoder has no token mask."""
+    if has_encoder and "allow_is_bidirectional_skip" not in kwargs:  # decoder masks do not allow it
         return _local_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs)
     return _row_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length)
 
@@ -40,7 +41,7 @@ def _filled_up_mask(
 def _local_mask(
     *, batch_size: int, q_length: int, kv_length: int, local_size: int | None = None, **kwargs: Any
 ) -> torch.Tensor | None:
-    """The mask of sliding or chunked attention, equal for all rows; None if it would mask nothing."""
+    """The mask of sliding or chunked attention, the same for all rows; None if it would mask nothing."""
     if local_size is None or kv_length < local_size:
         return None
     return torch.ones((1, 1, q_length, kv_length), dtype=torch.bool).expand(batch_size, -1, -1, -1)
@@ -48,7 +49,7 @@ def _local_mask(
 
 @contextmanager
 def attending_without_values(model: PreTrainedModel, rows: str) -> Iterator[None]:
-    """Have a model with sdpa attention get the masks that it has for such `rows`: FULL, FILLED_UP or PACKED."""
+    """Give a model with sdpa attention the masks for such `rows`: FULL, FILLED_UP or PACKED."""
     if attention_implementations(model) != ["sdpa"]:
         yield
         return

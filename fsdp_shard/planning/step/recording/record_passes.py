@@ -1,8 +1,8 @@
 """Runs the unsharded model on fake tensors and records the passes of one micro-batch.
 
-The real forward pass, loss and backward pass run once, without computing anything: operators make tensors that have a
-shape and no memory. So what autograd saves, what recomputation makes again and what results of operators take for a
-moment is what the real run has. Of blocks that are alike only some are run (`repeated_blocks`).
+The real forward pass, loss and backward pass run once without computing anything: operators create tensors that have a
+shape but no memory. The tensors that autograd saves, that are recomputed and that operators need temporarily are thus
+those of the real run. Of identical blocks, only some run (`repeated_blocks`).
 """
 
 import logging
@@ -32,38 +32,38 @@ from fsdp_shard.planning.step.recording.repeated_blocks import (
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
 from fsdp_shard.utils import FakeTensorMode, first_line, only_errors_of, replace_tensors
 
-# What models raise that cannot run without values: they take no text, or their control flow depends on values.
+# Errors of models that cannot run without values: they take no text, or their control flow depends on values.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError)
 
 
 class ExtraPasses(Protocol):
-    """Passes without gradients of another phase than an evaluation."""
+    """Passes without gradients of a phase other than evaluation."""
 
     @property
     def rows(self) -> str:
-        """What rows are: FULL, FILLED_UP or PACKED."""
+        """Kind of the rows: FULL, FILLED_UP or PACKED."""
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
-        """How the model is set meanwhile."""
+        """Configure the model during the passes."""
 
     def run(self, model: PreTrainedModel, recorder: Recorder) -> None:
         """Run the model, in eval mode."""
 
     def parts(self, recording: Sequence[Event]) -> Sequence[Sequence[Event]]:
-        """The parts of the recording, which each begin at the same state."""
+        """The parts of the recording, which all start from the same state."""
 
 
 class MicroBatch(Protocol):
     """A micro-batch in a fake tensor mode."""
 
     def prepare(self) -> Any:
-        """Compute, without gradients, what the losses of a step have in common."""
+        """Compute, without gradients, what the losses of a step share."""
 
     def loss(self, shared: Any) -> torch.Tensor:
         """Run the forward pass and return the loss; `shared` is what `prepare` returned."""
 
 
-@only_errors_of("torch", logging.CRITICAL)  # which logs the traceback of a pass that cannot run on fake tensors
+@only_errors_of("torch", logging.CRITICAL)  # torch logs the traceback of a pass that cannot run on fake tensors
 def record_passes(
     model: PreTrainedModel,
     settings: ShardConfig,
@@ -77,12 +77,12 @@ def record_passes(
     """Run one micro-batch of `model` on fake tensors, in an evaluation and in training.
 
     Args:
-        model: The model on meta. It is changed: its parameters become fake ones, in the dtypes that units compute in.
-        settings: The blocks, and what of their activations is recomputed.
-        units: The units that it would be sharded in.
+        model: The model on meta. It is modified: its parameters become fake ones, in their units' compute dtypes.
+        settings: The blocks, and which of their activations are recomputed.
+        units: The units that the model would be sharded in.
         make_batch: Makes the micro-batch; called in a fake tensor mode, with the recorder.
-        uncast: FQNs of the units whose inputs keep the dtypes that they have.
-        rows: What rows are: FULL, FILLED_UP or PACKED, of which the last two take masks.
+        uncast: FQNs of the units whose inputs keep their dtypes.
+        rows: Kind of the rows: FULL, FILLED_UP or PACKED; the last two have masks.
         extra: Passes of other phases, by phase.
 
     Returns:
@@ -121,7 +121,7 @@ def record_passes(
 
 
 def what_failed(error: Exception) -> str:
-    """What a model says that does not run on fake tensors, without advice about its files: they may be right."""
+    """The error of a model that cannot run on fake tensors, without advice about its files, which may be correct."""
     return first_line(error.__cause__ if isinstance(error, ModelError) and error.__cause__ is not None else error)
 
 
@@ -132,7 +132,7 @@ def _run_extra(
     extra: Mapping[str, ExtraPasses],
     runs: Sequence[BlockRun],
 ) -> dict[str, Any]:
-    """The parts of each of `extra`, and why those that could not be run could not."""
+    """The parts of each of `extra`, and the reasons for those that could not run."""
     found: dict[str, Sequence[Sequence[Event]]] = {}
     uncounted: dict[str, str] = {}
     model.eval()
@@ -156,15 +156,15 @@ def _run_extra(
 def record_forward(
     model: PreTrainedModel, run: Callable[[Recorder], None], *, has_mask: bool
 ) -> tuple[list[Event], Mapping[str, str]]:
-    """Run forward passes of a model that is not sharded, without gradients, on fake tensors.
+    """Run forward passes of an unsharded model on fake tensors, without gradients.
 
     Args:
-        model: The model on meta. It is changed: its parameters become fake ones.
-        run: Makes the passes; called in a fake tensor mode.
-        has_mask: Whether attention gets a mask, as where rows have several lengths.
+        model: The model on meta. It is modified: its parameters become fake ones.
+        run: Runs the passes; called in a fake tensor mode.
+        has_mask: Whether attention has a mask, as with rows of several lengths.
 
     Returns:
-        The recording, and for each block that was passed over one like it that was not.
+        The recording, and for each skipped block an identical one that ran.
 
     Raises:
         Any of CANNOT_RUN: It does not run on fake tensors.
@@ -195,7 +195,7 @@ def record_forward(
 
 
 def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Recordings:
-    """Run a micro-batch in all ways; the evaluation comes first, as nothing has gradients then."""
+    """Run a micro-batch through all kinds of passes; evaluation first, because nothing has gradients yet."""
     model.eval()
     with torch.no_grad():
         loss = batch.loss(batch.prepare())
@@ -217,7 +217,7 @@ def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Recor
 
 
 def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Replace parameters and buffers by fake ones; floating-point parameters get the dtype in `dtypes`."""
+    """Replace parameters and buffers with fake ones; floating-point parameters take the dtype in `dtypes`."""
     wanted = {id(param): dtypes.get(name, param.dtype) for name, param in model.named_parameters()}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Non
 def _watch(
     model: nn.Module, recorder: Recorder, settings: ShardConfig, fqn: str, unit: Unit | None, *, is_uncast: bool
 ) -> None:
-    """Have the recorder mark when a module is entered and left, in both directions, and cast as its wrapper does."""
+    """Make the recorder mark when a module is entered and left in both passes, and cast as its wrapper does."""
     module = model.get_submodule(fqn)
     params = [model.get_parameter(name) for name in unit.parameters] if unit is not None else []
     trained = {id(param) for param in params if param.requires_grad}
@@ -279,7 +279,7 @@ def _watch(
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The tensors of floating point in nested values, in `dtype`."""
+    """Cast the floating-point tensors in nested values to `dtype`."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):
@@ -291,7 +291,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_new(value: Any, made: Iterator[torch.Tensor]) -> Any:
-    """`value` with its tensors that need gradients replaced by the next ones of `made`."""
+    """Replace the tensors of `value` that need gradients with the next ones of `made`."""
     if isinstance(value, torch.Tensor):
         return next(made) if value.requires_grad else value
     if type(value) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Counts the live bytes of fake tensors while operators run, and writes a recording."""
+"""Counts the live bytes of fake tensors while operators run, and writes a recording of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,16 +11,16 @@ from fsdp_shard.planning.step.recording.events import ENTER, LEAVE, Event
 from fsdp_shard.utils import TorchDispatchMode, storage_key
 
 GROUPED_PRODUCT = "aten::_grouped_mm"  # of experts
-_MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by token in Python
+_MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by token in Python exceed it
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the live bytes that operators make, and writes the recording.
+    """Counts the live bytes that operators create, and writes the recording.
 
     Attributes:
         events: The recording.
-        is_reference: Whether what runs is the reference of an objective.
-        most_chosen: The most rows that are chosen by their values, which fake tensors do not have; None for all.
+        is_reference: Whether an objective's reference model is running.
+        most_chosen: Maximum number of rows selected by value, because fake tensors have no values; None for all.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class Recorder(TorchDispatchMode):
         self.most_chosen: int | None = None
         self._num_operators = 0
         self._live: dict[int, int] = {}  # bytes by the address of the storage
-        self._born: dict[int, int] = {}  # number of events before a storage was made
-        self._entered = 0, 0  # numbers of events before the last two modules were entered
+        self._born: dict[int, int] = {}  # number of events before a storage was created
+        self._entered = 0, 0  # number of events before each of the last two modules was entered
         self._kept: list[UntypedStorage] = []
         self._ignored: set[int] = set()
         self._accumulated: dict[int, int] = {}  # bytes by the id of the parameter
@@ -58,18 +58,18 @@ class Recorder(TorchDispatchMode):
 
     def ignore(self, value: Any) -> None:
         """Do not count the tensors in `value`."""
-        self._kept += storages_of(value)  # or others get their addresses
+        self._kept += storages_of(value)  # otherwise others may reuse their addresses
         self._ignored = {storage_key(storage) for storage in self._kept}
         self._now -= sum(self._live.pop(key, 0) for key in self._ignored)
 
     def accumulated(self, param: torch.Tensor) -> None:
-        """Take the gradient of `param`, which was just accumulated, for one."""
+        """Count the just accumulated gradient of `param` as a gradient."""
         if param.grad is not None and id(param) not in self._accumulated:
             self._accumulated[id(param)] = size = param.grad.untyped_storage().nbytes()
             self._gradients += size
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Know a tensor that autograd saves, if it was made in this block or in the one before."""
+        """Register a tensor that autograd saves, if it was created in this block or the previous one."""
         storage = tensor.untyped_storage()
         if self._born.get(storage_key(storage), -1) > self._entered[0]:
             self._saved[storage_key(storage)] = storage.nbytes()
@@ -110,7 +110,7 @@ def run_fake(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> torch.Tensor:
-    """What `GROUPED_PRODUCT` returns; the operator itself knows it for few dtypes and widths only."""
+    """What `GROUPED_PRODUCT` returns; the operator itself supports few dtypes and widths."""
     left, right = args[:2]
     ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
     shape = {
@@ -122,7 +122,7 @@ def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> to
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """Bytes of the page-locked memory that torch allocates for a tensor (`CachingHostAllocatorImpl.h`)."""
+    """Bytes of pinned memory that torch allocates for a tensor (`CachingHostAllocatorImpl.h`)."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 

@@ -1,7 +1,7 @@
-"""Passes over blocks that are alike, and repeats their part of the recording.
+"""Skips identical blocks, and repeats their part of the recording.
 
-Of blocks that are alike three are run and the others are passed over; the recording repeats the one in the middle. A
-model of 126 layers costs what one of 3 does.
+Of a run of identical blocks, three run and the others are skipped; the recording repeats the middle one. A model with
+126 layers costs as much as one with 3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ _PERIODS_RUN = 3
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Blocks whose kinds repeat: `periods` are their FQNs, of which the first three are run."""
+    """Blocks whose kinds repeat: `periods` contains their FQNs; the first three periods run."""
 
     periods: tuple[tuple[str, ...], ...]
 
     def like(self, fqn: str) -> str:
-        """The last block that was run in the place of `fqn` in its period."""
+        """The last block that ran at the position of `fqn` in its period."""
         position = next(period.index(fqn) for period in self.periods if fqn in period)
         return self.periods[_PERIODS_RUN - 1][position]
 
@@ -35,7 +35,7 @@ class BlockRun:
 
 
 def alike_blocks(model: nn.Module, blocks: Sequence[str], marks: Mapping[str, object]) -> list[BlockRun]:
-    """The runs of `blocks` that repeat more than three times with some period; different `marks` are not alike."""
+    """The runs of `blocks` that repeat more than three times with some period; blocks with different `marks` differ."""
 
     def kind(fqn: str) -> object:
         module = model.get_submodule(fqn)
@@ -72,7 +72,7 @@ def _repeats(kinds: Sequence[object], first: int, period: int) -> int:
 
 
 def pass_over(model: nn.Module, fqn: str, run: BlockRun) -> None:
-    """Have a block return what it is given, in the form in which the block like it in the run returns it."""
+    """Make a block return its input, in the form in which the corresponding executed block returns its output."""
     like, outputs = model.get_submodule(run.like(fqn)), list[Any]()
     like.register_forward_hook(lambda module, args, output: outputs.append(_without_first(output)))
 
@@ -89,10 +89,10 @@ def _without_first(output: Any) -> Any:
 
 
 def with_repeats(recording: Sequence[Event], run: BlockRun) -> list[Event]:
-    """The recording with the periods of `run` that were passed over, each as the second one is.
+    """The recording, with the skipped periods of `run` as copies of the second one.
 
-    A period of the forward pass lasts from entering its first block to entering that of the next; one of the backward
-    pass from beginning its last block to beginning that of the one before.
+    A forward period lasts from entering its first block to entering the next period's; a backward period lasts from
+    beginning its last block to beginning the previous period's.
     """
     first, last = [period[0] for period in run.periods], [period[-1] for period in run.periods]
     extra, end = len(run.periods) - _PERIODS_RUN, _PERIODS_RUN - 1
@@ -120,7 +120,7 @@ def with_repeats(recording: Sequence[Event], run: BlockRun) -> list[Event]:
 
 
 def _passes(recording: Sequence[Event]) -> list[list[Event]]:
-    """The passes through the model: each forward pass up to leaving the root, and the backward pass."""
+    """Split the recording into passes: each forward pass up to leaving the root, and the backward pass."""
     parts: list[list[Event]] = [[]]
     for event in recording:
         parts[-1].append(event)
@@ -134,7 +134,7 @@ def _index(part: Sequence[Event], kind: str, module: str) -> int | None:
 
 
 def _renamed(events: Sequence[Event], run: BlockRun, numbers: Mapping[int, int]) -> list[Event]:
-    """`events` of the blocks of one period as those of another; `numbers` maps periods."""
+    """Rename `events` of one period's blocks to those of another; `numbers` maps periods."""
     names = {
         one: two
         for number, other in numbers.items()

@@ -1,1 +1,1 @@
-"""Simulators of a training step's memory on one rank, one for each wrapper (`shard=`)."""
+"""Simulators of a training step's memory on one rank, one per wrapper (`shard=`)."""

@@ -6,9 +6,9 @@ from fsdp_shard.planning.step.snapshot import UNREDUCED
 
 
 class DdpSimulator(StepSimulator):
-    """DistributedDataParallel: gradients are views of buckets that are there all the time; nothing is gathered.
+    """DistributedDataParallel: gradients are views of permanent buckets; nothing is gathered.
 
-    Those of micro-batches that are not reduced are kept in addition to the buckets until the last one.
+    Gradients of micro-batches that are not reduced exist in addition to the buckets until the last micro-batch.
     """
 
     def apply_bytes(self, event: Event) -> None:

@@ -7,7 +7,7 @@ from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 
 class Fsdp1Simulator(FsdpSimulator):
-    """FullyShardedDataParallel: the parameters of a unit are one flat one, and so is their gradient."""
+    """FullyShardedDataParallel: a unit's parameters form one flat parameter, with one flat gradient."""
 
     def enter(self, key: Key, unit: UnitBytes) -> None:
         self.unshard(key, unit)
@@ -39,7 +39,7 @@ class Fsdp1Simulator(FsdpSimulator):
         if not unit.gradients:
             self.free(key, unit) if frees else None
             return
-        self.note(unit.fqn, extra={UNREDUCED: unit.gradients})  # from those of parameters to a flat one
+        self.note(unit.fqn, extra={UNREDUCED: unit.gradients})  # copied from the parameters' gradients to a flat one
         if frees:
             self.free(key, unit)
         if not self.is_synced:
@@ -51,7 +51,7 @@ class Fsdp1Simulator(FsdpSimulator):
         if has_two:
             self.has_sharded.discard(unit.fqn)
         self._reduce(unit)
-        if has_two:  # autograd holds this micro-batch's flat gradient until the reduction of the sum has begun
+        if has_two:  # autograd holds this micro-batch's flat gradient until the reduction of the sum starts
             self.add(UNREDUCED, -unit.gradients)
 
     def _reduce(self, unit: UnitBytes) -> None:

@@ -11,11 +11,11 @@ class Fsdp2Simulator(FsdpSimulator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.gathering: set[Key] = set()  # with an all-gather whose output is not copied out
-        self.resharded: set[Key] = set()  # over N ranks
-        self.stale: set[Key] = set()  # the same of an evaluation, which stays until it is resharded again
-        self.pending: UnitBytes | None = None  # whose output is kept during the next gather
-        self.buffer = 0  # input of the last reduction
+        self.gathering: set[Key] = set()  # all-gathered, but not yet copied out
+        self.resharded: set[Key] = set()  # resharded over N ranks
+        self.stale: set[Key] = set()  # the same after an evaluation, until resharded again
+        self.pending: UnitBytes | None = None  # its all-gather output stays during the next gather
+        self.buffer = 0  # bytes of the last reduction's input
         self.accumulated: set[str] = set()
         names = [unit.fqn for unit in self.units if unit.fqn]
         self._position = {name: number for number, name in enumerate(names)}
@@ -118,7 +118,7 @@ class Fsdp2Simulator(FsdpSimulator):
         self.add(UNREDUCED, -unit.gradients)
 
     def _has_explicit(self, key: Key) -> bool:
-        """Whether there are units to prefetch by the settings; torch's default is the one that ran before."""
+        """Whether the settings name units to prefetch; torch's default is the unit that ran before."""
         return self.rules.prefetch_backward > 1 and self._position.get(key[1], 0) > 0
 
     def _prefetch(self, key: Key, number: int, direction: int) -> None:
@@ -130,7 +130,7 @@ class Fsdp2Simulator(FsdpSimulator):
             self.unshard((key[0], name), self.by_fqn[name])
 
     def unshard(self, key: Key, unit: UnitBytes) -> None:
-        """Gather the shards in one buffer."""
+        """Gather the shards into one buffer."""
         if key in self.gathered or key in self.gathering:
             return
         self.gathering.add(key)
@@ -151,7 +151,7 @@ class Fsdp2Simulator(FsdpSimulator):
         self.add(GATHERED, unit.gathered)
         self.note(unit.fqn, extra={GATHERED: unit.largest_cast if unit.num_shards == 1 else 0})
         if keeps_output:
-            self._free_pending()  # a variable of torch's `wait_for_unshard` holds it until here
+            self._free_pending()  # a variable in torch's `wait_for_unshard` holds it until here
         if key in self.resharded:
             self.resharded.discard(key)
             self.add(GATHERED, -(unit.gathered // int(self.rules.reshard)))

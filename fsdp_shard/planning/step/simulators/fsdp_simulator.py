@@ -1,4 +1,4 @@
-"""What the simulators of FSDP1 and FSDP2 share: units are all-gathered and freed, gradients reduce-scattered."""
+"""The common part of the FSDP1 and FSDP2 simulators: units are all-gathered and freed, gradients reduce-scattered."""
 
 from fsdp_shard.planning.step.simulators.step_simulator import Key, StepSimulator
 from fsdp_shard.planning.step.snapshot import BUFFERS, GATHERED, GRADIENTS
@@ -6,12 +6,12 @@ from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
 
 class FsdpSimulator(StepSimulator):
-    """What FSDP1 and FSDP2 have in common."""
+    """The behavior that FSDP1 and FSDP2 share."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.gathered: set[Key] = set()
-        self.order: list[Key] = []  # in which modules were left
+        self.order: list[Key] = []  # in which modules were left, for prefetching
         self.has_sharded: set[str] = set()  # units with a gradient of an earlier micro-batch
         self.entered: dict[str, None] = {}
 
@@ -20,7 +20,7 @@ class FsdpSimulator(StepSimulator):
         raise NotImplementedError
 
     def unshard_one_before(self, key: Key) -> None:
-        """Gather the unit that was left before this one, whose backward pass comes next."""
+        """Gather the unit left just before this one, whose backward pass comes next."""
         if key in self.order:
             position = len(self.order) - 1 - self.order[::-1].index(key)
             if position > 0:
@@ -34,7 +34,7 @@ class FsdpSimulator(StepSimulator):
             self.add(GATHERED, -unit.gathered)
 
     def receive(self, unit: UnitBytes) -> None:
-        """Take a part of reduced gradients, which are in the buffers, for the gradient, or add it to that."""
+        """Store this rank's part of the reduced gradients, now in the buffers, as the gradient, or add it to that."""
         rules = self.rules
         if rules.casts_reduced:
             self.note(unit.fqn, "reduce", {BUFFERS: unit.kept})

@@ -1,7 +1,7 @@
-"""Simulates a training step of one rank, unit by unit: what is in memory at each point, term by term.
+"""Simulates a training step of one rank, unit by unit: the memory at each point, term by term.
 
-Pure Python: the recording says what activations and gradients of the unsharded model take. A subclass adds the memory
-of its wrapper, as torch's code handles it.
+Pure Python: the recording contains the activations and gradients of the unsharded model. A subclass adds its wrapper's
+memory, following torch's code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,30 +20,30 @@ from fsdp_shard.planning.step.snapshot import (
 )
 from fsdp_shard.planning.step.unit_bytes import UnitBytes
 
-_SHOWN = 3  # micro-batches; from the third on all are alike
+_SHOWN = 3  # micro-batches; all are identical from the third on
 
-Key = tuple[bool, str]  # whether it is of the reference, and the FQN
+Key = tuple[bool, str]  # (whether it belongs to the reference model, FQN)
 
 
 @dataclass(frozen=True)
 class StepRules:
-    """How a step goes.
+    """The settings that determine how a step runs.
 
     Attributes:
         reshard: As in `shard.reshard_after_forward`.
-        prefetch_forward: Number of units that are gathered ahead in the forward pass.
+        prefetch_forward: Number of units gathered ahead in the forward pass.
         prefetch_backward: The same in the backward pass.
         num_micro_batches: Number of micro-batches.
-        sync_every_micro_batch: Whether gradients are reduced after each of them.
-        gradient_itemsize: Bytes of an element of a gradient as the backward pass leaves it.
-        casts_gradients: Whether gradients are reduced in another dtype than they are computed in.
-        casts_reduced: Whether they are reduced in another dtype than parameters have.
-        keeps_reduced: Whether what was reduced stays until the end of the backward pass too (replicas).
-        copies_reduced: Whether the collective makes a copy of what it reduces (gloo).
-        offloads_activations: Whether what blocks save is in CPU memory until it is used.
+        sync_every_micro_batch: Whether gradients are reduced after every micro-batch.
+        gradient_itemsize: Bytes per gradient element after the backward pass.
+        casts_gradients: Whether gradients are reduced in a dtype other than the compute dtype.
+        casts_reduced: Whether they are reduced in a dtype other than that of the parameters.
+        keeps_reduced: Whether reduced gradients also stay until the end of the backward pass (replicas).
+        copies_reduced: Whether the collective copies what it reduces (gloo).
+        offloads_activations: Whether tensors saved by blocks are in CPU memory until they are used.
         has_host_gradients: Whether reduced gradients are in CPU memory.
-        save_bytes: What a save takes for a moment.
-        teacher_pass_bytes: What the pass of a teacher takes before each micro-batch for a moment.
+        save_bytes: Temporary bytes of a save.
+        teacher_pass_bytes: Temporary bytes of a teacher's pass before each micro-batch.
     """
 
     reshard: bool | int = True
@@ -64,14 +64,14 @@ class StepRules:
 
 @dataclass
 class StepSimulator:
-    """Replays the recording of a micro-batch; there is a subclass for each wrapper.
+    """Replays the recording of a micro-batch; each wrapper has a subclass.
 
     Attributes:
         units: The units, the root last.
-        rules: How the step goes.
-        terms: Bytes that are in use now, by term; those of the state from the beginning.
-        snapshots: What was in use until now.
-        most_offloaded: The most bytes of activations that were in host memory.
+        rules: The settings of the step.
+        terms: Bytes in use now, by term; they include the state from the start.
+        snapshots: The snapshots taken so far.
+        most_offloaded: Maximum bytes of activations in host memory.
     """
 
     units: Sequence[UnitBytes]
@@ -86,8 +86,8 @@ class StepSimulator:
         self.in_backward = False
         self.is_synced = True
         self.finished: set[str] = set()
-        self.phase, self.without_gradients = "forward", ""  # of a pass without them, the phase
-        self._offloaded: dict[str, tuple[int, int]] = {}  # bytes on the device, and in host memory
+        self.phase, self.without_gradients = "forward", ""  # the phase of a pass without gradients
+        self._offloaded: dict[str, tuple[int, int]] = {}  # (bytes on the device, bytes in host memory)
         self._last_block: tuple[str, tuple[int, int]] | None = None
 
     def step(self, recordings: Recordings) -> None:
@@ -116,7 +116,7 @@ class StepSimulator:
         self.note("", "save", {BUFFERS_OF_SAVE: self.rules.save_bytes})
 
     def run_without_gradients(self, phase: str, parts: Sequence[Sequence[Event]]) -> None:
-        """Simulate passes in eval mode, in parts that each begin at the same state."""
+        """Simulate passes in eval mode, in parts that all start from the same state."""
         self.without_gradients, kept = phase, self.terms.get(ACTIVATIONS, 0)
         if phase == EVALUATION:
             self._run_teacher()
@@ -127,7 +127,7 @@ class StepSimulator:
         self.without_gradients = ""
 
     def _run_teacher(self) -> None:
-        """The teacher runs over a micro-batch before the model does."""
+        """Run the teacher over a micro-batch before the model."""
         if self.rules.teacher_pass_bytes:
             self.note("", "forward", {TEACHER_PASS: self.rules.teacher_pass_bytes})
 
@@ -141,7 +141,7 @@ class StepSimulator:
         self.terms[term] = self.terms.get(term, 0) + num_bytes
 
     def note(self, where: str, phase: str | None = None, extra: Mapping[str, int] | None = None) -> None:
-        """Record this snapshot, with `extra` bytes for it alone."""
+        """Record a snapshot, with `extra` bytes for this one alone."""
         terms = {name: num for name, num in self.terms.items() if num}
         for name, num in (extra or {}).items():
             if num:
@@ -175,21 +175,21 @@ class StepSimulator:
             self._offload(event)
 
     def apply_bytes(self, event: Event) -> None:
-        """The activations and gradients since the event before."""
+        """Apply the activations and gradients since the previous event."""
         is_alone = self.micro_batch > 0 and self.keeps_autograd_gradients
         self.note_rise(event, event.rise_alone if is_alone else event.rise)
         if not is_alone:
             self.add(UNREDUCED, event.gradients)
 
     def note_rise(self, event: Event, rise: int) -> None:
-        """The most since the event before, and what is left."""
+        """Record the maximum since the previous event, and what remains."""
         term = LOSS_TERM if self.phase == "loss" else ACTIVATIONS
         self.note(event.module, extra={term: rise})
         self.add(ACTIVATIONS, event.change)
 
     @property
     def keeps_autograd_gradients(self) -> bool:
-        """Whether later micro-batches add to the gradients that autograd has made."""
+        """Whether later micro-batches add to the gradients that autograd created."""
         return False
 
     def _offload(self, event: Event) -> None:
@@ -212,19 +212,19 @@ class StepSimulator:
         return self._last_block is not None and self._last_block[0] == name
 
     def enter(self, key: Key, unit: UnitBytes) -> None:
-        """A module is called, in the forward pass or where it is computed again."""
+        """Handle a module call, in the forward pass or when it is recomputed."""
 
     def leave(self, key: Key, unit: UnitBytes) -> None:
-        """A call ends."""
+        """Handle the end of a call."""
 
     def begin(self, key: Key, unit: UnitBytes) -> None:
-        """The backward pass of a module begins."""
+        """Handle the start of a module's backward pass."""
 
     def finish(self, unit: UnitBytes) -> None:
-        """The gradients of a module are complete."""
+        """Handle the completion of a module's gradients."""
 
     def end_backward(self) -> None:
-        """The backward pass ends."""
+        """Handle the end of the backward pass."""
 
     def end_evaluation(self) -> None:
-        """An evaluation ends."""
+        """Handle the end of an evaluation."""
