@@ -117,7 +117,7 @@ def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
 def _flat_bytes(
     unit: Unit, params: Sequence[nn.Parameter], shard: ShardConfig, num_shards: int, is_kept: bool
 ) -> UnitBytes:
-    """Unit bytes under FullyShardedDataParallel: one flat parameter, with a gradient for all of it if any part trains."""
+    """Unit bytes under FullyShardedDataParallel: one flat parameter, with a gradient for all if any part is trained."""
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
     end, multiple = 0, max(1, _FLAT_ALIGN_BYTES // compute)
     for param in params:

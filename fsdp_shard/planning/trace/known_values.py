@@ -1,7 +1,7 @@
-"""Values of small tensors of a traced step that do not depend on weights: how many tokens each expert gets.
+"""Values of small tensors in a traced step that do not depend on weights: how many tokens each expert receives.
 
-Tensors without memory have no values, but the sizes of what expert parallelism sends are read from some. Those follow
-from how tokens are routed, which is taken to be even. What is computed from known values alone is computed for real.
+Tensors without memory have no values, but the sizes of expert parallelism's messages are read from some of them. They
+follow from the routing of tokens, which is assumed to be even. Results of known values alone are really computed.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,19 @@ _UNSET, _RANDOM = ("aten::empty", "aten::new_empty"), ("aten::rand", "aten::bern
 def follow(
     func: Any, args: Any, kwargs: Any, made: torch.Tensor, value_of: Callable[[Any], torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """Return the flat values of a new tensor, or None where they are not known.
+    """Return the flat values of a new tensor, or None if they are unknown.
 
     Args:
-        func: The operator that made it.
+        func: The operator that created it.
         args: Its arguments, without values.
-        kwargs: Those by name.
+        kwargs: Its keyword arguments.
         made: The tensor, without values.
         value_of: Returns the values of a tensor, or None.
     """
     name = func.name()
     if made.nbytes > _MOST_BYTES or name.startswith(_RANDOM) or not made.is_contiguous() or made.storage_offset():
         return None
-    if name.startswith(_UNSET):  # to be written
+    if name.startswith(_UNSET):  # to be written later
         return torch.zeros(made.numel(), dtype=made.dtype)
     if name in _COUNTING:
         return evenly(args[0].numel(), made)
@@ -41,9 +41,9 @@ def follow(
 
 
 def change(func: Any, args: Any, kwargs: Any, value_of: Callable[[Any], torch.Tensor | None]) -> bool:
-    """Change the values of the first argument as an operator in place does; returns whether they are still known."""
+    """Change the values of the first argument as an in-place operator does; return whether they are still known."""
     name, target = func.name(), value_of(args[0]) if isinstance(args[0], torch.Tensor) else None
-    if name == "c10d::alltoall_base_":  # what others send is what this rank sends
+    if name == "c10d::alltoall_base_":  # other ranks are assumed to send what this rank sends
         given = value_of(args[1])
         if target is None or given is None or target.shape != given.shape:
             return False
@@ -58,14 +58,14 @@ def change(func: Any, args: Any, kwargs: Any, value_of: Callable[[Any], torch.Te
 
 
 def evenly(total: int, like: torch.Tensor) -> torch.Tensor:
-    """`total` as the sum of as many nearly equal whole numbers as `like` has elements, flat, in its dtype."""
+    """Split `total` into nearly equal integers, one per element of `like`, flat, in its dtype."""
     number = like.numel()
     counts = [total // number + (index < total % number) for index in range(number)]
     return torch.tensor(counts, dtype=like.dtype)
 
 
 def valued(arguments: Any, value_of: Callable[[Any], torch.Tensor | None]) -> Any:
-    """The same nested tuples, lists and mappings with the values of the tensors in them; None if one is not known."""
+    """The same nested values with each tensor replaced by its values; None if any are unknown."""
     if isinstance(arguments, torch.Tensor):
         return value_of(arguments)
     if isinstance(arguments, (tuple, list)):

@@ -1,15 +1,15 @@
-"""Counts the bytes of live storages over time while code runs on fake tensors, by what they hold and what runs.
+"""Counts the bytes of live storages over time while code runs on fake tensors, by contents and phase.
 
-torch has trackers for this (`torch.distributed._tools`: MemTracker, and FSDPMemTracker for `fully_shard`). They do not
-serve here: they know neither FSDP1 nor DDP nor optimizers that gather whole parameters, replace methods of torch's
-classes while they track, and count what DTensor computes shapes with if tensors are fake anyhow. So this is a mode of
-our own that sees each operator. It notes every storage that an operator makes or is given, once, by its size; a weak
-reference says when it is gone. FSDP frees and allocates the memory of gathered parameters by resizing a storage,
-which no operator shows, so the sizes of buffers (made by `torch.empty`, used by collectives, or resized before) are
-read again before each operator. What a kernel allocates inside of itself is not seen.
+torch has trackers for this (`torch.distributed._tools`: MemTracker, and FSDPMemTracker for `fully_shard`), but they do
+not suit: they support neither FSDP1 nor DDP nor optimizers that gather whole parameters, replace methods of torch's
+classes while they track, and count DTensor's shape computations if tensors are already fake. This mode sees each
+operator instead. It records every storage that an operator creates or receives, once, with its size; a weak reference
+reports its end. FSDP frees and allocates gathered parameters by resizing a storage, which no operator shows. The sizes
+of buffers (created by `torch.empty`, used by collectives, or resized before) are therefore read again before each
+operator. A kernel's internal allocations are not seen.
 
-What a storage holds may show later: a buffer becomes a gradient when it is reduced. So a log is kept of what came and
-went, and bytes by kind are added up from it at the end.
+The contents of a storage may become known later: a buffer becomes a gradient when it is reduced. So a log records
+storages as they come and go, and bytes by kind are summed from it at the end.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from fsdp_shard.utils import (
     without_fakes,
 )
 
-# What gloo copies of what it reduces and scatters; what `shard.cpu_offload` copies between a device and the CPU.
+# Gloo's copies in reductions and scatters; copies of `shard.cpu_offload` between a device and the CPU.
 GLOO, OFFLOADED = "copies of gloo", "copies of what is offloaded"
-# Kinds that storages have from their birth on, whatever reads or writes them.
+# Kinds that storages have from creation on, whatever reads or writes them.
 KEPT = ("parameters", "buffers", "reference", "optimizer", "average", "gradients")
 _GATHERING = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_allgather_base_", "c10d::allgather_")
 _REDUCING = ("fsdp::chunk_cat", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_", "c10d::allreduce_")
 _META = torch.device("meta")
 _EMPTY = ("aten::empty", "aten::new_empty")
-_SILENT = ("prim::device", "profiler::")  # operators without tensors, which are most of all
+_SILENT = ("prim::device", "profiler::")  # operators without tensors, the majority of all
 _MADE_IN = {
     "load": "buffers",
     "forward": "activations",
@@ -55,18 +55,18 @@ _MADE_IN = {
 
 
 class LiveStorage:
-    """A storage that was seen: what it holds, its bytes now, and the weak reference that says when it is gone."""
+    """A storage that was seen: its contents, its current bytes, and the weak reference that reports its end."""
 
     __slots__ = ("kind", "reference", "size", "values")
 
     def __init__(self, kind: str) -> None:
         self.kind, self.size = kind, 0
-        self.values: torch.Tensor | None = None  # flat, where they are followed and known
+        self.values: torch.Tensor | None = None  # flat, if they are followed and known
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class GrowthEvent(NamedTuple):
-    """Bytes that a storage grew by in a phase; without one, only the phase has changed."""
+    """Bytes that a storage grew by in a phase; without a storage, only the phase has changed."""
 
     phase: str
     where: str
@@ -76,7 +76,7 @@ class GrowthEvent(NamedTuple):
 
 @dataclass
 class LiveSnapshot:
-    """What was live at one time: `num_bytes` in all, and by kind."""
+    """Live bytes at one time: `num_bytes` in total, and by kind."""
 
     phase: str
     where: str
@@ -87,17 +87,18 @@ class LiveSnapshot:
 class LiveStorages(TorchDispatchMode):
     """Runs operators inside on fake tensors, and logs the storages that come and go.
 
-    Values do not exist: what is read from a tensor is 1, and every element counts as not zero; with `follows_values`
-    some are known (`known_values.py`). While the model is
-    built (`phase` is "load"), the mode `fake` is to be active too: it may be left for a while, as device meshes do.
-    Afterwards it must not be: DTensor would use it to compute shapes of whole tensors, where now it has a mode of its
-    own, whose tensors do not count.
+    Values do not exist: reading a tensor gives 1, and every element counts as nonzero; with `follows_values` some are
+        known
+    (`known_values.py`). While the model is built (`phase` is "load"), the mode `fake` must be active too; it may be
+    left temporarily, as device meshes do. Afterwards it must not be active: DTensor would use it to compute shapes of
+    whole tensors, whereas now DTensor has its own mode, whose tensors do not count.
+
 
     Attributes:
         fake: The mode that makes tensors fake.
-        phase: What runs, unless a backward pass does: as in `Snapshot`.
-        in_backward_pass: Whether the backward pass of the model has begun: losses have small ones of their own before.
-        where: FQN of the block that runs.
+        phase: The running phase, as in `Snapshot`, unless a backward pass runs.
+        in_backward_pass: Whether the model's backward pass has begun; losses have small ones of their own before.
+        where: FQN of the running block.
         events: The log.
     """
 
@@ -108,14 +109,14 @@ class LiveStorages(TorchDispatchMode):
         self.events: list[GrowthEvent] = []
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live: dict[int, LiveStorage] = {}
-        self._resized: dict[int, LiveStorage] = {}  # those whose size may change, and that have memory
+        self._resized: dict[int, LiveStorage] = {}  # those with memory whose size may change
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.name(), kwargs or {}
         if name.startswith(_SILENT):
             return func(*args, **kwargs)
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # runs operators on its parts, which come here
+            return NotImplemented  # it runs operators on its parts, which come here
         if name == "aten::_local_scalar_dense" and type(args[0]) not in _REAL:
             return self._read(args[0])
         if self.phase == "load":
@@ -132,7 +133,7 @@ class LiveStorages(TorchDispatchMode):
                 self._count(tensor, phase, "inputs", is_buffer=False)
             result = _all_of(args[0]) if name == "aten::nonzero" else run_fake(func, args, kwargs)
         kind = _MADE_IN[phase]
-        if phase == "backward" and torch.is_grad_enabled():  # a checkpointed block, computed again
+        if phase == "backward" and torch.is_grad_enabled():  # a checkpointed block is recomputed
             kind = "activations"
         made = list(tensors_in(result))
         for tensor in made:
@@ -145,7 +146,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def mark(self, tensors: Iterable[Any], kind: str) -> None:
-        """Say what the storages of `tensors` hold, from their birth on."""
+        """Set what the storages of `tensors` hold, from their creation on."""
         for tensor in plain_parts(tensors):
             key = storage_key(tensor.untyped_storage())
             if key not in self._live:
@@ -166,8 +167,8 @@ class LiveStorages(TorchDispatchMode):
         return storage.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
-        """Follow the values of what an operator makes or changes; views share those of their storage."""
-        if changes_arguments(func) or func.name().startswith("c10d::"):  # which do not say what they change
+        """Follow the values that an operator creates or changes; views share those of their storage."""
+        if changes_arguments(func) or func.name().startswith("c10d::"):  # collectives do not declare what they change
             if not known_values.change(func, args, kwargs, self._value_of):
                 for tensor in tensors_in((made, args[:1], kwargs.get("out"))):
                     self._set_values(tensor, None)
@@ -183,7 +184,7 @@ class LiveStorages(TorchDispatchMode):
     def _load(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = list(tensors_in((args, kwargs)))
         if given and all(type(tensor) in _REAL for tensor in given) and kwargs.get("device") in (None, _META):
-            # Which rank is where in a mesh, and parameters on meta, which are cut for all ranks.
+            # The positions of ranks in a mesh, and parameters on meta, which are cut for all ranks.
             with without_fakes():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -195,7 +196,7 @@ class LiveStorages(TorchDispatchMode):
         if not (in_backward() and self.in_backward_pass):
             self.where = "" if self.phase == "optimizer" else self.where
             return self.phase
-        self.phase = "optimizer"  # what follows the backward pass, unless a forward pass does
+        self.phase = "optimizer"  # follows the backward pass, unless a forward pass does
         return "reduce" if name in _REDUCING else "backward"
 
     def _faked(self, value: Any) -> Any:
@@ -225,7 +226,7 @@ class LiveStorages(TorchDispatchMode):
             storage.size = size
 
     def _exchanged(self, name: str, touched: Iterable[torch.Tensor]) -> None:
-        """Note what gathers and reductions have read and written."""
+        """Record what gathers and reductions read and wrote."""
         for tensor in touched:
             key = storage_key(tensor.untyped_storage())
             if (storage := self._live.get(key)) is None or storage.kind in KEPT:
@@ -237,7 +238,7 @@ class LiveStorages(TorchDispatchMode):
             self._resized[key] = storage
 
     def _copy(self, name: str, args: Any, phase: str) -> None:
-        """Log what is copied for the time of an operator, though no fake tensor is."""
+        """Log the copy that exists during an operator, although no fake tensor stands for it."""
         if name == "c10d::_reduce_scatter_base_":
             output, whole, *_ = args
             self._borrow(GLOO, whole.nbytes, phase)
@@ -251,7 +252,7 @@ class LiveStorages(TorchDispatchMode):
         self._log(phase, copy, -num_bytes)
 
     def _poll(self, phase: str) -> None:
-        """Read again the sizes of what may be resized. What has no memory gets some only for an operator's use."""
+        """Read the sizes of resizable storages again. Those without memory receive some only for an operator's use."""
         for key, storage in list(self._resized.items()):
             inner = storage.reference() if storage.reference is not None else None
             if inner is not None:
@@ -275,7 +276,7 @@ _REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def snapshots(events: Iterable[GrowthEvent], uncounted: Collection[str] = ()) -> Iterator[LiveSnapshot]:
-    """The highest snapshot of each stretch of `events` with one phase in one place, without storages of some kinds."""
+    """The highest snapshot of each stretch of `events` with one phase and place, ignoring storages of some kinds."""
     now: dict[str, int] = {}
     total, highest = 0, LiveSnapshot("", "", -1)
     for phase, where, storage, grown in events:
@@ -295,7 +296,7 @@ def snapshots(events: Iterable[GrowthEvent], uncounted: Collection[str] = ()) ->
 
 @torch.no_grad()
 def plain_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The plain tensors that `values` are or are made of: those of DTensors and of quantized ones."""
+    """The plain tensors in `values`, including the parts of DTensors and of quantized tensors."""
     for value in values:
         if isinstance(value, DTensor):
             yield from plain_parts([value.to_local()])
@@ -307,5 +308,5 @@ def plain_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _all_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What `nonzero` gives where nothing is zero, int64 [num_elements, num_dimensions]."""
+    """The result of `nonzero` if no element is zero, int64 [num_elements, num_dimensions]."""
     return torch.empty((tensor.numel(), tensor.ndim), dtype=torch.int64)

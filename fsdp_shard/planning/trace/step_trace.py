@@ -1,14 +1,14 @@
-"""The memory of a training step, traced: the code of a run, as one of its ranks runs it, on tensors without memory.
+"""Traces the memory of a training step: a rank runs the real code of a run on tensors without memory.
 
-The model is sharded by the wrapper, and the loop of training takes two steps with it: forward passes, the loss in
-chunks, backward passes, clipping and the optimizer, which makes its state in the first. The tensors are fake
-(`FakeTensorMode`), so nothing of the model's size is in memory; the process group is fake, so nothing is sent, and
-1,024 ranks cost what 2 do. `LiveStorages` counts. Kernels are those of the CPU, so that a trace and a run on CPU ranks
-have the same operators. The model has all of its layers: the time is that of its operators in Python.
+The wrapper shards the model, and the training loop takes two steps with it: forward passes, the loss in chunks,
+backward passes, clipping and the optimizer, which creates its state in the first step. The tensors are fake
+(`FakeTensorMode`), so nothing of the model's size is in memory. The process group is fake, so nothing is sent, and
+1,024 ranks cost as much as 2. `LiveStorages` counts. Kernels are those of the CPU, so that a trace and a run on CPU
+ranks have the same operators. All layers run: the time is that of the operators in Python.
 
-What differs from a GPU: its optimizers may update many parameters at once and take more for it, the loss of whole
-logits has larger chunks there, and memory that a stream has not released yet counts as free here. What
-`shard.cpu_offload` copies to the device counts while it is copied.
+Differences on a GPU: its optimizers may update many parameters at once and need more memory for it, the loss of whole
+logits has larger chunks, and memory that a stream has not released yet counts as free here. Copies of
+`shard.cpu_offload` to the device count while they are made.
 """
 
 import multiprocessing
@@ -51,7 +51,7 @@ from fsdp_shard.training import (
 from fsdp_shard.utils import first_line, initialize_fsdp2, one_thread, storage_key
 
 _STEPS = 2
-_MICRO_BATCHES = 3  # the first, one between, the last: more are like the one between
+_MICRO_BATCHES = 3  # the first, a middle one, the last; further ones would be like the middle one
 _ON_HOST = ("parameters", "gradients", "optimizer", "optimizer temporaries", "average", "reference")
 
 
@@ -62,9 +62,9 @@ class StepTrace:
     Attributes:
         rank: The rank.
         snapshots: The highest snapshot of each stretch of one phase in one block, in order.
-        state_bytes: Bytes after a step, wherever they are: `parameters`, `gradients` (before the update), `optimizer`,
+        state_bytes: Bytes after a step, on any device: `parameters`, `gradients` (before the update), `optimizer`,
             `average` and `reference`.
-        host_bytes: Those of `state_bytes` that are in CPU memory, with `shard.cpu_offload`.
+        host_bytes: The part of `state_bytes` in CPU memory, with `shard.cpu_offload`.
     """
 
     rank: int
@@ -79,34 +79,34 @@ class StepTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that are live at one time."""
+        """The maximum bytes live at one time."""
         return self.peak.total_bytes
 
     @property
     def peak_by_phase(self) -> dict[str, int]:
-        """The most bytes that are live at one time in each phase."""
+        """The maximum bytes live at one time in each phase."""
         return {phase: snapshot.total_bytes for phase, snapshot in highest_of_phases(self.snapshots).items()}
 
 
 def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> StepTrace:
     """Trace the memory of a rank in training steps of a run.
 
-    In a process of its own, so that nothing of this one changes: no process group, no thread, no random state.
+    This runs in a separate process, which leaves the process groups, threads and random state of this one unchanged.
 
     Args:
         config: The transformers config of the model.
         run: The settings of the run.
-        rank: The rank, of `run.num_ranks`.
+        rank: The rank, out of `run.num_ranks`.
 
     Returns:
-        What was live when.
+        The live bytes over time.
 
     Raises:
-        ConfigError: The settings cannot work for this model and number of ranks, or cannot be traced.
+        ConfigError: The settings do not work for this model and number of ranks, or cannot be traced.
         ModelError: No blocks are found in the model, or it cannot be run.
     """
     _check(run, rank)
-    # Ranks of a process group cannot fork; a plan has none, and a fork has everything imported.
+    # Ranks of a process group cannot fork; a plan has no process group, and a fork has everything imported.
     processes: Any = multiprocessing.get_context("spawn" if dist.is_initialized() else "fork")
     receiver, sender = processes.Pipe(duplex=False)
     child = processes.Process(target=_answer, args=(sender, config, run, rank))
@@ -127,7 +127,7 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> Step
 
 
 def _check(run: PlannedRun, rank: int) -> None:
-    """Raise ConfigError for what cannot be traced."""
+    """Raise ConfigError for settings that cannot be traced."""
     if not 0 <= rank < run.num_ranks:
         raise ConfigError(f"There is no rank {rank} of {run.num_ranks} to trace; give one from 0 on.")
     run.optim.check_installed()
@@ -160,13 +160,13 @@ def _check(run: PlannedRun, rank: int) -> None:
 
 
 def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank: int) -> None:
-    """Trace in this process, and send the trace, or the error."""
+    """Trace in this process, and send the trace or the error."""
     torch.set_num_threads(1)
     try:
         answer: Any = _trace(config, run, rank)
     except FsdpShardError as error:
         answer = error
-    except Exception as error:  # of torch, which not all operators of models can be traced with
+    except Exception as error:  # from torch, which cannot trace every operator
         answer = ConfigError(
             f"trace=true cannot follow {type(error).__name__} in the training step of {_name(config)}: "
             f"{first_line(error)}. Plan with trace=false."
@@ -186,7 +186,7 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
     mesh = {name: getattr(shard, name) for name in ("tensor_parallel", "expert_parallel", "context_parallel")}
     built, frozen = _build(config, run), _build(config, run) if run.has_sharded_reference else None
     with one_thread():
-        run.optim.build({"weight": nn.Parameter(torch.zeros(64, 64))}, {"weight": (64, 64)})  # imports what it needs
+        run.optim.build({"weight": nn.Parameter(torch.zeros(64, 64))}, {"weight": (64, 64)})  # for its imports
     live, state = LiveStorages(follows_values=shard.expert_parallel > 1), dict[str, int]()
     with (
         as_fake_rank(rank, run.num_ranks, shard.replicas, **mesh) as context,
@@ -245,7 +245,7 @@ def _build(config: PretrainedConfig, run: PlannedRun) -> _Built:
 
 
 def _attention(model: PreTrainedModel, run: PlannedRun) -> AbstractContextManager[None]:
-    """Attention with the mask that a run has, if any; where sequences are divided, there is another one."""
+    """Attention with the mask of the run, if any; divided sequences use another one."""
     if run.shard.context_parallel > 1:
         return nullcontext()
     return attending_without_values(model, run.rows)
@@ -259,7 +259,7 @@ def _training(
     context: DistributedContext,
     live: LiveStorages,
 ) -> TrainingRun:
-    """The run at its beginning, on fake tensors."""
+    """The run before its first step, on fake tensors."""
     model = _sharded(built.model, run, context)
     live.mark(model.module.parameters(), "parameters")
     optimizer = build_optimizer(run.optim, model, context, built.adapter, _lengths(built, run))
@@ -291,9 +291,9 @@ def _training(
 def _sharded(model: PreTrainedModel, run: PlannedRun, context: DistributedContext) -> sharding.ShardedModel:
     for owner in model.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
-            if not buffer.is_meta:  # computed before; its values are of no use
+            if not buffer.is_meta:  # computed earlier; its values are not needed
                 setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype))
-    # DDP makes its buckets anew in the order of the first step, of the same bytes, unless parameters may be unused; it
+    # DDP rebuilds its buckets, of the same bytes, in the order of the first step unless parameters may be unused. It
     # would read that order from a tensor.
     shard = replace(run.shard, find_unused_parameters=True) if isinstance(run.shard, sharding.DdpConfig) else run.shard
     sharded = shard.shard(model, context)
@@ -305,14 +305,14 @@ def _sharded(model: PreTrainedModel, run: PlannedRun, context: DistributedContex
 
 
 def _stay(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The all-reduce of a bucket in place, which the fake process group does not know how to end."""
+    """Return a bucket as if all-reduced in place, because the fake process group cannot complete the all-reduce."""
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
     return reduced
 
 
 def _lengths(built: _Built, run: PlannedRun) -> dict[str, list[int]] | None:
-    """The numbers of elements of each parameter on each rank that it is sharded over, where an optimizer needs them."""
+    """The number of elements of each parameter on each rank that shares it, for optimizers that need it."""
     if not run.optim.needs_full_params:
         return None
     shapes = {name: tuple(param.shape) for name, param in built.model.named_parameters()}
@@ -324,7 +324,7 @@ def _lengths(built: _Built, run: PlannedRun) -> dict[str, list[int]] | None:
 def _phases(
     live: LiveStorages, run: TrainingRun, blocks: Mapping[str, nn.Module], state: dict[str, int]
 ) -> Iterator[None]:
-    """Let `live` know what runs and what storages hold; fills `state` with the bytes of the state of the rank."""
+    """Inform `live` of what runs and what storages hold; fill `state` with the bytes of the rank's state."""
     module, optimizer = run.model.module, run.optimizer
 
     def begin_forward(*args: Any) -> None:
@@ -370,7 +370,7 @@ def _phases(
 
 
 def _follow(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
-    """Let `live` know when `block` runs, and when its backward pass begins."""
+    """Inform `live` when `block` runs, and when its backward pass begins."""
 
     def enter(*args: Any) -> None:
         live.where = fqn
@@ -385,14 +385,14 @@ def _follow(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
 
 
 def _storage_bytes(tensors: Any) -> int:
-    """Bytes of the storages of `tensors`, each once."""
+    """Bytes of the storages of `tensors`, each counted once."""
     return sum(
         {storage_key(part.untyped_storage()): part.untyped_storage().nbytes() for part in plain_parts(tensors)}.values()
     )
 
 
 class _Samples(data.Dataset):
-    """Samples of a planned run: all of full length, with every token to be predicted."""
+    """Samples of a planned run: all of full length, predicting every token."""
 
     identity = "planned"
     num_samples = None
@@ -425,7 +425,7 @@ class _Samples(data.Dataset):
         is_second = np.arange(length) >= half
         inputs = {"input_ids": np.zeros(length, np.int64), "position_ids": np.arange(length) % half}
         labels = np.zeros(length, np.int64)
-        if self._run.model.task == models.SEQUENCE_CLASSIFICATION:  # the score of the last token of each counts
+        if self._run.model.task == models.SEQUENCE_CLASSIFICATION:  # the score of each answer's last token counts
             labels[np.diff(is_second, append=False) == 0] = data.MASKED
         extras = {"reference_log_probs": np.zeros((1, 2), np.float32)}
         segments = np.where(is_second, data.REJECTED_PART, data.CHOSEN_PART)

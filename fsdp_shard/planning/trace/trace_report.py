@@ -1,4 +1,4 @@
-"""The trace of a step as text and as figures of result.json."""
+"""Formats the trace of a step as text and as figures of result.json."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from fsdp_shard.planning.step.snapshot import highest_of_phases
 from fsdp_shard.planning.trace.step_trace import StepTrace
 from fsdp_shard.utils import format_size, format_table
 
-_SMALL_BYTES = 1 << 10  # terms of a trace that are nowhere larger are not shown
+_SMALL_BYTES = 1 << 10  # terms that never exceed this are not shown
 
 
 def trace_figures(trace: StepTrace, planned_bytes: int | None) -> dict[str, Any]:
-    """The figures of a trace in result.json, and the peak of the formula for the same rank, if it is known."""
+    """The figures of a trace in result.json, and the formula's peak for the same rank, if known."""
     peak = trace.peak
     return {
         "rank": trace.rank,
@@ -26,7 +26,7 @@ def trace_figures(trace: StepTrace, planned_bytes: int | None) -> dict[str, Any]
 
 
 def trace_report(trace: StepTrace, planned_bytes: int | None) -> str:
-    """The trace as text: the highest snapshot of each phase by what is in memory, and its peak with the formula's."""
+    """Describe a trace: the highest snapshot of each phase by terms, and its peak compared with the formula's."""
     highest = highest_of_phases(trace.snapshots)
     terms = sorted(
         {name for snapshot in highest.values() for name, size in snapshot.terms.items() if size >= _SMALL_BYTES}
