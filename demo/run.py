@@ -1,6 +1,6 @@
-"""The whole road on a real model: fine-tune on two ranks, save per rank and gathered, convert, dispatch, evaluate.
+"""The whole workflow on a real model: fine-tune on two ranks, save per rank and gathered, convert, dispatch, evaluate.
 
-Every stage is a command that is printed as it is run, so that it can be repeated and changed by hand.
+Every stage is a command that is printed before it runs, so you can repeat and change it by hand.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def command(name: str, *overrides: str) -> dict[str, Any]:
-    """Run a recipe and return the figures that it wrote."""
+    """Run a recipe and return its figures."""
     run_dir = next((o.removeprefix("run_dir=") for o in overrides if o.startswith("run_dir=")), None)
     if run_dir is None:
         run_dir = str(ROOT / "runs" / f"{name}-{len(list((ROOT / 'runs').glob(f'{name}-*'))) + 1}")
@@ -80,7 +80,7 @@ def command(name: str, *overrides: str) -> dict[str, Any]:
 
 
 def plain(*arguments: str) -> None:
-    """Run `fsdp-shard ARGUMENTS`; the demo ends where a command fails."""
+    """Run `fsdp-shard ARGUMENTS`; end the demo if the command fails."""
     print(f"$ fsdp-shard {shlex.join(arguments)}", flush=True)
     status = subprocess.run([sys.executable, "-m", "fsdp_shard", *arguments]).returncode
     if status:

@@ -1,9 +1,9 @@
-"""A training loop of accelerate whose checkpoints survive whatever ends it.
+"""An accelerate training loop with crash-safe checkpoints.
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py runs/loop MODEL_DIRECTORY TEXT_FILE [BATCH_SIZE]
 
-Stop it at any moment and start it again, on as many ranks or on others: it goes on with the step after the last that is
-on the disk. `fsdp-shard generate checkpoint=runs/loop prompt=...` writes text from any of them.
+Stop it at any moment and start it again, on the same or another number of ranks: it continues after the last saved
+step. `fsdp-shard generate checkpoint=runs/loop prompt=...` generates text from any checkpoint.
 """
 
 import sys
@@ -22,7 +22,7 @@ LENGTH, NUM_EPOCHS, ACCUMULATED = 32, 3, 2
 
 
 def main(run: str, source: str, text: str, batch_size: int = 6) -> None:
-    """Train `source` on `text`: a checkpoint every third step."""
+    """Train `source` on `text`, with a checkpoint every third step."""
     data = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=data, gradient_accumulation_steps=ACCUMULATED)
     set_seed(0)

@@ -1,9 +1,9 @@
-"""A plain loop under `fully_shard` with torch's own checkpoints, as its DCP tutorial writes them; no fsdp_shard in it.
+"""A plain `fully_shard` loop with torch's own checkpoints, as in the DCP tutorial; it does not use fsdp_shard.
 
 torchrun --nproc-per-node 2 examples/dcp_loop.py CHECKPOINT_TO_LOAD|- CHECKPOINT_TO_SAVE MODEL_DIRECTORY [STEPS]
 
-    fsdp-shard convert source=CHECKPOINT target=MODEL config=MODEL_DIRECTORY       # what it saves: a model for any tool
-    fsdp-shard convert source=MODEL target=CHECKPOINT format=dcp nest=app.model    # what it loads: weights only
+    fsdp-shard convert source=CHECKPOINT target=MODEL config=MODEL_DIRECTORY       # its output, as a model for any tool
+    fsdp-shard convert source=MODEL target=CHECKPOINT format=dcp nest=app.model    # its input, weights only
 """
 
 import sys
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class AppState(Stateful):
-    """Model and optimizer under the keys `model` and `optim`; the model alone where there is no optimizer."""
+    """Model and optimizer under the keys `model` and `optim`; the model alone without an optimizer."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model, self.optimizers = model, [optimizer] if optimizer else []
@@ -50,7 +50,7 @@ def main(loaded: str, saved: str, source: str, num_steps: int = 3) -> None:
         optimizer.step()
         optimizer.zero_grad()
     dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=saved)
-    # Gives threads of gloo time to free the last tensors: while Python ends, that would abort it (torch 2.13).
+    # Gives gloo's threads time to free the last tensors: doing so while Python exits would abort it (torch 2.13).
     dist.barrier()
     dist.destroy_process_group()
 

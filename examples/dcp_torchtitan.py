@@ -1,4 +1,4 @@
-"""Weights in the layout of torchtitan's checkpoints, loaded as its CheckpointManager does; torchtitan is not needed.
+"""Weights in the layout of torchtitan's checkpoints, loaded as its CheckpointManager does. Does not need torchtitan.
 
 torchrun --nproc-per-node 2 examples/dcp_torchtitan.py CHECKPOINT MODEL_DIRECTORY STEP_DIRECTORY
 
@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 examples/dcp_torchtitan.py CHECKPOINT MODEL_DIRECTOR
     fsdp-shard convert source=OUTPUTS/checkpoint target=MODEL config=MODEL_DIRECTORY  # back, from its newest step-N
 
 torchtitan keeps the model flat: `dcp.load(model.state_dict(), checkpoint_id=checkpoint.initial_load_path)`. The names
-are those of the model that is trained: here a model of transformers. torchtitan's own Llama has others, such as
+are those of the trained model, here a transformers model. torchtitan's own Llama has other names, such as
 layers.0.attention.wq.weight, and rotary weights in another order; see docs/coming-from/dcp.md.
 """
 
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def main(loaded: str, source: str, saved: str) -> None:
-    """Load the model alone, as torchtitan does at the first step, and save it as at the last one."""
+    """Load the model alone, as torchtitan does at the first step, and save it as torchtitan does at the last step."""
     dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
     for layer in model.model.layers:
@@ -28,7 +28,7 @@ def main(loaded: str, source: str, saved: str) -> None:
     fully_shard(model)
     dcp.load(model.state_dict(), checkpoint_id=loaded)
     dcp.save(model.state_dict(), checkpoint_id=saved)
-    # Gives threads of gloo time to free the last tensors: while Python ends, that would abort it (torch 2.13).
+    # Gives gloo's threads time to free the last tensors: doing so while Python exits would abort it (torch 2.13).
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
-"""A custom training loop under `fully_shard`, whose checkpoints survive whatever ends it.
+"""A custom `fully_shard` training loop with crash-safe checkpoints.
 
 torchrun --nproc-per-node 2 examples/fsdp2_loop.py runs/loop MODEL_DIRECTORY TEXT_FILE [STEPS]
 
-Stop it at any moment and start it again, on as many ranks or on others: it goes on with the step after the last that is
-on the disk. `fsdp-shard generate checkpoint=runs/loop prompt=...` writes text from any of them.
+Stop it at any moment and start it again, on the same or another number of ranks: it continues after the last saved
+step. `fsdp-shard generate checkpoint=runs/loop prompt=...` generates text from any checkpoint.
 """
 
 import sys
@@ -20,7 +20,7 @@ BATCH_SIZE, LENGTH = 12, 64
 
 
 def main(run: str, source: str, text: str, num_steps: int = 20) -> None:
-    """Train `source` on `text`, a checkpoint every fifth step."""
+    """Train `source` on `text`, with a checkpoint every fifth step."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -1,8 +1,8 @@
-"""Lightning's Trainer, whose checkpoints survive whatever ends it, and go on under any strategy on any number of ranks.
+"""Lightning's Trainer with crash-safe checkpoints that resume under any strategy on any number of ranks.
 
 torchrun --nproc-per-node 2 examples/lightning_fsdp2.py runs/lightning MODEL_DIRECTORY TEXT_FILE [STEPS] [STRATEGY]
 
-STRATEGY is fsdp2, ddp or auto (one device). `fsdp-shard generate checkpoint=runs/lightning prompt=...` writes text.
+STRATEGY is fsdp2, ddp or auto (one device). `fsdp-shard generate checkpoint=runs/lightning prompt=...` generates text.
 """
 
 import os

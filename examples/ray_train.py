@@ -1,8 +1,8 @@
-"""Fine-tune a model on two workers of Ray Train, which goes on from the last step when a worker is lost.
+"""Fine-tune a model on two Ray Train workers, which continue from the last step if a worker is lost.
 
 python examples/ray_train.py runs/ray MODEL_DIRECTORY TEXT_FILE [SETTING...]
 
-Started again, it goes on, too. `fsdp-shard generate checkpoint=runs/ray/run prompt=...` writes text.
+A restart continues as well. `fsdp-shard generate checkpoint=runs/ray/run prompt=...` generates text.
 """
 
 import json

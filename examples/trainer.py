@@ -1,9 +1,9 @@
-"""The Trainer of transformers, whose checkpoints survive whatever ends it; that of TRL is used alike.
+"""The Trainer of transformers with crash-safe checkpoints; TRL's trainers work the same way.
 
 torchrun --nproc-per-node 2 examples/trainer.py runs/trainer MODEL_DIRECTORY TEXT_FILE [ddp | fsdp] [ARGUMENT=VALUE ...]
 
-Stop it at any moment and start it again, on as many ranks or on others: it goes on with the step after the last that is
-on the disk. `fsdp-shard generate checkpoint=runs/trainer prompt=...` writes text from any of them.
+Stop it at any moment and start it again, on the same or another number of ranks: it continues after the last saved
+step. `fsdp-shard generate checkpoint=runs/trainer prompt=...` generates text from any checkpoint.
 """
 
 import json
@@ -22,7 +22,7 @@ BATCH_SIZE, LENGTH = 12, 32
 
 
 def main(run: str, source: str, text: str, wrapper: str = "ddp", *given: str) -> None:
-    """Train `source` on `text`: a checkpoint every third step."""
+    """Train `source` on `text`, with a checkpoint every third step."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     settings: dict[str, Any] = {
         "per_device_train_batch_size": BATCH_SIZE // num_ranks,

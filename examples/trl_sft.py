@@ -1,10 +1,10 @@
-"""TRL's SFTTrainer, whose checkpoints survive whatever ends it.
+"""TRL's SFTTrainer with crash-safe checkpoints.
 
 torchrun --nproc-per-node 2 examples/trl_sft.py runs/sft MODEL_DIRECTORY TEXT_FILE [full | lora]
 
-Stop it at any moment and start it again, on as many ranks or on others: it goes on with the step after the last that is
-on the disk. `fsdp-shard generate checkpoint=runs/sft prompt=...` writes text from any of them; of a LoRA, the steps are
-to go on from, and the adapter itself lies in runs/sft/adapter at the end.
+Stop it at any moment and start it again, on the same or another number of ranks: it continues after the last saved
+step. `fsdp-shard generate checkpoint=runs/sft prompt=...` generates text from any checkpoint. With a LoRA, use the
+steps to resume; the adapter itself is saved in runs/sft/adapter at the end.
 """
 
 import os
@@ -22,7 +22,7 @@ BATCH_SIZE, LENGTH = 12, 64
 
 
 def main(run: str, source: str, text: str, trained: str = "full") -> None:
-    """Train `source`, or a LoRA of it, on the lines of `text`: a checkpoint every third step."""
+    """Train `source`, or a LoRA of it, on the lines of `text`, with a checkpoint every third step."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     settings = SFTConfig(
         run,

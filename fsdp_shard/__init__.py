@@ -1,14 +1,14 @@
-"""fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them.
+"""fsdp-shard: fine-tune Hugging Face models under FSDP, manage their checkpoints, and run inference from them.
 
-    finetune, evaluate, generate       whole commands: settings in a list, figures in a dict
+    finetune, evaluate, generate       the commands: settings as a list, figures as a dict
     open_checkpoint, convert, verify   checkpoints of any format
-    load_dispatched                    a model of transformers over GPUs, CPU and disk
-    Checkpointer                       checkpoints in a training loop of your own
+    load_dispatched                    a transformers model spread over GPUs, CPU and disk
+    Checkpointer                       checkpoints in your own training loop
     init_distributed, build_model, shard, load_weights, clip_grad_norm_, no_sync, save_pretrained
-                                       a loop with a model that is sharded along its blocks
+                                       your own training loop, with a model sharded along its blocks
 
-`help(fsdp_shard.NAME)` describes each. The other names in `__init__.pyi` are what recipes are written with. A name is
-imported when it is first used, so that `import fsdp_shard` alone loads neither torch nor transformers.
+`help(fsdp_shard.NAME)` describes each name. The other names in `__init__.pyi` are the building blocks of recipes. Names
+are imported on first use, so `import fsdp_shard` alone loads neither torch nor transformers.
 """
 
 import lazy_loader

@@ -1,24 +1,24 @@
-"""Every error that a user can meet, as one tree.
+"""All errors that users can encounter, as one tree.
 
     FsdpShardError                  anything this package raises on purpose
     ├── InputError (ValueError)     the input is wrong; exit status 2, nothing was written
-    │   ├── ConfigError             a setting: unknown, out of range, or in conflict with another
-    │   ├── DataError               a data file or dataset: missing, empty, malformed
-    │   ├── ModelError              a model: no such directory or hub id, no weights, an unknown architecture
-    │   ├── CheckpointError         a checkpoint: missing, damaged, incomplete, or not what its index says
-    │   └── PlanError               a device map or memory budget that the model does not fit
+    │   ├── ConfigError             a setting is unknown, out of range, or in conflict with another one
+    │   ├── DataError               a data file or dataset is missing, empty or malformed
+    │   ├── ModelError              a model does not exist, has no weights, or has an unknown architecture
+    │   ├── CheckpointError         a checkpoint is missing, damaged, incomplete, or differs from its index
+    │   └── PlanError               a model does not fit a device map or memory budget
     ├── RunError                    the work itself failed; exit status 1
-    │   ├── RankError               a rank died or raised; has the traceback of that rank
+    │   ├── RankError               a rank died or raised; holds the rank's traceback
     │   ├── SaveError               a checkpoint could not be written; earlier ones are untouched
-    │   │   └── StorageError        because the disk is full or fails; training can continue without it
-    │   │       └── RemoteError     or because a remote store cannot be reached, refuses or fails
+    │   │   └── StorageError        because the disk is full or fails; training can continue
+    │   │       └── RemoteError     or because a remote store is unreachable, rejects the request or fails
     │   ├── LossError               the loss or a gradient became NaN or infinite
     │   └── DifferenceError         verify or diff found that contents differ
     └── Interrupted                 a signal asked the run to stop; the message says what is saved
 
-A message is one paragraph that names the file or setting, what was found, what was expected and what to do. It can be
-shown on a terminal: names that files give may have any characters and any length, so it is made `one_line`.
-Bugs of this package are `assert`s and never part of this tree.
+A message is one paragraph that names the file or setting, what was found, what was expected and what to do. It is safe
+to print on a terminal: names read from files may contain any characters and have any length, so `one_line` sanitizes
+them. Bugs of this package are `assert`s and never part of this tree.
 """
 
 import errno
@@ -27,13 +27,13 @@ import unicodedata
 from functools import partial
 from typing import Any
 
-_LONGEST_MESSAGE = 2_000  # characters; what a file has in the place of a name or number may have millions
+_LONGEST_MESSAGE = 2_000  # characters; a file may contain millions in place of a name or number
 _LONGEST_LINE = 20_000
 _LONG_WORD = re.compile(r"\S{500,}")
 
 
 class FsdpShardError(Exception):
-    """Base of everything this package raises on purpose; `exit_status` is what the commands return."""
+    """Base class of every error this package raises on purpose; `exit_status` is what the commands return."""
 
     exit_status = 1
 
@@ -56,11 +56,11 @@ class DataError(InputError):
 
 
 class ModelError(InputError):
-    """There is no such model, it has no weights, or its architecture cannot be built."""
+    """The model does not exist, has no weights, or its architecture cannot be built."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint is missing, damaged, incomplete, or not what its own index says."""
+    """A checkpoint is missing, damaged, incomplete, or differs from its own index."""
 
 
 class PlanError(InputError):
@@ -72,7 +72,7 @@ class RunError(FsdpShardError):
 
 
 class RankError(RunError):
-    """A rank died or raised; `traceback` is that of the rank, if it could still report it."""
+    """A rank died or raised; `traceback` is the rank's traceback, if it could still report it."""
 
     def __init__(self, message: str, *, traceback: str = "") -> None:
         super().__init__(message)
@@ -84,11 +84,11 @@ class SaveError(RunError):
 
 
 class StorageError(SaveError):
-    """A disk is full or fails, so a checkpoint could not be written; training can continue without it for a while."""
+    """A checkpoint could not be written because a disk is full or fails; training can continue for a while."""
 
 
 class RemoteError(StorageError):
-    """A remote store cannot be reached, refuses a request, or fails; local files are untouched."""
+    """A remote store is unreachable, rejects a request, or fails; local files are untouched."""
 
 
 class LossError(RunError):
@@ -107,20 +107,20 @@ class Interrupted(FsdpShardError):
         self.exit_status = 128 + signal_number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Ranks send each other errors, and an exception is otherwise pickled with its message only.
+        # Ranks send errors to each other, and by default an exception is pickled with its message only.
         return partial(Interrupted, signal_number=self.exit_status - 128), self.args
 
 
 def os_error_text(error: OSError) -> str:
-    """File, reason and errno of an error of the operating system."""
+    """Return the file, reason and errno of an operating system error."""
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
 
 
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
-    """Text on one line of a terminal: control characters and changes of direction as escapes, what is too long cut.
+    """Return text for one terminal line: control characters and direction changes escaped, and overlong text cut.
 
-    Names in files may have any characters: those that move the cursor, forge a line or reverse what follows.
+    Names in files may contain any characters: those that move the cursor, forge a line or reverse what follows.
     """
     text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-50:]}", _cut(text, longest))
     return text if text.isprintable() else _cut("".join(map(_shown, text)), longest)
@@ -131,6 +131,6 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _shown(character: str) -> str:
-    # Joiners are part of words (Persian, emoji); spaces are of any width.
+    # Joiners are part of words (Persian, emoji); spaces may have any width.
     is_harmless = character.isprintable() or character in "\u200c\u200d" or unicodedata.category(character) == "Zs"
     return character if is_harmless else character.encode("unicode_escape").decode()

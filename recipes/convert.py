@@ -7,7 +7,7 @@ import fsdp_shard as fs
 
 @fs.recipe(fs.ConvertConfig, check=fs.check_conversion)
 def main(config: fs.ConvertConfig) -> None:
-    """Convert `source` into the directory `target`, and push that to the hub if `push_to` is given."""
+    """Convert `source` into the directory `target`, and push it to the hub if `push_to` is set."""
     report = fs.run_conversion(config)
     print(report.describe(config.target))
     pushed = fs.push_converted(config, report)

@@ -1,4 +1,4 @@
-"""Dry run of finetune: report the problems that it would hit with these settings. Trains nothing."""
+"""Dry run of finetune: report the problems it would encounter with these settings, without training."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ from fsdp_shard import doctor
 
 @fs.recipe(fs.DoctorConfig)
 def main(config: fs.DoctorConfig) -> None:
-    """Check the machine, the settings as finetune would, and the ranks; print a line for each finding."""
+    """Check the machine, the settings (as finetune does), and the ranks; print a line per finding."""
     report = doctor.Report()
     plan = cache(lambda: doctor.plan_run(config))
     samples = cache(lambda: doctor.prepare_samples(config))

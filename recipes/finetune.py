@@ -1,17 +1,17 @@
 """Fine-tune a model under FSDP: load, shard, train, evaluate, save. `fsdp-shard cp finetune` makes a copy to edit.
 
-Where to change what; every rank runs all of it:
+Where to make changes (every rank runs all of this file):
 
-- the loss: `run.functions.loss = f`, where `f(output, batch)` returns a sum and a count; `batch["labels"]` are shifted
-  already, and -100 does not count. `run.functions.metrics` takes more figures.
-- what is shown at each evaluation: `run.functions.samples = f`, where `f(model)` returns prompts and completions.
-- frozen weights: `unfilled.module.model.embed_tokens.requires_grad_(False)`, before they are sharded.
-- the optimizer: any of torch's, of `loaded.model.module.parameters()`; or `build_optimizer` with an `OptimConfig` of
-  your own, which also divides the parameters into those with and without weight decay.
-- the order of the samples: `data.train`; extend the class `Shuffled` of `fsdp_shard.data` and its `index_of`.
+- the loss: `run.functions.loss = f`, where `f(output, batch)` returns a sum and a count; `batch["labels"]` are already
+  shifted, and -100 does not count. `run.functions.metrics` adds more figures.
+- samples at each evaluation: `run.functions.samples = f`, where `f(model)` returns prompts and completions.
+- frozen weights: `unfilled.module.model.embed_tokens.requires_grad_(False)`, before sharding.
+- the optimizer: any torch optimizer over `loaded.model.module.parameters()`; or `build_optimizer` with your own
+  `OptimConfig`, which also separates the parameters with and without weight decay.
+- the sample order: `data.train`; subclass `Shuffled` from `fsdp_shard.data` and override `index_of`.
 - after a step, or before a save: lines in the loop. `log.note` shows a line once; `context.is_main` is true on one
-  rank. `saver.save` still reads the weights until the next step of the optimizer.
-- a setting of your own: a dataclass that extends `FinetuneConfig`, in the place of it.
+  rank. `saver.save` reads the weights until the next optimizer step.
+- your own settings: use a dataclass that extends `FinetuneConfig` instead.
 """
 
 import fsdp_shard as fs
@@ -22,9 +22,9 @@ def main(config: fs.FinetuneConfig) -> None:
     """Fine-tune `model` on `data`. Every rank runs this; `check_finetune` runs once before."""
     with fs.start_run(config) as start:
         if start.is_finished:
-            return  # start_run has said that the run is finished
+            return  # start_run has already reported that the run is finished
         context, data = start.context, fs.add_reference(config, start, fs.open_data(config, start))
-        # On the meta device; then wrapped along its no-split blocks; then each rank reads its own shards.
+        # Built on the meta device, wrapped along no-split blocks, and filled: each rank reads its own shards.
         with fs.build_unfilled(config, start) as unfilled:
             sharded = config.shard.shard(unfilled.module, context)
             loaded = unfilled.load(sharded, config.seed)
@@ -40,8 +40,8 @@ def main(config: fs.FinetuneConfig) -> None:
             saver.note_best(run.state)
             for report in fs.train(run):
                 log.step(report)
-                saver.poll()  # reports a save in the background once all ranks have finished it
-                evaluator.after_step()  # evaluates if that is due; the step may become the best
+                saver.poll()  # reports a background save once all ranks have finished it
+                evaluator.after_step()  # evaluates if due; the step may become the best
                 if run.is_over or saver.is_due(run.state, run.config.num_steps):
                     saver.save(run.state)
             saver.finish()
