@@ -1,6 +1,6 @@
-"""Checkpoints of fsdp-shard in the trainers of other libraries, one file each; the library of each is imported with it.
+"""fsdp-shard checkpoints in the trainers of other libraries, one file per library, imported on demand.
 
-What they share is in resumption.py.
+resumption.py contains the code that they share.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Checkpoints of fsdp-shard in loops of accelerate: in the place of `accelerator.save_state` and `load_state`."""
+"""fsdp-shard checkpoints in accelerate loops, instead of `accelerator.save_state` and `load_state`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _FACTORS = "of a batch of all ranks x gradient_accumulation_steps"
 
 
 class AcceleratorCheckpointer:
-    """Saves and restores what an `Accelerator` has prepared, and the position in its data; all ranks call each method.
+    """Saves and restores the objects an `Accelerator` prepared, and the data position; all ranks call each method.
 
     Args:
-        path: The run directory. Another run cannot use it at the same time.
-        accelerator: The Accelerator; its scaler is saved too.
-        prepared: What `accelerator.prepare` returned, in any order that stays the same: models, optimizers, schedulers
-            and the loader of the training data; and further objects with `state_dict` and `load_state_dict`, those
-            that one gives to `register_for_checkpointing`.
-        settings: Those of `Checkpointer`, such as `keep_last=3`, `monitor="loss"` or `processor=tokenizer`.
+        path: The run directory. No other run can use it at the same time.
+        accelerator: The Accelerator; its gradient scaler is saved too.
+        prepared: The objects that `accelerator.prepare` returned, in a fixed order of your choice: models, optimizers,
+            schedulers and the training data loader. Further objects with `state_dict` and `load_state_dict`, as for
+            `register_for_checkpointing`, are accepted too.
+        settings: `Checkpointer` settings, such as `keep_last=3`, `monitor="loss"` or `processor=tokenizer`.
 
     Raises:
-        ConfigError: An object cannot be saved, or the position in the data could not be found again.
+        ConfigError: An object cannot be saved, or the data position could not be restored.
 
     Example:
         >>> from fsdp_shard.integrations import AcceleratorCheckpointer
@@ -85,21 +85,21 @@ class AcceleratorCheckpointer:
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the next call of `batches` is of."""
+        """The epoch, from 0, that the next call of `batches` belongs to."""
         return self._epoch
 
     @property
     def latest(self) -> int | None:
-        """The highest step that is saved."""
+        """The highest saved step."""
         return self._checkpointer.latest
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are saved, ascending."""
+        """The saved steps, ascending."""
         return self._checkpointer.steps
 
     def batches(self) -> Iterator[Any]:
-        """The batches of the epoch that are left: all of them, unless it is the one in which a step was restored."""
+        """Yield the epoch's remaining batches: all of them, except in the epoch of a restored step."""
         if self._loader is None:
             raise ConfigError("AcceleratorCheckpointer was not given a loader; give what accelerator.prepare returned.")
         loader: Any = self._loader
@@ -108,23 +108,23 @@ class AcceleratorCheckpointer:
             loader = self._accelerator.skip_first_batches(loader, self._next_batch)
         for batch in loader:
             if self._random is not None:
-                restore_random_state(self._random, "The step")  # making the iterator has drawn from it once more
+                restore_random_state(self._random, "The step")  # creating the iterator drew from it once more
                 self._random = None
             self._next_batch += 1
             yield batch
         self._epoch, self._next_batch = self._epoch + 1, 0
 
     def save(self, step: int, *, extra: Any = None, extra_per_rank: Any = None, metrics: Any = None) -> None:
-        """Save a step, as `Checkpointer.save` does; after an optimizer step, not between accumulated gradients.
+        """Save a step, as `Checkpointer.save` does. Call it after an optimizer step, not between accumulated gradients.
 
         Args:
-            step: The number of the step, which must not be saved yet.
-            extra: Data of rank 0.
-            extra_per_rank: Data of each rank.
-            metrics: Figures of the step.
+            step: The number of the step, which must not be saved already.
+            extra: Data from rank 0.
+            extra_per_rank: Data from each rank.
+            metrics: Metrics of the step.
 
         Raises:
-            SaveError: As `Checkpointer.save`.
+            SaveError: As in `Checkpointer.save`.
             ConfigError: Gradients are being accumulated, and would be lost.
         """
         if not self._accelerator.sync_gradients:
@@ -135,9 +135,9 @@ class AcceleratorCheckpointer:
         self._checkpointer.save(step, **self._arguments(extra), extra_per_rank=extra_per_rank, metrics=metrics)
 
     def save_on_signal(self, step: int, *, extra: Any = None, extra_per_rank: Any = None, metrics: Any = None) -> bool:
-        """Save a step if a rank was asked to stop, as `Checkpointer.save_on_signal` does; True ends the loop.
+        """Save a step if a rank was asked to stop, as `Checkpointer.save_on_signal` does; True means: end the loop.
 
-        While gradients are accumulated, it waits for the optimizer step.
+        While gradients accumulate, the save waits for the optimizer step.
         """
         if not self._accelerator.sync_gradients:
             return False
@@ -146,16 +146,16 @@ class AcceleratorCheckpointer:
         )
 
     def restore(self, *, step: int | str = "latest") -> Restored | None:
-        """Fill everything from a step, as `Checkpointer.restore` does, and go to its position in the data.
+        """Restore everything from a step, as `Checkpointer.restore` does, and advance to its data position.
 
         Args:
             step: The step, `latest` or `best`.
 
         Returns:
-            What was restored, with the `extra` that `save` was given, or None if no step is saved.
+            The restored state, including the `extra` passed to `save`; None if no step is saved.
 
         Raises:
-            CheckpointError: The step is damaged, does not exist, or is of another model, optimizer, objects or batches.
+            CheckpointError: The step is damaged or missing, or belongs to another model, optimizer, objects or batches.
         """
         restored = self._checkpointer.restore(self._models, self._optimizers, step=step, **self._states)
         if restored is None:
@@ -177,11 +177,11 @@ class AcceleratorCheckpointer:
         return dataclasses.replace(restored, extra=kept["extra"])
 
     def wait(self) -> None:
-        """Wait until the last step is on the disk; raises SaveError if it could not be saved."""
+        """Wait until the last step is on disk; raises SaveError if it could not be saved."""
         self._checkpointer.wait()
 
     def close(self) -> None:
-        """Wait for the last step and release the directory; as leaving the `with` block does."""
+        """Wait for the last step and release the directory, as leaving the `with` block does."""
         self._checkpointer.close()
 
     def __enter__(self) -> Self:
@@ -207,7 +207,7 @@ class AcceleratorCheckpointer:
         return {"model": self._models, "optimizer": self._optimizers, "extra": kept, **self._states}
 
     def _data(self) -> dict[str, Any]:
-        """What the batches of a run depend on."""
+        """The values that a run's batches depend on."""
         if self._loader is None:
             return {}
         global_batch_size = _total_batch_size(self._loader) * self._accelerator.gradient_accumulation_steps
@@ -215,7 +215,7 @@ class AcceleratorCheckpointer:
 
 
 def _check_loader(loader: Any) -> None:
-    """Refuse a loader whose position could not be found again."""
+    """Raise ConfigError for a loader whose position could not be restored."""
     if not isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
         raise ConfigError(f"{type(loader).__name__} is not prepared; give what accelerator.prepare returned of it.")
     if loader.use_stateful_dataloader:
@@ -233,7 +233,7 @@ def _check_loader(loader: Any) -> None:
 
 
 def _total_batch_size(loader: Any) -> int:
-    """Samples of a batch of all ranks together."""
+    """Samples per batch over all ranks."""
     return int(loader.total_batch_size)
 
 
@@ -242,7 +242,7 @@ def _steps_for_each_process(scheduler: AcceleratedScheduler) -> bool:
 
 
 def _numbered(name: str, objects: list[Any]) -> Any:
-    """One object as it is, several by name."""
+    """Return a single object unchanged, and several objects by name."""
     if len(objects) <= 1:
         return objects[0] if objects else None
     return {f"{name}_{number}": one for number, one in enumerate(objects)}

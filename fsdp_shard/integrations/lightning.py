@@ -1,4 +1,4 @@
-"""Checkpoints of fsdp-shard in Lightning's Trainer: a callback in the place of ModelCheckpoint."""
+"""fsdp-shard checkpoints in Lightning's Trainer: a callback that replaces ModelCheckpoint."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from fsdp_shard.training import Checkpointer, Restored, check_settings
 
 
 class LightningCheckpoint(Checkpoint):
-    """Saves the steps of `Trainer.fit` through a `Checkpointer`, and goes on with the last one.
+    """Saves the steps of `Trainer.fit` with a `Checkpointer`, and resumes from the last one.
 
-    It resumes whenever the run directory has a step: `fit` is called the same way each time, without `ckpt_path`. The
-    last step is saved in any case, and one more when the run is asked to stop (SIGTERM, SIGINT, SIGUSR1 or SIGHUP),
-    which ends it by `Interrupted`. It works with every strategy whose parameters a `Checkpointer` knows: one device,
+    It resumes whenever the run directory contains a step: call `fit` the same way each time, without `ckpt_path`. The
+        last
+    step is always saved. When asked to stop (SIGTERM, SIGINT, SIGUSR1 or SIGHUP), the run saves one more step and ends
+    with `Interrupted`. The callback works with every strategy whose parameters `Checkpointer` supports: one device,
     DDP, ModelParallelStrategy (FSDP2, tensor parallelism) and FSDPStrategy with `use_orig_params=True`.
 
     Args:
         path: The run directory.
-        every: Save whenever so many more optimizer steps are done; None at the end of each epoch. With a number, the
-            training data must be a loader that has `state_dict`, such as `ResumableLoader`.
-        module: The attribute of the LightningModule that is saved, if it holds all parameters: a model of transformers
-            is then saved under its own names, for `generate` and `evaluate`.
-        monitor: The logged metric by which a step is the best. A step that is saved later than the metric was logged,
-            such as between two validations, is not.
-        mode: `min` or `max`: whether its lowest or highest value is the best.
-        settings: Those of `Checkpointer`, such as `keep_last=3` or `processor=tokenizer`.
+        every: Save after this many more optimizer steps; None saves at the end of each epoch. With a number, the
+            training data must be a loader with `state_dict`, such as `ResumableLoader`.
+        module: The attribute of the LightningModule to save, if it holds all parameters: a transformers model is then
+            saved under its own names, for `generate` and `evaluate`.
+        monitor: The logged metric that determines the best step. A step saved later than the metric was logged, such
+            as between two validations, cannot be the best.
+        mode: `min` or `max`: whether the lowest or highest value is best.
+        settings: `Checkpointer` settings, such as `keep_last=3` or `processor=tokenizer`.
 
     Example:
         >>> from fsdp_shard.integrations import LightningCheckpoint
@@ -63,14 +64,14 @@ class LightningCheckpoint(Checkpoint):
         self._checkpointer: Checkpointer | None = None
         self._random = ExitStack()
         self._restored: Restored | None = None
-        self._saved = self._seen = 0  # optimizer steps: that are on the disk, and after the last batch
+        self._saved = self._seen = 0  # optimizer steps: on disk, and after the last batch
         self._listens = False
-        self._logged: dict[str, tuple[torch.Tensor, int]] = {}  # each metric, and the step that it was logged at
+        self._logged: dict[str, tuple[torch.Tensor, int]] = {}  # each metric, and the step at which it was logged
 
     # ---- Lightning calls these, in this order
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what would be done twice or not at all."""
+        """Raise ConfigError for settings under which work would be done twice or not at all."""
         if not isinstance(trainer, Trainer):
             raise ConfigError("LightningCheckpoint is for the Trainer of `lightning`, and this is another package's.")
         if stage != "fit":
@@ -88,7 +89,7 @@ class LightningCheckpoint(Checkpoint):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the last step: the model is wrapped, and the loops and the data have not begun."""
+        """Restore the last step: the model is wrapped, and loops and data have not started."""
         if trainer.fast_dev_run:
             return
         if any(one.reduce_on_plateau and one.interval == "step" for one in trainer.lr_scheduler_configs):
@@ -103,7 +104,7 @@ class LightningCheckpoint(Checkpoint):
             self._resume(trainer, pl_module, self._restored)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare the loaders with the step, now that there are some."""
+        """Compare the loaders with the step, now that they exist."""
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         self._listens = all(hasattr(loader, "state_dict") for loader in loaders)
         if self._checkpointer is None:
@@ -126,7 +127,7 @@ class LightningCheckpoint(Checkpoint):
                 f"{self._path}, which has step {restored.step}; leave ckpt_path out."
             )
         if not restored.extra["within_epoch"]:
-            # Otherwise Lightning would first look for the rest of the epoch that is over.
+            # Otherwise Lightning would first look for the rest of the finished epoch.
             trainer.fit_loop.epoch_loop.restarting = False
             return
         if not self._listens or not (restored.has_random_state or _are_of_any_ranks(loaders)):
@@ -135,10 +136,10 @@ class LightningCheckpoint(Checkpoint):
                 + ("has no state_dict()." if not self._listens else "cannot be resumed on another number of ranks.")
                 + " Use ResumableLoader from the start of the run, or resume a step of the end of an epoch."
             )
-        self._random.close()  # what making the loaders' iterators has drawn is undone
+        self._random.close()  # undoes what creating the loaders' iterators drew
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The loops have found their place; while they call it a restart, a ReduceLROnPlateau misses this epoch."""
+        """End Lightning's restart state, as the loops are in place; otherwise ReduceLROnPlateau misses this epoch."""
         if self._restored is not None:
             trainer.fit_loop.on_iteration_done()
             self._restored = None
@@ -146,7 +147,7 @@ class LightningCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save within an epoch; its last batch is followed by validation and schedulers, so that save is later."""
+        """Save within an epoch; validation and schedulers follow its last batch, so that save comes later."""
         has_stepped, self._seen = trainer.global_step > self._seen, trainer.global_step
         is_last = trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches
         if has_stepped and not is_last and self._checkpointer is not None:
@@ -155,20 +156,20 @@ class LightningCheckpoint(Checkpoint):
                 self._save(trainer, pl_module, is_due=ends or self._has_passed(), within_epoch=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the metrics of these weights."""
+        """Record the metrics of these weights."""
         self._note_metrics(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the metrics of the epoch."""
+        """Record the metrics of the epoch."""
         self._note_metrics(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the end of the epoch before."""
+        """Save the end of the previous epoch."""
         if self._checkpointer is not None and trainer.global_step > self._saved:
             self._save(trainer, pl_module, is_due=self._every is None or self._has_passed(), within_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step, and wait for it."""
+        """Save the last step, and wait until it is on disk."""
         if self._checkpointer is not None:
             if trainer.global_step > self._saved:
                 self._save(trainer, pl_module, is_due=True, within_epoch=False)
@@ -177,7 +178,7 @@ class LightningCheckpoint(Checkpoint):
                 report_no_best(self._path, self._monitor)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Release the run directory without waiting for ranks that may be gone."""
+        """Release the run directory without waiting for ranks that may have ended."""
         if self._checkpointer is not None:
             self._checkpointer.__exit__(type(exception), exception, exception.__traceback__)
         self._forget()
@@ -198,7 +199,7 @@ class LightningCheckpoint(Checkpoint):
         return self._every is not None and self._seen // self._every > self._saved // self._every
 
     def _parts(self, trainer: Trainer, pl_module: LightningModule) -> tuple[Any, Any]:
-        """The model as it is trained, and the optimizers."""
+        """The trained model and the optimizers."""
         model: Any = trainer.model
         if self._module is not None:
             model = getattr(pl_module, self._module, None)
@@ -236,7 +237,7 @@ class LightningCheckpoint(Checkpoint):
             raise stopped(step, self._path, "fit")
 
     def _note_metrics(self, trainer: Trainer) -> None:
-        """Note at which step each metric was logged: Lightning keeps its value until it is logged again."""
+        """Record the step at which each metric was logged, because Lightning keeps its value until the next log."""
         for name, value in trainer.callback_metrics.items():
             if name not in self._logged or self._logged[name][0] is not value:
                 self._logged[name] = value, trainer.global_step
@@ -270,13 +271,13 @@ class LightningCheckpoint(Checkpoint):
 
 
 def _states(trainer: Trainer) -> dict[str, Any]:
-    """What has a state that is the same on all ranks: schedulers, and the scaler of float16."""
+    """Objects whose state is equal on all ranks: schedulers, and the float16 scaler."""
     schedulers = {f"scheduler_{number}": one.scheduler for number, one in enumerate(trainer.lr_scheduler_configs)}
     return schedulers | ({"precision": trainer.precision_plugin} if trainer.precision_plugin.state_dict() else {})
 
 
 def _validates_after(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether this batch is followed by a validation within the epoch, which resuming would not repeat."""
+    """Whether a validation within the epoch follows this batch, which resuming would not repeat."""
     every = trainer.val_check_batch
     if not trainer.enable_validation or every is None or every == float("inf"):
         return False

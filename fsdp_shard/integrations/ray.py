@@ -1,4 +1,4 @@
-"""fsdp-shard's fine-tuning on the workers of Ray Train."""
+"""fsdp-shard's fine-tuning on Ray Train workers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from fsdp_shard.errors import ConfigError
 def ray_finetune(config: Mapping[str, Any]) -> None:
     """Run `finetune` as the `train_loop_per_worker` of a TorchTrainer; each worker is a rank.
 
-    Workers that Ray starts again after a failure (`FailureConfig`) go on with the last step in `run_dir`. At the end,
+    Workers that Ray restarts after a failure (`FailureConfig`) continue from the last step in `run_dir`. At the end,
     the figures of result.json are reported as metrics, and the last step as a checkpoint, which Ray copies to its
     storage.
 
+
     Args:
-        config: `settings`: a list of settings as on the command line. `run_dir` must be among them, as an absolute path
-            of a directory that all workers see: relative ones are of Ray's session, and would not be found again.
+        config: `settings`: a list of settings as on the command line. It must include `run_dir` as an absolute path of
+            a directory that all workers can access: relative paths belong to Ray's session and would not be found
+                again.
 
     Raises:
         ConfigError: `settings` or `run_dir` is missing.
-        FsdpShardError: What the command would report; Ray shows it as the cause of its TrainingFailedError.
+        FsdpShardError: As in the command; Ray shows it as the cause of its TrainingFailedError.
 
     Example:
         >>> from fsdp_shard.integrations import ray_finetune
@@ -47,7 +49,7 @@ def ray_finetune(config: Mapping[str, Any]) -> None:
         )
     figures = finetune(settings)
     if not figures:
-        ray.train.report({})  # each worker reports; what counts is that of the first
+        ray.train.report({})  # every worker must report; only the first one's report counts
         return
     last = Path(figures["checkpoint"])
     ray.train.report(figures, checkpoint=ray.train.Checkpoint.from_directory(last), checkpoint_dir_name=last.name)

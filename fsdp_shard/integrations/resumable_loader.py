@@ -1,4 +1,4 @@
-"""A loader that is resumed within an epoch on any number of ranks; it needs nothing but torch."""
+"""A data loader that can resume within an epoch on any number of ranks. It needs only torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fsdp_shard.errors import CheckpointError, ConfigError
 class ResumableLoader:
     """A DataLoader whose position can be resumed within an epoch, on any number of ranks.
 
-    Each batch is a consecutive part of one order of the data set, and each rank takes its part of the batch: the steps
-    are the same ones on any number of ranks that divides `global_batch_size`. What is left at the end of an epoch and
-    is no whole batch is left out.
+    Each batch is a consecutive part of one dataset order, and each rank takes its part of the batch. Steps are
+    therefore identical on any number of ranks that divides `global_batch_size`. An incomplete batch at the end of an
+    epoch is dropped.
 
     Args:
-        dataset: The data set, which has `__len__` and `__getitem__`.
-        global_batch_size: Samples of one batch of all ranks together.
-        shuffle: Whether each epoch has an order of its own.
-        seed: What the orders depend on.
-        num_replicas: Ranks that take different samples; by default, all ranks. With tensor parallelism, give
+        dataset: The dataset, with `__len__` and `__getitem__`.
+        global_batch_size: Samples per batch over all ranks.
+        shuffle: Whether each epoch has its own order.
+        seed: Seed of the orders.
+        num_replicas: Number of ranks with different samples; by default, all ranks. With tensor parallelism, pass
             `**trainer.strategy.distributed_sampler_kwargs`.
-        rank: The number of this one among them.
-        options: Those of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
+        rank: The index of this rank among them.
+        options: Options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
 
     Example:
         >>> from fsdp_shard.integrations import ResumableLoader
@@ -60,25 +60,25 @@ class ResumableLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that it is in, or that the next iteration is."""
+        """The current epoch, or that of the next iteration."""
         return self._epoch
 
     @property
     def sampler(self) -> Self:
-        """What has `set_epoch`: Lightning and Fabric call it where a DataLoader has its sampler."""
+        """The object with `set_epoch`: Lightning and Fabric call it where a DataLoader has its sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the one that it is in already goes on."""
+        """Start an epoch; if it is the current one, it continues."""
         if epoch != self._epoch:
             self._epoch, self._next = epoch, 0
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches per epoch."""
         return len(self._dataset) // self._global_batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's part of the batches from the position on."""
+        """Yield this rank's part of the batches, starting at the position."""
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         num_replicas, rank = self._ranks()
         order = torch.arange(len(self._dataset))
@@ -93,13 +93,13 @@ class ResumableLoader:
         self._epoch, self._next = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, which is the same on all ranks."""
+        """The position, which is equal on all ranks."""
         rows = {} if self._rows is None else {"rows": self._rows}
         return {"epoch": self._epoch, "next_batch": self._next, **self._identity(), **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a position; CheckpointError if it is one of other batches."""
-        rows = state.get("rows")  # earlier versions, and data that is no datasets.Dataset, have none
+        """Restore a position; raises CheckpointError if it belongs to other batches."""
+        rows = state.get("rows")  # missing from earlier versions, and for data other than datasets.Dataset
         if self._rows is not None and rows is not None and rows != self._rows:
             raise CheckpointError(
                 f"The step was saved with other data: the names of columns and some of the rows have the digest "
@@ -114,7 +114,7 @@ class ResumableLoader:
         self._epoch, self._next = int(state["epoch"]), int(state["next_batch"])
 
     def require_ranks(self, num_replicas: int, rank: int) -> None:
-        """Raise ConfigError unless the batches are divided among these ranks."""
+        """Raise ConfigError unless the batches are divided among exactly these ranks."""
         if self._ranks() != (num_replicas, rank):
             raise ConfigError(
                 f"ResumableLoader divides batches as rank {self._ranks()[1]} of {self._ranks()[0]}, where the strategy "
@@ -138,8 +138,8 @@ class ResumableLoader:
 
 
 def _digest_of_rows(data: Any) -> str | None:
-    """Digest of the columns and some rows of a `datasets.Dataset`; None of other data."""
-    if "datasets" not in sys.modules:  # so it is none, and torch is all that is needed
+    """Digest of the columns and some rows of a `datasets.Dataset`; None for other data."""
+    if "datasets" not in sys.modules:  # then it is other data, and torch suffices
         return None
     from fsdp_shard.integrations.resumption import digest_of_rows
 

@@ -1,4 +1,4 @@
-"""What the trainers and loops of others have in common when a step is resumed, or a run is asked to stop."""
+"""Shared code of the integrations for resuming a step and for requests to stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {
     "seed": "the seed of their order",
     "rows": "training data whose names of columns and rows here and there have the digest",
 }
-_NUM_ROWS = 16  # that are compared
+_NUM_ROWS = 16  # to compare
 
 
 def check_every(every: int | None) -> None:
@@ -33,7 +33,7 @@ def check_every(every: int | None) -> None:
 
 
 def data_of(loader: Any, global_batch_size: int, rows: str | None) -> dict[str, Any]:
-    """What the batches of a loader that accelerate has prepared depend on; `rows` is the `digest_of_rows`."""
+    """The values that the batches of a loader prepared by accelerate depend on; `rows` is the `digest_of_rows`."""
     found = {
         "global_batch_size": global_batch_size,
         "num_samples": len(loader.dataset) if has_length(loader.dataset) else None,
@@ -43,10 +43,11 @@ def data_of(loader: Any, global_batch_size: int, rows: str | None) -> dict[str, 
 
 
 def digest_of_rows(data: Any) -> str | None:
-    """Digest of the columns of a `datasets.Dataset`, and of the numbers and text in some rows spread over it.
+    """Digest of the columns of a `datasets.Dataset`, and of numbers and text in sample rows spread over it.
 
-    None of other data: reading a sample may draw from the random state, or give another one each time. So rows are read
-    as they are stored, without transforms. Images and sounds are left out: they are stored with paths of a machine.
+    None for other data: reading a sample may draw from the random state, or return different values each time. Rows are
+    therefore read as stored, without transforms. Images and sounds are skipped, because they are stored with local
+    paths.
     """
     if not isinstance(data, Dataset) or not len(data):
         return None
@@ -60,7 +61,7 @@ def digest_of_rows(data: Any) -> str | None:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a type of arrow is of numbers, text or lists of them."""
+    """Whether an Arrow type consists of numbers, text or lists of them."""
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         kind = kind.value_type
     tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
@@ -68,12 +69,12 @@ def _is_plain(kind: Any) -> bool:
 
 
 def require_same_data(restored: Restored, now: Mapping[str, Any], factors: str) -> None:
-    """Raise CheckpointError if a step was saved with other data than `data_of` finds now.
+    """Raise CheckpointError if a step was saved with data other than what `data_of` finds now.
 
     Args:
-        restored: The step, whose `extra` has `data`.
-        now: What the batches depend on.
-        factors: What makes the global batch size, for the error.
+        restored: The step, whose `extra` contains `data`.
+        now: The values that the batches depend on.
+        factors: The factors of the global batch size, for the error message.
     """
     for name, before in restored.extra["data"].items():
         if now.get(name, None if name != "rows" else before) != before:
@@ -85,12 +86,12 @@ def require_same_data(restored: Restored, now: Mapping[str, Any], factors: str) 
 
 
 def report_change(restored: Restored, changes: Sequence[str]) -> None:
-    """Say which settings a run goes on with that are others than those of the step."""
+    """Report the settings with which a run continues that differ from those of the step."""
     _logger.warning("settings have changed since %s was saved: %s", restored.directory, ", ".join(changes))
 
 
 def report(restored: Restored) -> None:
-    """Say which step is resumed, and what of it is not."""
+    """Report which step is resumed, and which parts of it are not."""
     if not restored.has_random_state:
         _logger.warning(
             "%s was saved by another number of ranks: the random state of each rank (dropout) begins anew.",
@@ -100,12 +101,12 @@ def report(restored: Restored) -> None:
 
 
 def report_no_best(path: str | os.PathLike[str], monitor: str) -> None:
-    """Say that no step of a run is the best."""
+    """Report that a run has no best step."""
     _logger.warning("%s has no best step: none that was saved has %s; evaluate at steps that are saved.", path, monitor)
 
 
 def stopped(step: int, path: str | os.PathLike[str], call: str) -> Interrupted:
-    """What ends a trainer that was asked to stop, once the step is on the disk; `call` is what resumes it."""
+    """The exception that ends a trainer asked to stop, once the step is on disk; `call` resumes the run."""
     return Interrupted(
         f"The run was asked to stop; step {step} is saved in {path}, and the same call of {call} resumes it.",
         signal_number=signal.SIGTERM,
@@ -113,7 +114,7 @@ def stopped(step: int, path: str | os.PathLike[str], call: str) -> Interrupted:
 
 
 def has_length(data: Any) -> bool:
-    """Whether a data set or a loader has a length: a DataLoader has `__len__` in any case."""
+    """Whether a dataset or a loader has a length; every DataLoader defines `__len__`."""
     try:
         len(data)
     except (TypeError, NotImplementedError):

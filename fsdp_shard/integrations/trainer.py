@@ -1,6 +1,4 @@
-"""Checkpoints of fsdp-shard in the Trainer of transformers, and so in those of TRL: a callback in the place of its own
-saves.
-"""
+"""fsdp-shard checkpoints in the Trainer of transformers and in TRL's trainers: a callback that replaces their saves."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from fsdp_shard.integrations.trainer_settings import Groups, follow_arguments, s
 from fsdp_shard.training import Checkpointer, Restored, check_settings, random_state, restore_random_state
 from fsdp_shard.utils import nearest, parse_json, read_bounded
 
-# Settings of TrainingArguments that would save as well as the callback, be ignored, or lose the position in the data.
+# TrainingArguments that would save as well as the callback, be ignored, or lose the data position.
 _REFUSED = {
     "save_strategy": ("no", "both would save; give `every` to CheckpointerCallback"),
     "save_total_limit": (None, "it is about the Trainer's own saves; give keep_last to CheckpointerCallback"),
@@ -54,19 +52,19 @@ _NOTHING = "none.safetensors"
 
 
 class CheckpointerCallback(TrainerCallback):
-    """Saves the steps of `Trainer.train` through a `Checkpointer`, and goes on with the last one.
+    """Saves the steps of `Trainer.train` with a `Checkpointer`, and resumes from the last one.
 
-    A run is started and resumed by the same call, `train(resume_from_checkpoint=callback.resume_from(trainer))`.
-    Saved are every so many steps, the last step, and one more when the run is asked to stop (SIGTERM, SIGINT, SIGUSR1
-    or SIGHUP), which ends `train` by `Interrupted`. It works with the models of one device, of DDP, of FSDP and those
+    The same call starts and resumes a run: `train(resume_from_checkpoint=callback.resume_from(trainer))`. The callback
+    saves at regular intervals and at the last step. When asked to stop (SIGTERM, SIGINT, SIGUSR1 or SIGHUP), it saves
+    once more and ends `train` with `Interrupted`. It works with models on one device, under DDP, under FSDP, and those
     that transformers shards itself (`DistributedConfig`).
 
     Args:
         path: The run directory.
-        every: Save whenever so many more optimizer steps are done; None takes `save_steps` of the Trainer.
-        monitor: The metric of an evaluation by which a step is the best, such as `eval_loss`.
-        mode: `min` or `max`: whether its lowest or highest value is the best.
-        settings: Those of `Checkpointer`, such as `keep_last=3`.
+        every: Save after this many more optimizer steps; None uses the Trainer's `save_steps`.
+        monitor: The evaluation metric that determines the best step, such as `eval_loss`.
+        mode: `min` or `max`: whether the lowest or highest value is best.
+        settings: `Checkpointer` settings, such as `keep_last=3`.
 
     Example:
         >>> from fsdp_shard.integrations import CheckpointerCallback
@@ -95,26 +93,26 @@ class CheckpointerCallback(TrainerCallback):
         self._trainer: Trainer | None = None
         self._checkpointer: Checkpointer | None = None
         self._prepared: TemporaryDirectory[str] | None = None
-        self._step: int | None = None  # that `resume_from` has found
-        self._position: int | None = None  # which the Trainer is given
-        self._saved = 0  # the last step that is saved
+        self._step: int | None = None  # found by `resume_from`
+        self._position: int | None = None  # passed to the Trainer
+        self._saved = 0  # the last saved step
         self._epoch = 0  # of the next batch
-        self._epoch_random: Any = None  # when that epoch began
+        self._epoch_random: Any = None  # at the start of that epoch
         self._step_random: Any = None  # for the first step of a resumed run
-        self._initial_groups: Groups | None = None  # the settings of the optimizer before the first step of the run
+        self._initial_groups: Groups | None = None  # the optimizer settings before the run's first step
         self._rows: str | None = None  # digest of the training data
 
     def resume_from(self, trainer: Trainer) -> str | None:
-        """What `trainer.train` takes as `resume_from_checkpoint`: a directory that leads to the last step, or None.
+        """Return the `resume_from_checkpoint` for `trainer.train`: a directory that leads to the last step, or None.
 
-        It is a small one of this rank, with the position for the Trainer and no weights: those and all else are
-        restored when `train` begins, once the model is wrapped. All ranks call it.
+        This small directory, one per rank, contains the position for the Trainer but no weights. Weights and all other
+        state are restored when `train` begins, once the model is wrapped. All ranks call this method.
 
         Args:
-            trainer: The Trainer that has this callback.
+            trainer: The Trainer with this callback.
 
         Raises:
-            ConfigError: The Trainer saves by itself too, or another run uses the directory.
+            ConfigError: The Trainer also saves by itself, or another run uses the directory.
         """
         self._check(trainer.args)
         if self not in trainer.callback_handler.callbacks:
@@ -135,7 +133,7 @@ class CheckpointerCallback(TrainerCallback):
                 return None
             self._prepared = TemporaryDirectory(prefix="fsdp-shard-resume-")
             self._position = found["global_step"] = _position(trainer, found["global_step"])
-            found["train_batch_size"] = trainer.args.train_batch_size  # of a rank: others are fine on other ranks
+            found["train_batch_size"] = trainer.args.train_batch_size  # per rank: other ranks may have other sizes
             _prepare(Path(self._prepared.name), trainer.model, found)
         except FsdpShardError:
             self.close()
@@ -143,7 +141,7 @@ class CheckpointerCallback(TrainerCallback):
         return self._prepared.name
 
     def close(self) -> None:
-        """Release the run directory after a `train` that has ended with an error; otherwise that is done."""
+        """Release the run directory after a `train` that ended with an error; otherwise this is automatic."""
         if self._checkpointer is not None:
             self._checkpointer.__exit__(RuntimeError, RuntimeError("train() has ended with an error"), None)
             self._checkpointer = None
@@ -154,13 +152,13 @@ class CheckpointerCallback(TrainerCallback):
     # ---- the Trainer calls these, in this order
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Refuse what would be done twice or not at all."""
+        """Raise ConfigError for settings under which work would be done twice or not at all."""
         self._check(args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Restore the step: everything is wrapped, and the data has not begun."""
+        """Restore the step: everything is wrapped, and the data has not started."""
         checkpointer = self._checkpointer
         if checkpointer is None or (self._step is not None and state.global_step != self._position):
             raise ConfigError(
@@ -169,7 +167,7 @@ class CheckpointerCallback(TrainerCallback):
             )
         self._epoch_random = self._step_random = None
         self._rows = digest_of_rows(given["train_dataloader"].dataset)
-        # The Trainer may have resumed from a step of its own, whose settings are then no longer known.
+        # The Trainer may have resumed from its own checkpoint, whose settings are no longer known.
         self._initial_groups = (
             settings_of(given["optimizer"]) if state.global_step == 0 or self._step is not None else None
         )
@@ -190,12 +188,12 @@ class CheckpointerCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Note the random state, on which the order of an epoch may depend; in a resumed run, set it."""
+        """Record the random state, which may determine an epoch's order; in a resumed run, set it."""
         self._epoch += 1
         if self._step_random is not None:
             if self._epoch_random is not None:
                 restore_random_state(self._epoch_random, str(self._path))
-            else:  # the step was saved before this epoch had begun
+            else:  # the step was saved before this epoch started
                 restore_random_state(self._step_random, str(self._path))
                 self._step_random = None
         self._epoch_random = random_state()
@@ -203,7 +201,7 @@ class CheckpointerCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save the step before: only now it has been logged and evaluated."""
+        """Save the previous step, which has only now been logged and evaluated."""
         if self._step_random is not None:
             restore_random_state(self._step_random, str(self._path))
             self._step_random = None
@@ -218,7 +216,7 @@ class CheckpointerCallback(TrainerCallback):
             raise stopped(step, self._path, "train")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Save the last step, and wait for it."""
+        """Save the last step, and wait until it is on disk."""
         self._require_monitored(state)
         if state.global_step > self._saved:
             steps_per_epoch = _steps_per_epoch(args, given["train_dataloader"])
@@ -243,7 +241,7 @@ class CheckpointerCallback(TrainerCallback):
                 )
 
     def _find(self) -> dict[str, Any] | None:
-        """The state of the Trainer in the last step."""
+        """The Trainer state of the last step."""
         store = Store(self._path / CHECKPOINTS)
         if (remote := self._settings.get("remote")) is not None:
             fetch_latest(RemoteStore(remote), store)
@@ -276,15 +274,15 @@ class CheckpointerCallback(TrainerCallback):
         report(restored)
 
     def _follow_arguments(self, given: dict[str, Any], restored: Restored) -> None:
-        """Go on with optimizer and schedule as TrainingArguments has them now."""
+        """Continue with the optimizer and schedule that TrainingArguments define now."""
         made, now = restored.extra.get("settings"), self._initial_groups
         assert now is not None
         follow_arguments(given["optimizer"], given["lr_scheduler"], made, now, restored)
-        if made is None:  # the settings of the step are in use, whatever they are
+        if made is None:  # the step's settings are used, whatever they are
             self._initial_groups = None
 
     def _check_evaluations(self, args: TrainingArguments) -> None:
-        """Raise ConfigError if `monitor` is a metric of evaluations, and there are none."""
+        """Raise ConfigError if `monitor` is an evaluation metric and there are no evaluations."""
         if self._monitor is not None and self._monitor.startswith("eval_") and args.eval_strategy == "no":
             raise ConfigError(
                 f"CheckpointerCallback has monitor={self._monitor!r}, a metric of evaluations, and TrainingArguments "
@@ -292,8 +290,8 @@ class CheckpointerCallback(TrainerCallback):
             )
 
     def _require_monitored(self, state: TrainerState) -> None:
-        """Raise ConfigError if the step was evaluated, and the evaluation does not have the metric `monitor`."""
-        if self._monitor is None or not self._monitor.startswith("eval_"):  # others may be logged at other steps
+        """Raise ConfigError if the step was evaluated without the metric `monitor`."""
+        if self._monitor is None or not self._monitor.startswith("eval_"):  # other metrics may be logged at other steps
             return
         found = self._metrics(state)
         if not found or self._monitor in found:
@@ -304,7 +302,7 @@ class CheckpointerCallback(TrainerCallback):
         )
 
     def _data(self, args: TrainingArguments, loader: Any) -> dict[str, Any]:
-        """What the batches of a run depend on."""
+        """The values that a run's batches depend on."""
         assert self._trainer is not None
         found = data_of(loader, self._trainer.get_total_train_batch_size(args), self._rows)
         return found | {"steps_per_epoch": _steps_per_epoch(args, loader)}
@@ -339,7 +337,7 @@ class CheckpointerCallback(TrainerCallback):
         self._saved = state.global_step
 
     def _metrics(self, state: TrainerState) -> dict[str, float]:
-        """What was logged of this step; without an evaluation, nothing that `monitor` would miss."""
+        """The metrics logged at this step; without an evaluation, empty if `monitor` would be missing."""
         logged: dict[str, Any] = {}
         for entry in reversed(state.log_history):
             if entry["step"] != state.global_step:
@@ -356,13 +354,13 @@ class CheckpointerCallback(TrainerCallback):
 
 
 class _StepFiles:
-    """Files of a step, without its weights, that the Trainer writes too: those of the tokenizer, and its own state."""
+    """Files of a step besides weights that the Trainer also writes: the tokenizer's, and its own state."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def save_pretrained(self, directory: str) -> None:
-        """Write them."""
+        """Write the files."""
         trainer = self._trainer
         if (processor := trainer.processing_class) is not None:
             processor.save_pretrained(directory)
@@ -373,7 +371,7 @@ class _StepFiles:
 
 
 def _prepare(directory: Path, model: Any, state: dict[str, Any]) -> None:
-    """Write what `train` reads before it calls the callback: the position, and weights that change nothing."""
+    """Write what `train` reads before it calls the callback: the position, and weights that have no effect."""
     (directory / TRAINER_STATE_NAME).write_text(json.dumps(state))
     if is_peft_available():
         from peft import PeftModel
@@ -387,10 +385,10 @@ def _prepare(directory: Path, model: Any, state: dict[str, Any]) -> None:
 
 
 def _position(trainer: Trainer, step: int) -> int:
-    """The step that the Trainer is to go on after.
+    """The step after which the Trainer continues.
 
-    It looks whether a run is finished only after a step, so that one that was finished within an epoch would get one
-    more with each start: it is given the end of that epoch, after which there is none.
+    The Trainer checks only after a step whether a run is finished, so a run that finished within an epoch would gain
+    one more step with each start. Such a run starts at the end of that epoch, after which there is no step.
     """
     args = trainer.args
     if args.max_steps <= 0 and args.num_train_epochs == int(args.num_train_epochs):
@@ -403,17 +401,17 @@ def _position(trainer: Trainer, step: int) -> int:
 
 
 def _steps_per_epoch(args: TrainingArguments, loader: Any) -> int | None:
-    """Optimizer steps of an epoch; None if the data has no length."""
+    """Optimizer steps per epoch; None if the data has no length."""
     return max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1) if has_length(loader) else None
 
 
 def _epoch(step: int, steps_per_epoch: int | None) -> int:
-    """The epoch of the step that follows `step`, as the Trainer counts."""
+    """The epoch of the step after `step`, by the Trainer's count."""
     return 0 if steps_per_epoch is None else step // steps_per_epoch
 
 
 def _order_ignores_ranks(args: TrainingArguments, loader: Any) -> bool:
-    """Whether the batches of all ranks together are the same ones on any number of ranks."""
+    """Whether the global batches are the same on any number of ranks."""
     if isinstance(loader.dataset, IterableDataset):
         is_divided = isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDatasetShard)
         return args.world_size == 1 or is_divided
@@ -421,5 +419,5 @@ def _order_ignores_ranks(args: TrainingArguments, loader: Any) -> bool:
 
 
 def _states(given: dict[str, Any]) -> dict[str, Any]:
-    """What has a state in addition to model and optimizer: the schedule, and the scaler of float16."""
+    """Objects with state besides model and optimizer: the schedule, and the float16 scaler."""
     return {"scheduler": given["lr_scheduler"], "scaler": getattr(given["optimizer"], "scaler", None)}

@@ -1,6 +1,6 @@
-"""What `TrainingArguments` say now of optimizer and schedule, in a run whose step was saved with other settings.
+"""Applies changed `TrainingArguments` for optimizer and schedule to a run whose step was saved with other settings.
 
-The Trainer's own resume takes both as they were saved, and ignores what was changed without a word.
+The Trainer's own resume restores both as saved, and silently ignores changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp_shard.integrations.resumption import report_change
 from fsdp_shard.training import Restored
 
 _RATE = "learning_rate"
-# What the schedule changes, what is no setting, and how an update is computed, which depends on the device.
+# Values that the schedule changes, that are no settings, or that define how an update is computed (device-dependent).
 _OTHERS = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _CLOSE = 1e-6
 
@@ -24,7 +24,7 @@ Groups = list[dict[str, Any]]
 
 
 def settings_of(optimizer: Any) -> Groups:
-    """The settings of each parameter group, with the learning rate that the schedule multiplies."""
+    """The settings of each parameter group, with the base learning rate that the schedule multiplies."""
     return [
         {name: value for name, value in group.items() if name not in _OTHERS and _is_plain(value)}
         | {_RATE: _number(group.get("initial_lr", group["lr"]))}
@@ -33,17 +33,17 @@ def settings_of(optimizer: Any) -> Groups:
 
 
 def follow_arguments(optimizer: Any, scheduler: Any, made: Groups | None, now: Groups, restored: Restored) -> None:
-    """Go on with the settings that there are now, where they are not those that the step was saved with; say so.
+    """Continue with the current settings where they differ from those at the time of the save, and report them.
 
     Args:
-        optimizer: The optimizer, with the settings of the step.
+        optimizer: The optimizer, with the step's settings.
         scheduler: The schedule, with its state in the step.
-        made: What `settings_of` found before the first step of the run; None in steps that do not record it.
-        now: What `settings_of` found before the step was restored.
+        made: The result of `settings_of` before the run's first step; None for steps that do not record it.
+        now: The result of `settings_of` before the step was restored.
         restored: The step.
 
     Raises:
-        CheckpointError: Another learning rate is set, and the schedule is one that goes on with its own.
+        CheckpointError: Another learning rate is set, but the schedule continues with its own.
     """
     changes: list[str] = []
     for group, before, wanted in zip(optimizer.param_groups, made or now, now, strict=True):
@@ -69,16 +69,16 @@ def follow_arguments(optimizer: Any, scheduler: Any, made: Groups | None, now: G
 
 
 def _follow_schedule(optimizer: Any, scheduler: LambdaLR) -> list[str]:
-    """Set the learning rate of the next step to that of the schedule there is now, and return what this changes.
+    """Set the learning rate of the next step from the current schedule, and return the resulting changes.
 
-    It was computed by the schedule that the step was saved with, which may have ended, and left 0.
+    The saved rate came from the schedule at the time of the save, which may have ended and left 0.
     """
     expected = [_number(group["lr"]) for group in optimizer.param_groups]
     base = [_number(group["initial_lr"]) for group in optimizer.param_groups]
     rates = [rate * scale(scheduler.last_epoch) for rate, scale in zip(base, scheduler.lr_lambdas, strict=True)]
     scheduler.load_state_dict({**scheduler.state_dict(), "base_lrs": base, "_last_lr": rates})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], torch.Tensor):  # whose place a captured graph knows
+        if isinstance(group["lr"], torch.Tensor):  # a captured graph refers to its memory
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -93,5 +93,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """A learning rate, which may be a tensor; some optimizers have None."""
+    """A learning rate, which may be a tensor, or None in some optimizers."""
     return value.item() if isinstance(value, torch.Tensor) else value
