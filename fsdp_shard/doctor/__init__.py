@@ -1,4 +1,4 @@
-"""A dry run of `finetune`: the problems that it would hit, found before it starts."""
+"""A dry run of `finetune` that finds problems before the run starts."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What becomes of the data of a run: how often samples are trained, which are cut or dropped, or also held out."""
+"""Checks how a run uses its data: how often samples are trained, and which are cut, dropped, or also held out."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from fsdp_shard.doctor.run import DataFunction, PreparedData, missing_settings, 
 from fsdp_shard.utils import format_count
 
 _MANY_TRUNCATED, _MANY_DROPPED = 0.25, 0.1
-_NUM_LOOKED_AT = 256  # samples whose tokens are compared with the vocabulary
+_NUM_LOOKED_AT = 256  # samples to compare with the vocabulary
 
 
 def check_data(config: FinetuneConfig, prepare_samples: DataFunction) -> Iterator[Finding]:
-    """Prepare the data, and find how often each sample would be trained, and which never.
+    """Prepare the data, and find how often each sample would be trained, and which never would be.
 
     Args:
         config: Settings of the run.
@@ -64,7 +64,7 @@ def _lost_rows(losses: RowLosses, length: int) -> Iterator[Finding]:
 
 
 def _vocabulary(config: FinetuneConfig, prepared: PreparedData) -> Iterator[Finding]:
-    """Tokens without an embedding: the tokenizer is another model's, or was extended and the model was not."""
+    """Find tokens without an embedding: the tokenizer belongs to another model, or was extended without the model."""
     known = model_config(config)
     train = prepared.samples.train
     if train.num_samples is not None:

@@ -1,6 +1,6 @@
-"""The disk of a run: whether it can be written as a run does, and whether its checkpoints fit.
+"""Checks whether a run can write to its disk as needed, and whether its checkpoints fit.
 
-What is written to try it is removed again.
+Test files are removed again.
 """
 
 import fcntl
@@ -35,11 +35,11 @@ def check_disk(run_dir: str) -> Iterator[Finding]:
     check_writable(run_dir, f"run_dir={run_dir}")
     directory = nearest_existing(Path(run_dir))
     with scratch_directory(directory) as scratch:
-        trial, content = Path(scratch) / "trial", os.urandom(_TRIAL_BYTES)  # some file systems compress
+        trial, content = Path(scratch) / "trial", os.urandom(_TRIAL_BYTES)  # random, because some file systems compress
         begin = time.perf_counter()
         write_atomically(trial, content, sync=True)
         rate = _TRIAL_BYTES / (time.perf_counter() - begin)
-        handle = os.open(trial, os.O_RDWR)  # as the lock of a run is
+        handle = os.open(trial, os.O_RDWR)  # as for a run's lock
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -70,7 +70,7 @@ def check_disk_space(
     replica = plan.per_rank[:num_owners]
     is_adapter = isinstance(config.adapter, training.LoraConfig)
     weights = sum(rank.gradients_bytes if is_adapter else rank.parameters_bytes for rank in replica)
-    if average := sum(rank.average_bytes for rank in replica):  # ema/, with what is frozen of a model
+    if average := sum(rank.average_bytes for rank in replica):  # ema/, including a model's frozen parameters
         weights += average + (
             0 if is_adapter else sum(rank.parameters_bytes - rank.gradients_bytes for rank in replica)
         )
@@ -96,13 +96,13 @@ def check_disk_space(
 
 
 def _file_limits(directory: Path, num_checkpoints: int, largest_bytes: int, num_ranks: int) -> Iterator[Finding]:
-    """Find whether checkpoints exceed what a file system and this user may have of files.
+    """Find whether checkpoints exceed the file limits of the file system or of this user.
 
     Args:
         directory: A directory on the file system.
-        num_checkpoints: Checkpoints at a time.
-        largest_bytes: Bytes of the largest file of one, about.
-        num_ranks: Ranks that write a file each.
+        num_checkpoints: Number of checkpoints that coexist.
+        largest_bytes: Approximate size of a checkpoint's largest file.
+        num_ranks: Number of ranks that write one file each.
     """
     state, needed = os.statvfs(directory), num_checkpoints * (_SIDE_FILES + 2 * num_ranks)
     if state.f_files and state.f_favail < needed:  # 0: the file system does not count them

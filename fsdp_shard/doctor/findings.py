@@ -1,4 +1,4 @@
-"""What the checks of `doctor` find, and the report of it."""
+"""The findings of `doctor` checks, and their report."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,48 +12,48 @@ OK, SKIPPED, WARNING, PROBLEM = "ok", "-", "warn", "FAIL"
 
 
 class Finding(NamedTuple):
-    """A sentence and what it means: a run with a WARNING is slower or worse, one with a PROBLEM would fail."""
+    """A sentence and its severity: a WARNING makes a run slower or worse, a PROBLEM would make it fail."""
 
     mark: str
     text: str
 
 
 def ok(text: str) -> Finding:
-    """Return a finding that is no reason to worry."""
+    """Return a finding that requires no action."""
     return Finding(OK, text)
 
 
 def skipped(missing: str) -> Finding:
-    """Return the finding that something was not checked because settings are missing."""
+    """Return the finding that a check was skipped because settings are missing."""
     return Finding(SKIPPED, f"not checked; add {missing}")
 
 
 def warning(text: str) -> Finding:
-    """Return a finding that makes a run slower or worse."""
+    """Return a finding about something that makes a run slower or worse."""
     return Finding(WARNING, text)
 
 
 def noted(line: str) -> Finding:
-    """Return the finding of a line that a run prints, which may begin with `warning: `."""
+    """Return the finding for a line that a run prints, which may begin with `warning: `."""
     return warning(line.removeprefix("warning: ")) if line.startswith("warning: ") else ok(line)
 
 
 def problem(text: str) -> Finding:
-    """Return a finding that would make a run fail."""
+    """Return a finding about something that would make a run fail."""
     return Finding(PROBLEM, text)
 
 
 def local_ranks(launch: LaunchConfig) -> tuple[int, str]:
-    """Return the number of ranks on this machine, and what it is called: the setting, or the variable of a launcher."""
+    """Return the number of ranks on this machine, and its source: the setting, or a launcher's variable."""
     count = num_local_ranks(launch)
     return count, f"{'LOCAL_WORLD_SIZE' if is_joined_rank(launch) else 'launch.ranks'}={count}"
 
 
 class Report:
-    """Prints each finding on a line as soon as it is made, and a problem that several checks find only once.
+    """Prints each finding on a line immediately, and a problem found by several checks only once.
 
     Args:
-        print_line: What prints a line; by default to standard output, on the first of several ranks.
+        print_line: Prints a line; by default to standard output, on the first of several ranks.
     """
 
     def __init__(self, print_line: Callable[[str], None] | None = None) -> None:
@@ -66,7 +66,7 @@ class Report:
         Args:
             subject: What was checked, in one word.
             findings: The findings, as they are made; an error of this package or the system raised by the iterator is
-                a problem.
+                reported as a problem.
         """
         for finding in _with_errors(findings):
             if finding.mark == PROBLEM and finding in self._findings:
@@ -75,7 +75,7 @@ class Report:
             self._print(f"{subject:<9} {finding.mark:<4}  {finding.text}")
 
     def conclude(self) -> None:
-        """Print that there is no problem, or raise RunError."""
+        """Print that there are no problems, or raise RunError."""
         counts = Counter(finding.mark for finding in self._findings)
         if counts[PROBLEM]:
             raise RunError(f"finetune would fail: {format_count(counts[PROBLEM], 'problem')}, marked FAIL above.")

@@ -1,4 +1,4 @@
-"""This machine as ranks would find it: versions of libraries, cores, memory, GPUs, limits."""
+"""Checks this machine as ranks would find it: library versions, cores, memory, GPUs, limits."""
 
 import os
 import platform
@@ -17,8 +17,8 @@ from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.utils import format_count, format_size, installed_versions
 
 _SHOWN = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
-_FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at a time
-_SHARED_MEMORY_BYTES = 1 << 30  # for the GPUs of a machine; containers have 64 MB by default
+_FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at the same time
+_SHARED_MEMORY_BYTES = 1 << 30  # for a machine's GPUs; containers have 64 MB by default
 _CPUINFO = Path("/proc/cpuinfo")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def check_software(requirements: Iterable[str] | None = None) -> Iterator[Finding]:
-    """Compare the installed libraries with the requirements of this package, or with `requirements`."""
+    """Compare the installed libraries with this package's requirements, or with `requirements`."""
     if requirements is None:
         try:
             requirements = metadata.requires("fsdp-shard") or ()
@@ -55,7 +55,7 @@ def _unmet(requirement: Requirement) -> str | None:
 
 
 def check_hardware(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
-    """Check that there is a device for each rank, and find what would make ranks slow."""
+    """Check that there is a device for each rank, and find anything that would slow ranks down."""
     yield from _hidden_gpus(launch)
     check_machine(launch)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -68,7 +68,7 @@ def check_hardware(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding
 
 
 def _hidden_gpus(launch: LaunchConfig) -> Iterator[Finding]:
-    """Find why torch sees no GPU where the driver of some is loaded."""
+    """Find why torch sees no GPU although a GPU driver is loaded."""
     if launch.device == "cpu" or count_gpus() or not _DRIVER.exists():
         return
     import torch
@@ -116,7 +116,7 @@ def _cpu_limits(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
 
 
 def _computes_in(dtype: str) -> bool:
-    """Whether the CPU's flags name matrix products in `dtype`; True if the flags are unknown."""
+    """Whether the CPU's flags include matrix products in `dtype`; True if the flags are unknown."""
     wanted = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"amx_fp16", "avx512_fp16", "asimdhp"}}[dtype]
     try:
         lines = _CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()

@@ -1,6 +1,7 @@
-"""Whether ranks could find each other: the variables that describe them, the interfaces, the host and port to meet at.
+"""Checks whether ranks could find each other: their environment variables, the interfaces, the rendezvous host and
+port.
 
-Nothing is waited for but the resolution of a name, and a few seconds for whoever already has the port.
+It waits only for name resolution, and a few seconds for whoever already holds the port.
 """
 
 import errno
@@ -28,10 +29,10 @@ _SECONDS_TO_ANSWER = 5.0
 
 
 def check_network(settings: LaunchConfig) -> Iterator[Finding]:
-    """Find what would keep the ranks of a run from finding each other, without starting any.
+    """Find anything that would keep the ranks of a run from finding each other, without starting them.
 
     Args:
-        settings: Where the ranks are.
+        settings: The launch settings.
 
     Yields:
         Problems and warnings only.
@@ -54,7 +55,7 @@ def check_network(settings: LaunchConfig) -> Iterator[Finding]:
 
 
 def _wrong_numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that cannot be those of one rank."""
+    """Find variables that cannot belong to one rank."""
     below = [
         ("RANK", "WORLD_SIZE"),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -81,7 +82,7 @@ def _wrong_numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _ignored_variables(settings: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that ask for ranks that this process does not know of."""
+    """Find variables that request ranks unknown to this process."""
     if len(world_sizes(settings)) > 1 or rendezvous_endpoint(settings, environment) is not None:
         return
     missing = [name for name in _TORCHRUN if name not in environment]
@@ -99,11 +100,11 @@ def _ignored_variables(settings: LaunchConfig, environment: Mapping[str, str]) -
 
 
 def _missing_interfaces(settings: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Names of network interfaces that this machine does not have."""
+    """Find names of network interfaces that this machine does not have."""
     known = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if uses_gpus(settings) else ())):
         given = environment.get(variable, "")
-        if not given or given.startswith("^"):  # NCCL: all but these
+        if not given or given.startswith("^"):  # NCCL: all except these
             continue
         by_prefix = variable.startswith("NCCL") and not given.startswith("=")
         found = [
@@ -141,7 +142,7 @@ def _meeting_point(
             f"{named} is this machine for every machine, so that others cannot find it; give the name or the address "
             f"by which they know it."
         )
-    # torchrun's agent serves the store of its ranks, and other ranks than the first do not serve it.
+    # torchrun's agent serves the store of its ranks, and ranks other than the first do not serve it.
     serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and environment.get("RANK", "0") == "0"
     is_served_here = serves if is_joined else is_this_machine(endpoint)
     if is_served_here and _is_taken(int(port)) and not _answers(host.strip("[]"), int(port)):
@@ -152,7 +153,7 @@ def _meeting_point(
 
 
 def _is_taken(port: int) -> bool:
-    """Whether nothing more can listen at a port of this machine."""
+    """Whether no further process can listen on a port of this machine."""
     try:
         with closing(socket.create_server(("", port))):
             return False
@@ -161,7 +162,7 @@ def _is_taken(port: int) -> bool:
 
 
 def _answers(host: str, port: int) -> bool:
-    """Whether a store of torch answers there; asked in a process, as torch waits for minutes for one that is mute."""
+    """Whether a torch store answers there; runs in a process, because torch waits minutes for a silent one."""
     process = multiprocessing.get_context("fork").Process(target=_ask_store, args=(host, port), daemon=True)
     process.start()
     process.join(_SECONDS_TO_ANSWER)
@@ -176,7 +177,7 @@ def _ask_store(host: str, port: int) -> None:
     from torch.distributed import TCPStore
 
     with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what torch says of each attempt
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's messages about each attempt
     seconds = timedelta(seconds=_SECONDS_TO_ANSWER)
     try:
         TCPStore(host, port, is_master=False, timeout=seconds, wait_for_workers=False)

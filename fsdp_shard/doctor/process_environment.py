@@ -1,4 +1,4 @@
-"""What surrounds the processes of a run: environment variables that change it unnoticed, directories, limits."""
+"""Checks the environment of a run's processes: variables with unnoticed effects, directories, limits."""
 
 import os
 import resource
@@ -14,13 +14,13 @@ from fsdp_shard.utils import check_writable, format_count, format_size
 
 
 class Variable(NamedTuple):
-    """An environment variable that is set for another purpose than to train.
+    """An environment variable that is set for a purpose other than training.
 
     Attributes:
         name: Its name.
-        harms: Whether a value of it does.
-        text: What it does, and what to do, after its name and value.
-        only_gpus: Whether it has an effect on GPUs only.
+        harms: Whether one of its values does harm.
+        text: Its effect and what to do, to print after its name and value.
+        only_gpus: Whether it affects GPUs only.
     """
 
     name: str
@@ -60,7 +60,7 @@ _VARIABLES = (
 
 
 def check_environment(settings: LaunchConfig) -> Iterator[Finding]:
-    """Find variables, directories and limits around the processes that make a run slower, or end it later.
+    """Find variables, directories and limits that would slow a run down, or end it later.
 
     Args:
         settings: The ranks of the run.
@@ -90,7 +90,7 @@ def _threads(settings: LaunchConfig) -> Iterator[Finding]:
 
 
 def _directories() -> Iterator[Finding]:
-    """Directories that libraries are to write to."""
+    """Check the directories that libraries write to."""
     for name, instead in {
         "TMPDIR": f"temporary files go to {tempfile.gettempdir()} instead",
         "HF_HOME": "nothing can be fetched from the hub",
@@ -109,7 +109,7 @@ def _directories() -> Iterator[Finding]:
 
 
 def _limits() -> Iterator[Finding]:
-    """Limits of a process (`ulimit`) that have nothing to do with the machine."""
+    """Find process limits (`ulimit`), which are independent of the machine."""
     for kind, letter in {resource.RLIMIT_AS: "v", resource.RLIMIT_DATA: "d"}.items():
         if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
             yield warning(

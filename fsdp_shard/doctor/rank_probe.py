@@ -1,4 +1,4 @@
-"""Starts the ranks of a run to find whether they meet, agree on what they are, and how fast they communicate."""
+"""Starts the ranks of a run to check that they meet and agree, and to measure their communication speed."""
 
 import json
 import os
@@ -29,14 +29,14 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows.
+    """The facts that one rank reports.
 
     Attributes:
         host: Name of its machine.
         device: Its device: cpu, or the number and name of the GPU.
         versions: Versions of libraries on its machine.
-        visible: Of each directory that the run writes to, whether the rank sees what rank 0 has written there.
-        gpu_id: UUID of its GPU: where each rank sees only its own, all of them have number 0.
+        visible: For each directory that the run writes to, whether this rank sees what rank 0 wrote there.
+        gpu_id: UUID of its GPU. If each rank sees only its own GPU, they all have number 0.
     """
 
     host: str
@@ -47,13 +47,13 @@ class RankFacts:
 
 
 def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
-    """Start all ranks as finetune would, let them meet, and end them; on several machines, on each."""
+    """Start all ranks as finetune would, let them meet, and end them; on several machines, run this on each."""
     for num_ranks in world_sizes(config.launch):
         sharding.check_ranks(config.shard, num_ranks, on_gpu=uses_gpus(config.launch))
     findings_before = list(check_network(config.launch))
     yield from findings_before
     if any(finding.mark == PROBLEM for finding in findings_before):
-        return  # ranks would wait until their timeout
+        return  # otherwise ranks would wait until their timeout
     if world_sizes(config.launch) == [1]:
         yield ok("one rank, which communicates with no other")
         return
@@ -67,15 +67,15 @@ def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
 
 
 def judge(facts: Sequence[RankFacts], seconds: float, bytes_per_second: float) -> Iterator[Finding]:
-    """Find what keeps ranks from working together.
+    """Find anything that keeps ranks from working together.
 
     Args:
         facts: The facts of all ranks, in rank order.
-        seconds: Time until they had met.
-        bytes_per_second: Rate of an all-reduce over them.
+        seconds: Time until they met.
+        bytes_per_second: Rate of an all-reduce over all ranks.
 
     Yields:
-        The problems, and a summary at last.
+        The problems, followed by a summary.
     """
     hosts = list(dict.fromkeys(fact.host for fact in facts))
     for fact in facts[1:]:
@@ -104,7 +104,7 @@ def judge(facts: Sequence[RankFacts], seconds: float, bytes_per_second: float) -
 
 
 def _probe(findings: str, config: FinetuneConfig) -> None:
-    """The work of one rank; rank 0 writes the findings to the file `findings`."""
+    """Do the work of one rank; rank 0 writes the findings to the file `findings`."""
     settings, shard, begin = config.launch, config.shard, time.perf_counter()
     with init_distributed(
         settings.device,
@@ -114,7 +114,7 @@ def _probe(findings: str, config: FinetuneConfig) -> None:
         expert_parallel=shard.expert_parallel,
         context_parallel=shard.context_parallel,
     ) as context:
-        context.with_new_group(settings.timeout_seconds).barrier()  # saves have a group of their own
+        context.with_new_group(settings.timeout_seconds).barrier()  # saves use a separate group
         seconds = time.perf_counter() - begin
         rate = _all_reduce_rate(context)
         with ExitStack() as scratch:
@@ -135,7 +135,7 @@ def _facts(context: DistributedContext, written: dict[str, str]) -> RankFacts:
 
 
 def _all_reduce_rate(context: DistributedContext) -> float:
-    """Bytes per second of an all-reduce, the median of a few after one that is not counted."""
+    """Bytes per second of an all-reduce: the median of several, after an uncounted one."""
     tensor = torch.ones(_REDUCED_BYTES // 4, device=context.device)
     seconds = []
     for _ in range(1 + _ROUNDS):
@@ -149,6 +149,6 @@ def _all_reduce_rate(context: DistributedContext) -> float:
 
 
 def _write_marks(scratch: ExitStack, directories: Sequence[Path]) -> dict[str, str]:
-    """Make a directory in each of `directories`, or in its nearest one that exists; return it by that."""
+    """Make a directory in each of `directories`, or its nearest existing parent; return the new ones by directory."""
     existing = dict.fromkeys(map(nearest_existing, directories))
     return {str(directory): scratch.enter_context(scratch_directory(directory)) for directory in existing}

@@ -1,7 +1,7 @@
-"""The run itself: its directory, its settings as `finetune` checks them, and memory.
+"""Checks the run itself: its directory, its memory, and its settings as `finetune` checks them.
 
-Of the model only its config and the headers of its weights are read; text is tokenized into the cache that the run
-will read it from.
+Only the model's config and the headers of its weights are read. Text is tokenized into the cache that the run will
+use.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,17 +30,17 @@ from fsdp_shard.planning import (
 )
 from fsdp_shard.utils import check as check_sections, format_count, format_size
 
-_MAX_PLANS = 12  # of each kind, as a dry run takes seconds
+_MAX_PLANS = 12  # of each kind, because a dry run should take seconds
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The data of a run as its ranks would open it.
+    """A run's data as its ranks would open it.
 
     Attributes:
-        samples: What is trained and what is held out.
-        tokenized: The files that they are made of.
-        task: What the model is trained to do.
+        samples: The training and held-out samples.
+        tokenized: The tokenized files behind them.
+        task: The training task.
         tokenizer: The tokenizer.
     """
 
@@ -55,7 +55,7 @@ DataFunction = Callable[[], PreparedData | None]
 
 
 def check_run_directory(config: FinetuneConfig) -> Iterator[Finding]:
-    """Check that the run may use its directory, and find where it starts. Fetches nothing from a remote store."""
+    """Check that the run may use its directory, and find its starting point. Does not access a remote store."""
     run_dir, train = config.run_dir, config.train
     if (other := training.holder(Path(run_dir))) is not None:
         yield problem(f"run_dir={run_dir} is in use by another run ({other}); wait for it, or give another run_dir.")
@@ -84,7 +84,7 @@ def check_remote(url: str | None) -> Iterator[Finding]:
 
 
 def check_settings(config: FinetuneConfig, check: Callable[[FinetuneConfig], None]) -> Iterator[Finding]:
-    """Check the settings with `check`, as finetune does before any rank starts, without a remote store."""
+    """Check the settings with `check`, as finetune does before ranks start, without a remote store."""
     if missing := missing_settings(config):
         yield skipped(missing)
         return
@@ -97,7 +97,7 @@ def check_settings(config: FinetuneConfig, check: Callable[[FinetuneConfig], Non
 
 
 def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
-    """Plan the memory of each rank, with blocks and parameters.
+    """Plan the memory of each rank, including blocks and parameters.
 
     Args:
         config: Settings of the run.
@@ -117,7 +117,7 @@ def _planned_run(config: FinetuneConfig) -> PlannedRun:
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
-    """Check that each rank of this machine has the memory that it needs according to the plan."""
+    """Check that each rank on this machine has the memory that the plan requires."""
     plan = plan_run()
     if plan is None:
         yield skipped("model.path=...")
@@ -146,7 +146,7 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
 
 
 def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) -> str:
-    """Settings with which each rank needs at most `free_bytes`; more ranks would have to share this machine."""
+    """Settings with which each rank needs at most `free_bytes`; additional ranks would share this machine."""
 
     def check_together(run: PlannedRun) -> None:
         sections = {name: getattr(run, name) for name in ("model", "shard", "train", "optim", "adapter", "objective")}
@@ -163,7 +163,7 @@ def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) ->
 
 
 def prepare_samples(config: FinetuneConfig) -> PreparedData | None:
-    """Tokenize and open the data; None if the settings have no model or no data."""
+    """Tokenize and open the data; None if the settings lack a model or data."""
     if missing_settings(config):
         return None
     source = _source(config)
@@ -177,12 +177,12 @@ def prepare_samples(config: FinetuneConfig) -> PreparedData | None:
 
 
 def _resumed_step(config: FinetuneConfig) -> Path | None:
-    """The step that the run would resume from, as far as it is on this machine."""
+    """The step that the run would resume from, if it is on this machine."""
     return training.find_step(config.resume, config.run_dir)
 
 
 def _source(config: FinetuneConfig) -> Location:
-    """Where the run would take its model from."""
+    """The location that the run would load its model from."""
     return training.model_source(config, _resumed_step(config))
 
 
@@ -196,13 +196,13 @@ def _context(config: FinetuneConfig) -> models.ContextLength:
 
 
 def _settle_length(config: FinetuneConfig) -> int:
-    """As `finetune` does, whose checks may have ended before that, with another problem."""
+    """Set the sequence length as `finetune` does, whose checks may have failed earlier for another reason."""
     return config.data.sequence_length or training.settle_run_length(
         config.data, _resumed_step(config), _context(config)
     )
 
 
 def missing_settings(config: FinetuneConfig) -> str:
-    """Return what is missing of the settings to check the model and the data, as text; empty if nothing is."""
+    """Return the settings missing for checks of model and data, as text; empty if none is missing."""
     given = {"model.path=...": config.model.path, "data.path=...": config.data.path or config.data.mixture}
     return " ".join(name for name, value in given.items() if not value)
