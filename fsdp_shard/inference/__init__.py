@@ -1,4 +1,4 @@
-"""Models dispatched over GPU, CPU and disk, block by block, straight from a checkpoint; text generation with them."""
+"""Runs models spread over GPU, CPU and disk, block by block, straight from a checkpoint, and generates text."""
 
 import lazy_loader
 

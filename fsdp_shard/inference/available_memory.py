@@ -1,4 +1,4 @@
-"""The memory, GPUs, threads and disk space that this machine has available."""
+"""Queries the memory, GPUs, threads and disk space available on this machine."""
 
 import os
 import resource
@@ -20,12 +20,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def machine_budgets(local_rank: int = 0, num_ranks: int = 1, *, use_gpus: bool = True) -> dict[Device, int]:
-    """Bytes to plan with on each GPU and on the CPU: nine tenths of what is free now.
+    """Return the bytes to plan with on each GPU and the CPU: nine tenths of the currently free memory.
 
     Args:
-        local_rank: The number of this rank on the machine.
-        num_ranks: Ranks on the machine; with several, each has one GPU and its part of the CPU memory.
-        use_gpus: False for ranks that are to use none (`launch.device=cpu`).
+        local_rank: The index of this rank on the machine.
+        num_ranks: Number of ranks on the machine; each of several has one GPU and its share of the CPU memory.
+        use_gpus: False for ranks without GPUs (`launch.device=cpu`).
 
     Returns:
         GPU number or `cpu` -> bytes.
@@ -51,12 +51,12 @@ def check_devices(devices: Iterable[Device]) -> None:
 
 
 def free_cpu_bytes() -> int:
-    """Bytes that this process could still allocate: what the kernel calls available, within the cgroup's limit."""
+    """Bytes that this process can still allocate: what the kernel calls available, within the cgroup's limit."""
     return int(min(psutil.virtual_memory().available, _cgroup_free_bytes()))
 
 
 def free_threads() -> int:
-    """How many threads this process could still start, by the limits of its user and of its cgroup."""
+    """Number of threads that this process can still start, by the limits of its user and cgroup."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     allowed = sys.maxsize if limit == resource.RLIM_INFINITY or os.geteuid() == 0 else limit
     for group in (_CGROUP, _CGROUP / "pids"):
@@ -67,7 +67,7 @@ def free_threads() -> int:
 
 
 def free_disk_bytes(directory: Path) -> int:
-    """Bytes that may still be written where `directory` is, or would be."""
+    """Free bytes on the disk where `directory` is, or would be."""
     return shutil.disk_usage(nearest_existing(directory)).free
 
 

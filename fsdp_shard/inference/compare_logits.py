@@ -1,4 +1,4 @@
-"""Compares what two checkpoints predict after each token of a prompt, for `diff --logits`; loads one at a time."""
+"""Compares two checkpoints' predictions after each token of a prompt, for `diff --logits`; loads one at a time."""
 
 import gc
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class LogitsReport:
     """The differences between the logits of two models, A and B.
 
     Attributes:
-        num_tokens: Tokens of the prompt.
+        num_tokens: Number of tokens in the prompt.
         max_difference: The largest absolute difference of a logit.
         mean_divergence: KL(A || B) per position, in nats.
-        max_divergence: Its largest value.
-        top_agrees: For each position, whether both have the same most likely next token.
-        disagreements: The other positions: (position, the prompt up to it, token of A, token of B).
-        warnings: For each model that was never trained on so many positions, a line that says so.
+        max_divergence: The largest KL divergence.
+        top_agrees: For each position, whether both models predict the same most likely next token.
+        disagreements: The other positions: (position, prompt up to it, token of A, token of B).
+        warnings: A line for each model that was never trained on that many positions.
     """
 
     num_tokens: int
@@ -38,7 +38,7 @@ class LogitsReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all logits are bit for bit the same."""
+        """Whether all logits are bitwise identical."""
         return self.max_difference == 0
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class LogitsReport:
 
 
 def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
-    """Run both models on `prompt`, each in the dtype that it is stored in.
+    """Run both models on `prompt`, each in its stored dtype.
 
     Args:
         a: The first checkpoint, whose tokenizer is used.
@@ -67,9 +67,9 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
 
     Raises:
         DataError: The prompt has no tokens.
-        ConfigError: It has more than a model has positions.
-        ModelError: They cannot be compared: another vocabulary, not a decoder-only model, or logits that are not
-            finite.
+        ConfigError: The prompt has more tokens than a model has positions.
+        ModelError: The models cannot be compared: different vocabularies, a model that is not decoder-only, or
+            non-finite logits.
     """
     tokenizer = load_tokenizer(a.tokenizer)
     tokens = tokenize(tokenizer, prompt)
@@ -104,15 +104,15 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
 
 
 def _check(source: Location, num_tokens: int) -> str | None:
-    """Check that the model predicts the next token, and return a warning if the prompt is longer than its context."""
+    """Check that the model predicts next tokens; return a warning if the prompt is longer than its context."""
     config = load_config(source.directory)
     check_causal(config)
     return context_length_of(config).check(f"{source}: --logits, with {num_tokens} tokens,", num_tokens, "shorten it")
 
 
 def _logits(source: Location, tokens: list[int]) -> torch.Tensor:
-    """[num_tokens, vocabulary] of the model at `source`, as float64 on the CPU; the model is deleted afterwards."""
-    # diff has listed the tensors already
+    """Logits [num_tokens, vocabulary] of the model at `source`, float64 on the CPU; the model is deleted afterwards."""
+    # diff has already listed the tensors
     model = dispatch_model(source, load_config(source.directory), DispatchConfig(), log=lambda text: None)
     try:
         with torch.inference_mode(), running(model):

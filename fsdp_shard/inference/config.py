@@ -1,4 +1,4 @@
-"""Settings of dispatch and generation, and the rules between them. Imports no torch, so a mistake shows at once."""
+"""Settings of dispatch and generation, and their consistency rules. Imports no torch, so mistakes show at once."""
 
 import os
 import re
@@ -35,22 +35,22 @@ DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 
 def parse_device_map(value: Any, setting: str = "device_map") -> str | dict[str, Device]:
-    """Parse a strategy's name, or a mapping from module names to devices.
+    """Parse a strategy name, or a mapping from module names to devices.
 
     Args:
         value: The value as given; None is `auto`.
         setting: Name of the setting, for errors.
 
     Returns:
-        The strategy, or module FQN -> device with "" for all modules that are not named.
+        The strategy, or module FQN -> device, with "" for all modules not named.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither.
     """
     if value is None or (isinstance(value, str) and value in STRATEGIES):
         return value or "auto"
     if isinstance(value, dict):
-        # transformers calls all other modules '', which cannot be a key on the command line.
+        # transformers' key for all other modules is '', which cannot be typed on the command line.
         return {
             "" if name == "*" else str(name): parse_device(device, f"{setting}.{name}")
             for name, device in value.items()
@@ -98,7 +98,7 @@ def parse_budgets(value: dict[Any, Any] | None, setting: str = "max_memory") -> 
 
 
 def parse_adapters(value: Any, setting: str = "adapters") -> dict[str, str]:
-    """Parse the paths of adapters by name; ConfigError if a name cannot be that of a module, or a path is no text."""
+    """Parse adapter paths by name; ConfigError if a name is not a valid module name, or a path is not a string."""
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(path, (str, os.PathLike)) for path in value.values()):
@@ -110,7 +110,7 @@ def parse_adapters(value: Any, setting: str = "adapters") -> dict[str, str]:
 
 
 def locate_adapters(paths: Mapping[str, str]) -> dict[str, Location]:
-    """Return what `adapters` lead to, by name; InputError, which names the setting, for what is no adapter."""
+    """Locate `adapters`, by name; raises InputError, naming the setting, for anything that is not an adapter."""
     found = {}
     for name, path in paths.items():
         try:
@@ -124,59 +124,59 @@ def locate_adapters(paths: Mapping[str, str]) -> dict[str, Location]:
 
 @dataclass
 class DispatchConfig:
-    """On which devices the blocks of a model are while it runs."""
+    """The devices on which a model's blocks are stored and run."""
 
     device_map: Any = setting(
         "auto",
-        "auto and balanced: GPUs evenly, then CPU, then disk; balanced_low_0: least on GPU 0; sequential: each device "
-        "filled before the next; cpu; disk; or a mapping from module names (* for all others) to a GPU's number, cpu "
-        "or disk. Where no GPU computes, weights are used in the files themselves, mapped into memory: leave them "
-        "alone while the model lives, since one that is cut short ends the process (SIGBUS). Weights on a GPU, or of "
-        "another dtype than in the files, or quantized, are in memory of their own.",
+        "auto and balanced: GPUs evenly, then CPU, then disk; balanced_low_0: least on GPU 0; sequential: fill each "
+        "device before the next; cpu; disk; or a mapping from module names (* for all others) to a GPU number, cpu or "
+        "disk. If no GPU computes, weights are memory-mapped from the checkpoint files: do not modify these files "
+        "while the model lives, because truncating one ends the process (SIGBUS). Weights on a GPU, converted to "
+        "another dtype, or quantized are copied into memory.",
     )
     # Any, not dict | None: OmegaConf cannot replace an optional dict that is None by a mapping.
     max_memory: Any = setting(
         None,
-        "Budgets such as {0: 20GB, cpu: 64GB}. Only the devices in it are used, and disk. Of several ranks on a "
-        "machine, each uses the GPU of its number, so name all; the size for the CPU is that of each rank. Default: "
-        "the memory that is free now.",
+        "Budgets such as {0: 20GB, cpu: 64GB}. Only these devices and disk are used. With several ranks per machine, "
+        "each rank uses the GPU of its number, so include all of them; the CPU size is per rank. Default: the memory "
+        "that is free now.",
     )
-    dtype: str = setting("keep", "The dtype to load weights in; keep: as they are stored.", choices=DTYPES)
+    dtype: str = setting("keep", "Dtype to load weights in; keep: the stored dtype.", choices=DTYPES)
     prefetch_blocks: int = setting(
-        2, "Blocks on disk, or on the CPU of a machine with GPUs, to fetch while one computes.", minimum=0
+        2, "Blocks on disk, or on the CPU of a machine with GPUs, to prefetch while one computes.", minimum=0
     )
     schedule: str = setting(
         AUTO,
-        "Of `evaluate task=perplexity`, where blocks are streamed. batch_major: one batch after the other. "
-        "layer_major: each block is fetched once, and all batches run through it, or as many as threads and memory "
-        "allow. auto: what reads and writes less. The figures are the same.",
+        "For `evaluate task=perplexity` with streamed blocks. batch_major: one batch after the other. layer_major: "
+        "each block is fetched once, and all batches run through it, or as many as threads and memory allow. auto: "
+        "whichever reads and writes less. The figures are the same.",
         choices=(AUTO, *SCHEDULES),
     )
 
     quantize: str = setting(
         "none",
-        "Hold the weights of linear layers in 8 or 4 bits (torchao, weight only; needs the extra `quantize`). The "
-        "quantized model must fit: nothing is streamed.",
+        "Store the weights of linear layers in 8 or 4 bits (torchao, weight only; needs the extra `quantize`). The "
+        "quantized model must fit in memory, because nothing is streamed.",
         choices=("none", *QUANTIZATIONS),
     )
     trust_remote_code: bool = setting(
-        False, "Run Python code that comes with the model. Only for sources you trust.", warning=REMOTE_CODE
+        False, "Run Python code from the model's repository. Only for sources you trust.", warning=REMOTE_CODE
     )
 
     assignment = Parsed("device_map", parse_device_map)
     budgets = Parsed("max_memory", parse_budgets)
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError if a package for `quantize` is not installed, or for settings that have no effect."""
+        """Raise ConfigError if `quantize` lacks its package, or for settings without effect."""
         if self.quantize != "none":
             QUANTIZATIONS[self.quantize].check_installed(f"{prefix}quantize={self.quantize}")
             refuse_changed(self, _STREAMING, prefix, f"has no effect with {prefix}quantize={self.quantize}.")
         named, given, budgets = f"{prefix}device_map={self.device_map}", self.assignment, set(self.budgets or ())
         gpus = sorted(device for device in budgets if isinstance(device, int))
         fixed: dict[str, set[Device]] = {"cpu": {"cpu"}, "disk": {"disk", *gpus[:1]}}
-        # A strategy uses what it needs of all of them.
+        # A strategy uses as many of the devices as it needs.
         used = {*given.values()} if isinstance(given, dict) else fixed.get(given, {*budgets, "disk"})
-        # What was read from the disk stays in CPU memory.
+        # Data read from disk stays in CPU memory.
         if unused := sorted(budgets - used - ({"cpu"} if "disk" in used else set()), key=str):
             raise ConfigError(f"{prefix}max_memory has {unused[0]}, which {named} does not use; remove it.")
         if budgets and (missing := sorted(used - budgets - {"disk"}, key=str)):
@@ -187,32 +187,32 @@ class DispatchConfig:
 
 @dataclass
 class GenerationSettings:
-    """How text is generated. Names and meanings are those of transformers' GenerationConfig."""
+    """How text is generated. Names and meanings follow transformers' GenerationConfig."""
 
-    max_new_tokens: int = setting(64, "Maximum number of tokens to generate for each prompt.", minimum=1)
-    do_sample: bool = setting(False, "Sample tokens by their probability; if false, take the most likely one.")
+    max_new_tokens: int = setting(64, "Maximum number of tokens to generate per prompt.", minimum=1)
+    do_sample: bool = setting(False, "Sample tokens by their probability; if false, choose the most likely one.")
     temperature: float | None = setting(
-        None, "Below 1 sharpens, above 1 flattens the distribution. Default: the model's own.", above=0.0
+        None, "Values below 1 sharpen the distribution, above 1 flatten it. Default: the model's own.", above=0.0
     )
     top_p: float | None = setting(
         None, "Sample from the most likely tokens with this total probability.", above=0.0, maximum=1.0
     )
-    top_k: int | None = setting(None, "Sample from this number of most likely tokens; 0: from all.", minimum=0)
+    top_k: int | None = setting(None, "Sample from this many most likely tokens; 0: from all.", minimum=0)
     num_beams: int = setting(
         1, "Number of beams for beam search; 1: no beam search, even if the model's own config asks for it.", minimum=1
     )
     repetition_penalty: float | None = setting(
-        None, "Above 1 makes tokens that occurred before less likely (Keskar et al. 2019).", above=0.0
+        None, "Values above 1 make repeated tokens less likely (Keskar et al. 2019).", above=0.0
     )
-    batch_size: int = setting(8, "Prompts per batch; prompts of similar length go together.", minimum=1)
+    batch_size: int = setting(8, "Prompts per batch; prompts of similar length are batched together.", minimum=1)
     cache: str = setting(
         "dynamic",
-        "KV cache: dynamic keeps it where it is computed; offloaded keeps it in CPU memory while another layer "
-        "computes on a GPU; none computes keys and values again for each token.",
+        "KV cache: dynamic keeps it on the device that computes it; offloaded keeps it in CPU memory while another "
+        "layer computes on a GPU; none recomputes keys and values for each token.",
         choices=("dynamic", "offloaded", "none"),
     )
     output_scores: bool = setting(
-        False, "Also write log_probabilities: of each new token, under the model's own distribution."
+        False, "Also write log_probabilities: those of each new token under the model's own distribution."
     )
 
     def check(self, prefix: str) -> None:
@@ -228,10 +228,10 @@ class GenerationSettings:
 
 @dataclass
 class GenerateSettings(SourceSettings):
-    """The settings of `generate`: which model, which prompts, where the completions go."""
+    """The settings of `generate`: the model, the prompts, and the output."""
 
     checkpoint: str = setting(
-        REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
+        REQUIRED, "A run or one of its steps (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
     )
     prompt: str | None = free_text("Text to continue; - reads it from standard input, without the newline at its end.")
     prompts: str | None = setting(
@@ -241,34 +241,34 @@ class GenerateSettings(SourceSettings):
     )
     output: str | None = setting(
         None,
-        "A .jsonl file for the completions; an existing one with the same prompts and settings is resumed. Default: "
+        "A .jsonl file for the completions; an existing file with the same prompts and settings is resumed. Default: "
         "completions.jsonl in run_dir.",
     )
     chat: bool = setting(
         False,
-        "Put each prompt through the model's chat template, as a user's message. Without prompts: a conversation on "
-        "the terminal.",
+        "Format each prompt with the model's chat template, as a user message. Without prompts: a conversation on the "
+        "terminal.",
     )
     system: str | None = free_text("chat=true: the system message that begins each conversation.")
     # Any, as in DispatchConfig.
     chat_template_kwargs: Any = setting(
         None,
-        "chat=true: values of variables of the chat template, such as {enable_thinking: false}.",
+        "chat=true: values of chat template variables, such as {enable_thinking: false}.",
     )
     tensor_parallel: int = setting(
         1,
-        "Ranks that divide each layer (transformers' tensor-parallel plan). launch.ranks must be a multiple of it; the "
-        "groups of ranks divide the prompts.",
+        "Number of ranks that divide each layer (transformers' tensor-parallel plan). launch.ranks must be a multiple "
+        "of it; the groups of ranks divide the prompts.",
         minimum=1,
     )
     # Any, as in DispatchConfig.
     adapters: Any = setting(
         None,
-        "Adapters (LoRA) of the model by name, such as {sql: runs/sql, chat: runs/chat@best}, loaded over it and not "
-        'merged: a row of prompts chooses one of them by {"prompt": ..., "adapter": "sql"}.',
+        "LoRA adapters by name, such as {sql: runs/sql, chat: runs/chat@best}, loaded over the model and not merged: a "
+        'prompt row chooses one with {"prompt": ..., "adapter": "sql"}.',
     )
     default_adapter: str | None = setting(
-        None, "The one of adapters for prompts that name none; null: the model without any."
+        None, "The adapter for prompts that name none; null: the model without an adapter."
     )
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     generation: GenerationSettings = field(default_factory=GenerationSettings)
@@ -277,7 +277,7 @@ class GenerateSettings(SourceSettings):
     template_variables = Parsed("chat_template_kwargs", parse_chat_template_kwargs)
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError unless there is one source of prompts, or for settings that would have no effect."""
+        """Raise ConfigError unless there is exactly one source of prompts, or for settings without effect."""
         self._check_adapters(prefix)
         if not self.chat:
             of_chats = ["system", "chat_template_kwargs"]
@@ -304,7 +304,7 @@ class GenerateSettings(SourceSettings):
 
     @cached_property
     def source(self) -> Location:
-        """What `checkpoint` leads to, located once."""
+        """The located `checkpoint`, located once."""
         return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
     def _check_adapters(self, prefix: str) -> None:
@@ -322,10 +322,10 @@ class GenerateSettings(SourceSettings):
 
     @cached_property
     def adapter_sources(self) -> dict[str, Location]:
-        """What `adapters` lead to, by name; errors name the setting."""
+        """The located `adapters`, by name; errors name the setting."""
         return locate_adapters(self.adapter_paths)
 
     @property
     def is_conversation(self) -> bool:
-        """Whether the prompts are typed on the terminal."""
+        """Whether prompts are typed on the terminal."""
         return self.chat and self.prompt is None and self.prompts is None

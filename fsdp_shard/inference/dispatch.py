@@ -1,7 +1,7 @@
-"""Runs a model on the available devices, with its weights read directly from a checkpoint of any format.
+"""Runs a model on the available devices, reading its weights directly from a checkpoint of any format.
 
-The model is built on the meta device. Blocks that stay on a device get memory there, filled one tensor at a time; the
-others are read again each time they run (see `offload`). Nothing is written, so no copy can become stale.
+The model is built on the meta device. Blocks that stay on a device receive memory there, filled one tensor at a time;
+the others are read again each time they run (see `offload`). Nothing is written, so no copy can become stale.
 """
 
 import os
@@ -33,8 +33,8 @@ from fsdp_shard.utils import check, format_count, format_size
 
 Log = Callable[[str], object]
 OnPlan = Callable[[DevicePlan], object]
-# Options of a file's generation config that make `generate` compile native code, import other packages, load weights of
-# the path or hub id that config.json has, or ask for code on the hub.
+# Options of a file's generation config that make `generate` compile native code, import other packages, load weights
+# from the path or hub id in config.json, or request code from the hub.
 _METHODS = (
     *("cache_implementation", "cache_config", "compile_config", "continuous_batching_config", "use_mtp"),
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups", "diversity_penalty"),
@@ -56,20 +56,22 @@ def load_dispatched(
 ) -> PreTrainedModel:
     """Load a transformers model in eval mode, ready for `generate()`, its blocks spread over devices and disk.
 
-    Parameters require no gradients; values written to a block on disk are lost after its next pass. Inputs may be on
-    the CPU or on the first device. `model.hf_device_map` maps each block to its device.
+    Parameters require no gradients; changes to a block on disk are lost after its next pass. Inputs may be on the CPU
+    or on the first device. `model.hf_device_map` maps each block to its device.
 
     Args:
-        path: A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.
+        path: A run or one of its steps (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.
         device_map: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
-        max_memory: Sizes such as {0: "20GB", "cpu": "64GB"}, of the devices to use; by default what is free now.
-        dtype: The dtype to load in; None or "keep" for that of the stored weights.
-        config: Model directory or hub id whose config to use, for weights that have none, or instead of theirs.
-        base: Base model of an adapter, if it is not where adapter_config.json says.
-        prefetch_blocks: Blocks on disk to read while one computes.
+        max_memory: Sizes such as {0: "20GB", "cpu": "64GB"} of the devices to use; by default the currently free
+            memory.
+        dtype: Dtype to load in; None or "keep" for the stored dtype.
+        config: Model directory or hub id to take the config from, for weights without one, or to replace theirs.
+        base: Base model of an adapter, if it is not at the path in adapter_config.json.
+        prefetch_blocks: Number of blocks to read ahead from disk while one computes.
         quantize: none, int8 or int4, for the weights of linear layers.
-        trust_remote_code: Run Python code that comes with the model.
-        adapters: Name -> LoRA adapter, loaded over the model, not merged; the first is active, `set_adapter` switches.
+        trust_remote_code: Run Python code from the model's repository.
+        adapters: Name -> LoRA adapter, loaded over the model without merging; the first is active, `set_adapter`
+            switches.
 
     Returns:
         The model.
@@ -96,11 +98,11 @@ def load_dispatched(
         trust_remote_code=trust_remote_code,
     )
     check(settings)
-    # Blocks on disk are read as long as the model lives, whatever the working directory is then.
+    # Blocks on disk are read throughout the model's life, even if the working directory changes.
     local = checkpoint.local_path(path)
     source = locate(local.absolute() if local.exists() else path, base=base, config=config)
     settings = with_adapters(settings, source, located) if located else settings
-    with torch.device("cpu"):  # where tensors are made that name no device; torch.set_default_device may be another
+    with torch.device("cpu"):  # for tensors created without a device; torch.set_default_device may name another
         model = dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
         if located:
             add_adapters(model, located, source)
@@ -108,10 +110,10 @@ def load_dispatched(
 
 
 def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[str, Location]) -> DispatchConfig:
-    """Return the settings of a model that gets adapters: its budgets are smaller by what these need.
+    """Return the settings for a model with adapters: its budgets are reduced by the adapters' memory.
 
     Raises:
-        ConfigError: Its weights are quantized, it is an adapter itself, or a budget does not hold the adapters.
+        ConfigError: The weights are quantized, the model is an adapter itself, or a budget cannot hold the adapters.
     """
     if settings.quantize != "none":
         raise ConfigError(
@@ -142,17 +144,17 @@ def dispatch_model(
     context: DistributedContext | None = None,
     on_plan: OnPlan | None = None,
 ) -> PreTrainedModel:
-    """Load a model that has been located, as `load_dispatched` does, by the settings of a command.
+    """Load a located model with a command's settings, as `load_dispatched` does.
 
     Args:
         source: The located checkpoint.
         config: The model's config.
         settings: Devices, budgets, dtype.
-        kv_cache: What the KV cache must hold; its memory is reserved.
-        log: Called with the plan, before any weight is read, and with stored tensors that the model does not have; with
-            None, those are a Python warning.
+        kv_cache: Contents of the KV cache; memory for it is reserved.
+        log: Called with the plan before any weight is read, and with stored tensors that the model does not have; with
+            None, these tensors raise a Python warning.
         context: The ranks of this run, which each hold the model or divide its layers; None for a single process.
-        on_plan: Called with the plan, before any weight is read; not if ranks divide the layers.
+        on_plan: Called with the plan before any weight is read, unless ranks divide the layers.
 
     Returns:
         The model, in eval mode.
@@ -169,7 +171,7 @@ def dispatch_model(
     checkpoint.untie(model, index)
     matched = checkpoint.match_names(model, index)
     if matched.note:
-        (log or partial(warnings.warn, stacklevel=3))(one_line(matched.note))  # at the call of load_dispatched
+        (log or partial(warnings.warn, stacklevel=3))(one_line(matched.note))  # at the caller of load_dispatched
     log = log or (lambda text: None)
     if context is not None and context.num_tensor_ranks > 1:
         tensor_parallel_dispatch.load_divided(model, index, matched.stored, context, log)
@@ -184,7 +186,7 @@ def dispatch_model(
         pages = PageBudget("cpu" in (settings.budgets or {}), cache)
         quantizer = _quantizer(model, blocks, settings.quantize, plan.main, log)
         stream = dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
-        if stream.num_blocks:  # a model without can be copied and pickled
+        if stream.num_blocks:  # a model without streamed blocks can be copied and pickled
             schedule.keep_stream(model, stream)
         device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
@@ -195,7 +197,7 @@ def dispatch_model(
 def _quantizer(
     model: PreTrainedModel, blocks: Sequence[Block], quantize: str, main: Device, log: Log
 ) -> quantization.Quantizer | None:
-    """What quantizes layers as they are loaded; None if none are to be."""
+    """Return the quantizer for layers as they are loaded; None if nothing is quantized."""
     if (kind := QUANTIZATIONS.get(quantize)) is None:
         return None
     layers = quantization.quantized_layers(model, blocks, kind)
@@ -214,15 +216,15 @@ def plan_dispatch(
     Args:
         model: The model, which may be on meta.
         settings: Device map, budgets, prefetch and quantization.
-        kv_cache: What the KV cache must hold, if its memory is to be reserved.
+        kv_cache: Contents of the KV cache, if memory for it is reserved.
         context: The ranks on this machine; None for a single process.
 
     Returns:
-        The blocks, with their bytes once quantized, and the plan.
+        The blocks with their sizes after quantization, and the plan.
 
     Raises:
-        ConfigError: The budgets name GPUs, but not that of each rank on this machine.
-        PlanError: The blocks do not fit, or are quantized and would have to be streamed.
+        ConfigError: The budgets name GPUs, but not the GPU of every rank on this machine.
+        PlanError: The blocks do not fit, or quantized blocks would have to be streamed.
     """
     budgets = _budgets_of_rank(settings, context)
     if budgets is None:
@@ -238,7 +240,7 @@ def plan_dispatch(
     ties, prefetch = tied_blocks(model, blocks), settings.prefetch_blocks
     plan = plan_device_map(blocks, settings.assignment, budgets, ties=ties, prefetch=prefetch, cache_bytes=caches)
     streamed = [fqn for fqn in plan.devices if plan.is_streamed(fqn)]
-    if kind and streamed:  # each would be quantized again for each token
+    if kind and streamed:  # otherwise each would be quantized again for every token
         raise PlanError(
             f"dispatch.quantize={settings.quantize} is for models that fit when quantized, and "
             f"{format_count(len(streamed), 'block')} ({streamed[0]} first) would be on disk, or on the CPU while a "
@@ -248,15 +250,15 @@ def plan_dispatch(
 
 
 def _uses_gpus(assignment: str | dict[str, Device], budgets: Mapping[Device, int]) -> bool:
-    """Whether a GPU computes, by a mapping from modules to devices, or by a strategy and the budgets."""
+    """Whether a GPU computes, judging by a device mapping, or by a strategy and the budgets."""
     devices = assignment.values() if isinstance(assignment, dict) else () if assignment == "cpu" else budgets
     return any(isinstance(device, int) for device in devices)
 
 
 def _budgets_of_rank(settings: DispatchConfig, context: DistributedContext | None) -> dict[Device, int] | None:
-    """The budgets that `settings` name; of several ranks on a machine, those of this rank's GPU and of the CPU.
+    """The budgets in `settings`; with several ranks on a machine, those of this rank's GPU and of the CPU.
 
-    A mapping from modules to devices says itself which of them every rank uses.
+    A mapping from modules to devices itself defines the devices that every rank uses.
     """
     budgets = settings.budgets
     if budgets is None or context is None or context.local_world_size == 1 or isinstance(settings.assignment, dict):
@@ -267,12 +269,12 @@ def _budgets_of_rank(settings: DispatchConfig, context: DistributedContext | Non
 
 
 def check_gpu_budgets(budgets: Mapping[Device, int], gpus: Sequence[int], setting: str = "max_memory") -> None:
-    """Raise ConfigError for budgets of some of the GPUs that the ranks of a machine use.
+    """Raise ConfigError for budgets that cover only some of the GPUs used by a machine's ranks.
 
     Args:
         budgets: Device -> bytes.
         gpus: The number of each rank's GPU.
-        setting: The name of the setting that has the budgets.
+        setting: The name of the budgets' setting.
     """
     named = [device for device in budgets if device != "cpu"]
     if named and (missing := [gpu for gpu in gpus if gpu not in named]):
@@ -284,14 +286,14 @@ def check_gpu_budgets(budgets: Mapping[Device, int], gpus: Sequence[int], settin
 
 
 def model_from_config(config: PretrainedConfig, settings: DispatchConfig) -> PreTrainedModel:
-    """Build the model that is dispatched, on meta, from its config; with dtype `keep`, that of the config counts."""
+    """Build the model to dispatch on meta, from its config; dtype `keep` uses the config's dtype."""
     named = str(config.dtype or torch.float32) if settings.dtype == "keep" else settings.dtype
     dtype: torch.dtype = getattr(torch, named.removeprefix("torch."))
     return _build(config, dtype, settings.trust_remote_code)
 
 
 def tied_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
-    """Groups of FQNs of blocks that have a parameter in common."""
+    """Groups of block FQNs that share a parameter."""
     groups: list[tuple[set[int], list[str]]] = []  # ids of parameters, FQNs
     for block in blocks:
         params = {id(param) for param in model.get_submodule(block.fqn).parameters(recurse=not block.direct)}
@@ -303,7 +305,7 @@ def tied_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
 
 
 def _dtype(wanted: str, index: TensorIndex) -> torch.dtype:
-    """The dtype to load in: `wanted`, or with `keep` the one that most bytes are stored in."""
+    """The dtype to load in: `wanted`, or with `keep` the stored dtype of most bytes."""
     if wanted != "keep":
         return getattr(torch, wanted)  # type: ignore[no-any-return]  # one of DTYPES
     num_bytes: Counter[str] = Counter()
@@ -316,18 +318,18 @@ def _dtype(wanted: str, index: TensorIndex) -> torch.dtype:
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model on meta; as in `from_pretrained`, tensors that its class keeps in float32 are."""
+    """Build the model on meta; as in `from_pretrained`, tensors that its class keeps in float32 stay so."""
     model = build_on_meta(config, dtype, trust_remote_code=trust_remote_code).requires_grad_(False)
     keep_dtypes(model, dtype, model.named_parameters(remove_duplicate=False))
     return model
 
 
 def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
-    """Read generation_config.json, if it exists; else the model has what its config says. Methods are unset."""
+    """Read generation_config.json if it exists; otherwise the config's options apply. Decoding methods are unset."""
     if model.can_generate() and checkpoint.has_file(source.directory, "generation_config.json"):
         try:
             model.generation_config = GenerationConfig.from_pretrained(source.directory)
-        except Exception as error:  # whatever the content of the file provokes
+        except Exception as error:  # anything the file's content may cause
             raise ModelError(
                 f"{source.directory / 'generation_config.json'} is no generation config ({type(error).__name__}); "
                 "repair it, or remove it to use the defaults."

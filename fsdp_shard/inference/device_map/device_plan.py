@@ -1,4 +1,4 @@
-"""A device plan: the device of each block, and the memory that this takes on each device."""
+"""A device plan: the device of each block, and the memory required on each device."""
 
 import sys
 from collections import Counter
@@ -21,8 +21,8 @@ class DevicePlan:
         buffer_bytes: Bytes on `main` for `1 + prefetch` of the largest streamed block.
         resident_bytes: Bytes of the blocks assigned to each device.
         prefetch: Number of streamed blocks to fetch ahead.
-        cache_bytes: Bytes of the KV cache, by the device that computes it.
-        staging_bytes: Bytes of CPU memory through which `1 + prefetch` blocks on disk are copied to a GPU.
+        cache_bytes: Bytes of the KV cache, by computing device.
+        staging_bytes: Bytes of CPU memory for copying `1 + prefetch` blocks from disk to a GPU.
     """
 
     devices: dict[str, Device]
@@ -38,7 +38,7 @@ class DevicePlan:
         return is_streamed(self.devices[fqn], self.main)
 
     def table(self) -> str:
-        """A line for each run of neighboring blocks on one device."""
+        """Return a line per run of neighboring blocks on one device."""
         runs: list[tuple[Device, list[str]]] = []
         for fqn, device in self.devices.items():
             if not runs or runs[-1][0] != device:
@@ -49,7 +49,7 @@ class DevicePlan:
         )
 
     def describe(self) -> str:
-        """One line: the number of blocks and bytes on each device."""
+        """Return one line with the number of blocks and bytes on each device."""
         counts = Counter(self.devices.values())
         parts = [
             f"{device_name(device)} {format_count(counts[device], 'block')}, {format_size(num_bytes)}"
@@ -67,11 +67,11 @@ class DevicePlan:
 
 @dataclass(frozen=True, eq=False)
 class TiedBlocks:
-    """Blocks that stay together because they have parameters in common; most often a single block.
+    """Blocks that stay together because they share parameters; usually a single block.
 
     Attributes:
         blocks: The blocks, in module order.
-        cache_bytes: Bytes of their part of the KV cache.
+        cache_bytes: Bytes of their KV cache.
     """
 
     blocks: tuple[Block, ...]
@@ -84,19 +84,19 @@ class TiedBlocks:
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest block, which a buffer must hold when they are streamed."""
+        """Bytes of the largest block, the minimum buffer size for streaming."""
         return max(block.num_bytes for block in self.blocks)
 
     @property
     def needs_main(self) -> bool:
-        """Whether they cannot be streamed: parameters that no layer owns are needed throughout a pass."""
+        """Whether the blocks cannot be streamed, because parameters that no layer owns are needed throughout a pass."""
         return any(block.direct for block in self.blocks)
 
 
 def group_tied(
     blocks: Sequence[Block], ties: Sequence[Sequence[str]], cache_bytes: Mapping[str, int]
 ) -> list[TiedBlocks]:
-    """`blocks` in groups of tied ones, each group at the position of its first block."""
+    """Group tied `blocks`, with each group at the position of its first block."""
     group_of = {fqn: min(group, key=[block.fqn for block in blocks].index) for group in ties for fqn in group}
     members: dict[str, list[Block]] = {}
     for block in blocks:
@@ -115,15 +115,15 @@ def checked_plan(
     *,
     is_given: bool = True,
 ) -> DevicePlan:
-    """The plan with `groups` on `devices`, with the prefetch reduced as far as the budgets require.
+    """Plan `groups` on `devices`, reducing the prefetch as far as the budgets require.
 
     Args:
         groups: The blocks.
         devices: The device of each group.
         main: The device that computes.
         budgets: Bytes by device.
-        prefetch: Number of streamed blocks to fetch ahead, at most.
-        is_given: Whether the devices were asked for, so that a device map that follows from the budgets may help.
+        prefetch: Maximum number of streamed blocks to prefetch.
+        is_given: Whether the user chose the devices, so that a device map derived from the budgets may help.
 
     Raises:
         PlanError: A device needs more than its budget even without prefetch.
@@ -166,7 +166,7 @@ def checked_plan(
 
 
 def device_name(device: Device) -> str:
-    """The name of a device in torch: `cuda:0`, `cpu`; or `disk`."""
+    """torch's name of a device: `cuda:0`, `cpu`; or `disk`."""
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
@@ -176,6 +176,6 @@ def is_streamed(device: Device, main: Device) -> bool:
 
 
 def enough(num_bytes: int) -> str:
-    """A size that `max_memory` accepts and that is at least `num_bytes`."""
+    """Return a size of at least `num_bytes` that `max_memory` accepts."""
     unit, name = (2**20, "MiB") if num_bytes >= 10 * 2**20 else (2**10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"

@@ -1,10 +1,10 @@
-"""Assigns blocks to devices, by a strategy or by name. Pure: nothing here queries the machine or touches a tensor.
+"""Assigns blocks to devices, by strategy or by name. Pure: nothing here queries the machine or touches a tensor.
 
-A no-split block is never divided, and blocks that share a (tied) parameter stay on one device. Blocks that fit on no
-device are assigned to `disk`: while one of them runs, its parameters are in a buffer on the main device, which is the
-first GPU, or the CPU if no GPU takes part. Blocks on the CPU are streamed in the same way if the main device is a GPU.
-The plan reserves memory for that buffer, for the buffers of prefetched blocks, for CPU memory of the same size if they
-go from disk to a GPU, and for the KV cache of each block where it is computed.
+A no-split block is never divided, and blocks with shared (tied) parameters stay on one device. Blocks that fit on no
+device are assigned to `disk`: while such a block runs, its parameters are in a buffer on the main device, which is the
+first GPU, or the CPU if no GPU is used. Blocks on the CPU are streamed in the same way if the main device is a GPU.
+The plan reserves memory for that buffer, for the buffers of prefetched blocks, for CPU memory of the same size if
+blocks go from disk to a GPU, and for the KV cache of each block where it is computed.
 """
 
 from bisect import bisect_left
@@ -33,16 +33,16 @@ def plan_device_map(
     Args:
         blocks: The blocks, in module order.
         device_map: A strategy, or a mapping from module FQNs to devices, as `parse_device_map` returns it.
-        budgets: Bytes of each GPU and of `cpu`. May be empty for a mapping, which is then not checked.
-        ties: Groups of block FQNs with common parameters.
-        prefetch: Number of streamed blocks to fetch ahead; fewer are where memory is short.
+        budgets: Bytes of each GPU and of `cpu`. May be empty for a mapping, which then stays unchecked.
+        ties: Groups of block FQNs that share parameters.
+        prefetch: Number of streamed blocks to prefetch; fewer if memory is short.
         cache_bytes: Block FQN -> bytes of its KV cache.
 
     Raises:
-        PlanError: A budget is too small; the message names one that suffices.
+        PlanError: A budget is too small; the message names a sufficient one.
     """
     groups = device_plan.group_tied(blocks, ties, cache_bytes or {})
-    # GPUs by their number, then the CPU.
+    # GPUs by number, then the CPU.
     ordered = {device: budgets[device] for device in sorted(budgets, key=lambda device: (device == "cpu", device))}
     main = next(iter(ordered), "cpu")
     if isinstance(device_map, Mapping):
@@ -104,21 +104,22 @@ def _fill(
 ) -> DevicePlan:
     """Fill GPUs in order, then the CPU, then the disk.
 
-    Except with `sequential`, GPUs that hold the whole model get equal parts; with `balanced_low_0`, GPU 0 then gets as
-    little as the budgets of the others allow, which leaves memory for what `generate` keeps there. If blocks have to be
-    streamed, the buffer is as small as possible: for each size it might have, the blocks that do not fit into it are
-    assigned first, and the smallest size at which those fit is taken. Prefetched blocks get at most half of the
-    memory: each buffer could have held a resident block.
+    Except with `sequential`, GPUs that hold the whole model receive equal parts. With `balanced_low_0`, GPU 0 then
+    receives as little as the other budgets allow, which leaves memory for what `generate` keeps there. If blocks must
+    be streamed, the buffer is as small as possible: for each possible size, the blocks that do not fit into it are
+        assigned first, and
+    the smallest size at which those fit is used. Prefetched blocks use at most half of the memory, because each buffer
+    could have held a resident block.
 
     Args:
         groups: Tied blocks, in module order.
         budgets: Bytes of each device, GPUs first.
         main: The device that streamed blocks compute on.
-        prefetch: Number of streamed blocks to fetch ahead, at most.
+        prefetch: Maximum number of streamed blocks to prefetch.
         strategy: `auto`, `balanced`, `balanced_low_0` or `sequential`.
 
     Raises:
-        PlanError: The main device cannot hold its part; the message names a budget that suffices.
+        PlanError: The main device cannot hold its part; the message names a sufficient budget.
     """
     gpus = {device: size for device, size in budgets.items() if device != "cpu"}
     if strategy == "balanced_low_0" and len(gpus) > 1:
@@ -140,17 +141,17 @@ def _fill(
 def _assign(
     groups: Sequence[TiedBlocks], budgets: Mapping[Device, int], block_bytes: int, main: Device, num_buffers: int = 0
 ) -> dict[TiedBlocks, Device] | None:
-    """The device of each group with `num_buffers` of `block_bytes` reserved on `main`; None if they do not fit.
+    """Assign each group to a device, with `num_buffers` of `block_bytes` reserved on `main`; None if they do not fit.
 
-    Once a GPU is full, no later block is assigned to it, so activations pass from each GPU to the next once. The CPU
-    takes whatever still fits. Without buffers nothing is streamed.
+    Once a GPU is full, no later block is assigned to it, so activations move from each GPU to the next once. The CPU
+    holds whatever still fits. Without buffers nothing is streamed.
     """
     free = dict(budgets)
     if main not in free:
         return None
-    # Until a group is found to compute elsewhere, its KV cache is on the main device.
+    # Until a group is known to compute elsewhere, its KV cache counts on the main device.
     free[main] -= num_buffers * block_bytes + sum(group.cache_bytes for group in groups)
-    # Inputs are where blocks are that need the main device, and nothing moves them.
+    # Inputs stay on the device of blocks that need the main device, and nothing moves them.
     forced = [group for group in groups if group.needs_main or (num_buffers and group.largest_bytes > block_bytes)]
     free[main] -= sum(group.num_bytes for group in forced)
     if free[main] < 0:
@@ -176,7 +177,7 @@ def _assign(
 def _assign_with_staging(
     groups: Sequence[TiedBlocks], budgets: Mapping[Device, int], block_bytes: int, main: Device, num_buffers: int
 ) -> dict[TiedBlocks, Device] | None:
-    """As `_assign`, with CPU memory for `num_buffers` reserved where a GPU's blocks are read from disk."""
+    """Like `_assign`, but reserve CPU memory for `num_buffers` if a GPU's blocks are read from disk."""
     devices = _assign(groups, budgets, block_bytes, main, num_buffers)
     if devices is None or "disk" not in devices.values() or main == "cpu" or "cpu" not in budgets:
         return devices
@@ -185,12 +186,12 @@ def _assign_with_staging(
 
 
 def _needed(group: TiedBlocks, device: Device, main: Device) -> int:
-    """Bytes of `group` on `device`, without the KV cache if that is already reserved on `main`."""
+    """Bytes of `group` on `device`, excluding the KV cache if it is already reserved on `main`."""
     return group.num_bytes + (0 if device == main or is_streamed(device, main) else group.cache_bytes)
 
 
 def _even(groups: Sequence[TiedBlocks], gpus: Mapping[Device, int], main: Device) -> dict[Device, int]:
-    """The budgets of the GPUs, cut to the smallest equal limit at which the whole model still fits."""
+    """The GPU budgets, cut to the smallest equal limit at which the whole model still fits."""
 
     def limited(limit: int) -> dict[Device, int]:
         return {gpu: min(size, limit) for gpu, size in gpus.items()}

@@ -1,1 +1,1 @@
-"""From prompts to completions: tokenizing, batching, decoding, chat, the output file."""
+"""From prompts to completions: tokenizing, batching, decoding, chat, and the output file."""

@@ -1,6 +1,6 @@
 """Completes prompts in batches, divided among data-parallel ranks.
 
-Batches depend on the lengths of the prompts and the batch size alone, so a resumed run has those of the run before.
+Batches depend only on prompt lengths and batch size, so a resumed run has the same batches as the original run.
 """
 
 from collections import ChainMap
@@ -14,21 +14,21 @@ from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.named_adapters import use_adapter
 from fsdp_shard.utils import say
 
-_WINDOW_BATCHES = 16  # rows are written in input order: at most this many batches wait for an earlier prompt
+_WINDOW_BATCHES = 16  # rows are written in input order, so at most this many batches wait for an earlier prompt
 
 
 def windows(
     lengths: Sequence[int], batch_size: int, *, equal: bool = False, kinds: Sequence[str | None] | None = None
 ) -> Iterator[list[list[int]]]:
-    """Batches of positions in `lengths`, longest first, in windows that keep the output near input order.
+    """Yield batches of indices into `lengths`, longest first, in windows that keep the output near input order.
 
-    The longest come first: if a batch does not fit in memory, that is known at once.
+    The longest come first, so a batch that does not fit in memory is detected at once.
 
     Args:
-        lengths: Tokens of each prompt.
-        batch_size: Prompts in a batch, at most.
-        equal: Give all prompts of a batch one length, for models that read padding too.
-        kinds: What else all prompts of a batch must have in common; None for nothing.
+        lengths: Number of tokens in each prompt.
+        batch_size: Maximum number of prompts per batch.
+        equal: Batch only prompts of equal length, for models that are affected by padding.
+        kinds: Another property that all prompts in a batch must share; None for nothing.
 
     Yields:
         The batches of each window.
@@ -55,22 +55,22 @@ def complete(
     context: DistributedContext | None = None,
     on_text: OnText | None = None,
 ) -> Iterator[Completion]:
-    """Complete each prompt, in order. Every batch has its own random numbers, so a resumed run draws the same.
+    """Complete each prompt, in order. Every batch has its own random numbers, so a resumed run draws the same ones.
 
     Args:
         decoder: Runs the model.
         prompts: The prompts.
-        encoded: Token ids of each.
+        encoded: Token ids of each prompt.
         seed: Seed of sampling.
-        num_done: Number of prompts to skip, as a run before completed them; that of rank 0 counts.
+        num_done: Number of prompts to skip because an earlier run completed them; rank 0's value counts.
         context: The ranks that divide the batches; None for a single process.
-        on_text: Called with text as it is generated, for a single prompt.
+        on_text: Called with generated text as it appears, for a single prompt.
 
     Yields:
-        Completions in the order of the prompts; on data-parallel ranks other than rank 0, none.
+        Completions in prompt order; nothing on data-parallel ranks other than rank 0.
     """
     rank, num_ranks = (context.data_rank, context.num_data_ranks) if context else (0, 1)
-    if context is not None:  # one may have a batch whose answers are long, and another none
+    if context is not None:  # one rank may have a batch with long answers, and another none
         context = context.with_new_group(LONG_WAIT_SECONDS)
         num_done = context.broadcast_object(num_done)
     lengths, adapters = [len(ids) for ids in encoded], [prompt.adapter for prompt in prompts]

@@ -1,6 +1,7 @@
-"""A conversation on the terminal: each message goes through the chat template, the answer is shown as it is generated.
+"""A conversation on the terminal: each message goes through the chat template, and answers appear as they are
+generated.
 
-Ctrl-C stops an answer; what was generated of it stays in the conversation.
+Ctrl-C stops an answer; the part generated so far stays in the conversation.
 """
 
 from collections.abc import Callable
@@ -28,10 +29,10 @@ def converse(
 
     Args:
         decoder: Generates the answers.
-        ask: Returns the user's next line, as `input`; raises EOFError at the end.
-        write: Called with text to show.
-        limit: The model's context in tokens, beyond which the oldest turns are dropped; None if it has no limit.
-        seed: Seed of sampling; what an answer draws depends on it and on the number of answers before.
+        ask: Returns the user's next line, like `input`; raises EOFError at the end.
+        write: Called with text to display.
+        limit: The model's context in tokens, beyond which the oldest turns are dropped; None for no limit.
+        seed: Seed of sampling; the draws of an answer depend on it and on the number of earlier answers.
         system: The system message.
 
     Returns:
@@ -69,7 +70,7 @@ def converse(
 def _answer(
     decoder: Decoder, messages: list[Message], cache: PrefixCache, write: Write, limit: int | None
 ) -> str | None:
-    """The answer, or what was generated of it before Ctrl-C; None if the question is too long."""
+    """Return the answer, or its part generated before Ctrl-C; None if the question is too long."""
     parts: list[str] = []
 
     def on_text(text: str) -> None:
@@ -77,7 +78,7 @@ def _answer(
         write(text)
 
     with noting_ctrl_c() as is_stopped:
-        with suppress(KeyboardInterrupt):  # the second Ctrl-C: a token may take long
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C, because a token may take long
             if (ids := _fitting(decoder, messages, write, limit)) is None:
                 return None
             decoder.run([ids], on_text, cache, is_stopped)
@@ -88,7 +89,7 @@ def _answer(
 
 
 def _fitting(decoder: Decoder, messages: list[Message], write: Write, limit: int | None) -> list[int] | None:
-    """The tokens of the conversation, without the oldest turns if the model's context cannot hold all; else None."""
+    """Return the conversation's tokens, without the oldest turns if the context cannot hold all; None if none fit."""
     while True:
         ids = apply_chat_template(decoder.tokenizer, messages)
         excess = 0 if limit is None else len(ids) + decoder.settings.max_new_tokens - limit

@@ -1,7 +1,7 @@
-"""The file of completions: rows in the order of the prompts, appended one by one, so that a run can be resumed.
+"""The completions file: rows in prompt order, appended one by one, so that a run can be resumed.
 
-`.NAME.settings` in the same directory records what the rows were made from. A file without it, or made from something
-else, is never touched. Imports no torch.
+`.NAME.settings` in the same directory records the inputs of the rows. A file without it, or with other inputs, is
+never modified. Imports no torch.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from fsdp_shard.utils import check_writable, write_atomically
 
 
 class CompletionsFile:
-    """Rows of completions at `path`; a last row that is incomplete is dropped.
+    """Rows of completions at `path`; an incomplete last row is dropped.
 
     Args:
         path: The .jsonl file, which may exist.
-        inputs: What the rows are made from, as JSON values.
+        inputs: The inputs of the rows, as JSON values.
 
     Attributes:
         path: The file.
@@ -31,7 +31,7 @@ class CompletionsFile:
         num_new_tokens: New tokens of all rows, including those appended so far.
 
     Raises:
-        ConfigError, DataError: The file cannot be written, or holds rows that were made from something else.
+        ConfigError, DataError: The file cannot be written, or holds rows with other inputs.
     """
 
     def __init__(self, path: Path, inputs: Any) -> None:
@@ -47,7 +47,7 @@ class CompletionsFile:
         self.num_new_tokens = sum(self._num_tokens(number, line) for number, line in enumerate(lines, start=1))
 
     def append(self, completions: Iterable[Completion]) -> Iterator[Completion]:
-        """Pass `completions` on, each once it is a row of the file, so that none is lost if a later one fails."""
+        """Yield each of `completions` once it is a row of the file, so none is lost if a later one fails."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._settings_path, self._settings)
         with self.path.open("r+b" if self.path.exists() else "xb") as stream:
@@ -86,7 +86,7 @@ class CompletionsFile:
 def open_completions(
     settings: GenerateSettings, run_dir: str | None, prompts: Sequence[Prompt], seed: int
 ) -> CompletionsFile | None:
-    """The file that `settings` name, or completions.jsonl in `run_dir`, else None; raises as CompletionsFile does."""
+    """Open the file in `settings`, or completions.jsonl in `run_dir`, if any; raises as CompletionsFile does."""
     if settings.output is None and run_dir is None:
         return None
     path = Path(settings.output or Path(run_dir or "") / "completions.jsonl").expanduser()
@@ -97,7 +97,7 @@ def open_completions(
 def completion_inputs(
     settings: GenerateSettings, prompts: Sequence[Prompt], seed: int, weights: Sequence[tuple[str, int, int]]
 ) -> dict[str, Any]:
-    """What completions are made from; equal for runs that may write to one file. `weights`: `Location.file_states`."""
+    """The inputs of completions, equal for runs that may share a file. `weights` are `Location.file_states`."""
     asked = [prompt.conversation or prompt.text for prompt in prompts]
     texts = [[one, prompt.adapter] if prompt.adapter else one for one, prompt in zip(asked, prompts, strict=True)]
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
@@ -119,7 +119,7 @@ def completion_inputs(
 
 
 def _changed(before: str, now: str) -> str:
-    """The names of the inputs that differ."""
+    """Names of the inputs that differ."""
     try:
         old, new = json.loads(before), json.loads(now)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Generates tokens with transformers' `generate`, a batch at a time, and measures it."""
+"""Generates tokens with transformers' `generate`, one batch at a time, and measures it."""
 
 import copy
 import sys
@@ -19,7 +19,7 @@ from fsdp_shard.models import end_tokens, origin, running, until_end
 from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 
 # Decoding methods in a model's own config that need another model, return several answers, or guess several tokens at
-# once, which only batches of one text allow.
+# once, which works only with batches of one text.
 _UNSUPPORTED = (
     *("prompt_lookup_num_tokens", "assistant_early_exit"),
     *("penalty_alpha", "dola_layers", "force_words_ids", "token_healing", "max_time"),
@@ -30,7 +30,7 @@ OnText = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Answer:
-    """New tokens up to and including the first end-of-text token, and the log probability of each."""
+    """New tokens up to and including the first end-of-text token, and each token's log probability."""
 
     tokens: list[int]
     log_probabilities: list[float] | None = None
@@ -47,17 +47,17 @@ class DecodingFigures:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second, prompts included in the time."""
+        """New tokens per second; the time includes the prompts."""
         return self.num_new_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def disk_bytes_per_token(self) -> float:
-        """Bytes read from disk for each new token."""
+        """Bytes read from disk per new token."""
         return self.disk_bytes / self.num_new_tokens if self.num_new_tokens else 0.0
 
 
 class Decoder:
-    """Runs batches of token ids through `model`, and updates `figures` with each."""
+    """Runs batches of token ids through `model`, and updates `figures` with each batch."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings
@@ -77,8 +77,8 @@ class Decoder:
 
         Args:
             batch: Token ids of each prompt.
-            on_text: Called with the text of a single row as it is generated; with beam search, once with all of it.
-            prefix_cache: Keys and values of the row before, whose common prefix with this one is not computed again.
+            on_text: Called with a single row's text as it is generated; with beam search, once with all of it.
+            prefix_cache: Keys and values of the previous row, whose common prefix with this one is not recomputed.
             is_stopped: Called after each token; generation ends when it returns True.
 
         Returns:
@@ -88,7 +88,7 @@ class Decoder:
             LossError: The model's logits are not finite.
             ModelError: The model cannot be run.
         """
-        # Which beam is the answer is known only at the end, and the KV cache is that of all beams.
+        # The best beam is known only at the end, and the KV cache is that of all beams.
         has_beams = self.settings.num_beams > 1
         start, disk = time.perf_counter(), disk_bytes_read()
         watch = _Watch(self.model, self.figures, start, is_stopped, scores=self.settings.output_scores)
@@ -105,7 +105,7 @@ class Decoder:
 
     @property
     def pad_token(self) -> int:
-        """The token that fills up the shorter prompts of a batch."""
+        """The token that pads the shorter prompts of a batch."""
         return int(self.config.pad_token_id or 0)
 
     def text(self, answer: Answer) -> str:
@@ -123,14 +123,14 @@ class Decoder:
         is_encoder_decoder = self.model.config.is_encoder_decoder
         ids = torch.full((len(batch), length), pad)
         mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(batch):  # decoders are padded on the left, encoders on the right
+        for row, prompt in enumerate(batch):  # pad decoders on the left, encoders on the right
             columns = slice(len(prompt)) if is_encoder_decoder else slice(length - len(prompt), length)
             ids[row, columns] = torch.tensor(prompt)
             mask[row, columns] = 1
-        if self.config.cache_implementation is not None:  # transformers then makes the cache itself
+        if self.config.cache_implementation is not None:  # transformers then creates the cache itself
             prefix_cache = None
         cache = None if prefix_cache is None else prefix_cache.take(batch[0])
-        # Where the model computes: transformers moves the logits of each token to where the ids are.
+        # On the computing device, because transformers moves each token's logits to the device of the ids.
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
         generate: Any = self.model.generate
         finite = _FiniteLogits()
@@ -143,7 +143,7 @@ class Decoder:
                 generation_config=self.config,
                 logits_processor=transformers.LogitsProcessorList([finite]),
                 stopping_criteria=transformers.StoppingCriteriaList([watch]),
-                tokenizer=self.tokenizer,  # required if the model's own config has stop_strings
+                tokenizer=self.tokenizer,  # required if the model's config has stop_strings
                 streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
                 **({} if cache is None else {"past_key_values": cache}),
             )
@@ -161,9 +161,9 @@ class Decoder:
         return [Answer(row, None if scores is None else scores[n][: len(row)]) for n, row in enumerate(tokens)]
 
     def _stops(self, sequences: torch.Tensor, start: int) -> list[int | None]:
-        """For each row, how many tokens after `start` there are when the first of `stop_strings` is complete, or None.
+        """For each row, the number of tokens after `start` until the first of `stop_strings` is complete, or None.
 
-        Rows of a batch that are complete before others are filled up with padding.
+        Rows that complete before others in a batch are padded.
         """
         stops: list[int | None] = [None] * len(sequences)
         if not (strings := self.config.stop_strings):
@@ -178,7 +178,7 @@ class Decoder:
 def generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings
 ) -> GenerationConfig:
-    """The model's own generation config, changed by `settings`; options of a method that is not used are unset."""
+    """The model's own generation config, updated by `settings`; options of unused methods are unset."""
     config = copy.deepcopy(model.generation_config)
     assert config is not None, "tokenize_prompts refuses models that cannot generate"
     _check_tokens(model, config)
@@ -214,17 +214,17 @@ def generation_config(
 
 
 def seed_draws(seed: int, number: int) -> None:
-    """Make what is drawn from here on depend on the seed and on the number of an answer alone."""
+    """Make further draws depend only on the seed and on an answer's number."""
     torch.manual_seed((seed * 1_000_003 + number) % 2**63)
 
 
 def _known(tokens: Sequence[int | None], vocab_size: int) -> list[int]:
-    """Those that are tokens of the model."""
+    """The values that are tokens of the model."""
     return [token for token in tokens if token is not None and 0 <= token < vocab_size]
 
 
 def _check_tokens(model: PreTrainedModel, config: GenerationConfig) -> None:
-    """ModelError if a token that ends or pads answers is no number; transformers takes what the file has."""
+    """Raise ModelError if an end or padding token is not a number; transformers accepts anything in the file."""
     for name in ("eos_token_id", "pad_token_id"):
         value = getattr(config, name)
         tokens = value if isinstance(value, (list, tuple)) and name == "eos_token_id" else [value]
@@ -237,7 +237,7 @@ def _check_tokens(model: PreTrainedModel, config: GenerationConfig) -> None:
 
 @contextmanager
 def _own_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Make `config` the model's own for a while: `generate` falls back on that for options that are None."""
+    """Make `config` the model's own temporarily: `generate` falls back on it for options that are None."""
     before, model.generation_config = model.generation_config, config
     try:
         yield
@@ -246,7 +246,7 @@ def _own_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
 
 
 class _Streamer(transformers.TextStreamer):
-    """Passes on text as soon as no later token can change it."""
+    """Emits text as soon as no later token can change it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -296,7 +296,7 @@ class _Watch(transformers.StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         if self._figures.first_token_seconds is None:
-            input_ids[:, -1].tolist()  # a GPU has only been told to compute it
+            input_ids[:, -1].tolist()  # waits for the GPU, which has only queued its computation
             self._figures.first_token_seconds = time.perf_counter() - self._start
         if self._last is not None:
             chosen = input_ids[:, -1:].to(self._last.device)
@@ -304,7 +304,7 @@ class _Watch(transformers.StoppingCriteria):
         return torch.full((len(input_ids),), self._is_stopped(), dtype=torch.bool, device=input_ids.device)
 
     def scores(self) -> list[list[float]] | None:
-        """For each row, the log probabilities of its new tokens; None if they are not recorded."""
+        """For each row, the log probabilities of its new tokens; None if not recorded."""
         return None if self._handle is None else torch.stack(self._chosen, 1).tolist()
 
     def remove(self) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KVCacheBudget:
-    """What the KV cache must hold: `num_tokens` (prompt and answer) of each of `batch_size` texts."""
+    """Contents of the KV cache: `num_tokens` (prompt and answer) for each of `batch_size` texts."""
 
     batch_size: int
     num_tokens: int
@@ -34,7 +34,7 @@ _CONVERSATION = 4096  # tokens to reserve for a conversation, whose length is no
 
 
 def kv_cache_budget(encoded: Sequence[Sequence[int]], settings: GenerationSettings) -> KVCacheBudget | None:
-    """The budget for completing `encoded` prompts, or for a conversation if there are none; None without a cache."""
+    """The budget for completing `encoded` prompts, or for a conversation without prompts; None without a cache."""
     if settings.cache == "none":
         return None
     longest = max(map(len, encoded), default=_CONVERSATION)
@@ -98,12 +98,12 @@ def _state_bytes(module: "nn.Module", element_bytes: int) -> int:
 
 
 def _latent_values(text: PretrainedConfig) -> int:
-    """Values that a layer of multi-head latent attention (DeepSeek's) caches of each token; 0 for other models."""
+    """Values per token that a layer of multi-head latent attention (DeepSeek's) caches; 0 for other models."""
     latent, rotary = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
     if not latent or not rotary:
         return 0
     of_indexer = getattr(text, "index_head_dim", None) or 0
     if Version(transformers.__version__) >= Version("5.23"):
         return int(latent + rotary + of_indexer)
-    # Until then the cache held the keys and values that are made of them.
+    # Earlier versions cached the keys and values computed from them.
     return int(text.num_attention_heads * (text.qk_nope_head_dim + rotary + text.v_head_dim) + of_indexer)

@@ -1,7 +1,7 @@
-"""Whether padding before a prompt changes its answer, tried with a tiny model of the same architecture.
+"""Tests with a tiny model of the same architecture whether padding before a prompt changes its answer.
 
-Models are given a mask with padded prompts. Some do not look at it where they number positions, or have layers that mix
-tokens by other means than attention; no config says so.
+Models receive a mask with padded prompts. Some ignore it where they number positions, or have layers that mix tokens
+by means other than attention, and no config reports this.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from fsdp_shard.models import is_stateful, try_tiny_model
 
 _LENGTH, _PADDING, _NEW = 5, 7, 4  # tokens of a prompt, before it, and after it
 _LARGEST_TOKEN = 92
-_ROUNDING = 1e-3  # relative to the largest logit: experts multiply tokens of several texts at once
+_ROUNDING = 1e-3  # relative to the largest logit; experts multiply tokens of several texts at once
 
 
 def reads_padding(
@@ -39,7 +39,7 @@ def reads_padding(
     if all(len(set(lengths)) == 1 for lengths in batches) or model.config.is_encoder_decoder:
         return False
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    if any("linear" in kind for kind in kinds):  # MiniMax's have a state, too, which a trial with many layers misses
+    if any("linear" in kind for kind in kinds):  # MiniMax's have a state, which a trial with many layers misses
         return True
     differs = "padding changes the answers"
     found = try_tiny_model(model.config, None, partial(_ignores_padding, pad=pad), differs)
@@ -52,7 +52,7 @@ def reads_padding(
 
 
 def _ignores_padding(model: PreTrainedModel, pad: int) -> bool:
-    """Return whether a prompt with padding before it has the same logits as alone, also those of what follows."""
+    """Return whether a prompt with padding before it has the same logits as alone, including those that follow."""
     pad = min(pad, int(model.config.get_text_config().vocab_size) - 1)
     ids = torch.randint(5, _LARGEST_TOKEN, (1, _LENGTH), generator=torch.Generator().manual_seed(1))
     ids[ids == pad] = _LARGEST_TOKEN

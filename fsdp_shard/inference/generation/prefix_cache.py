@@ -1,6 +1,6 @@
-"""Keys and values of one turn of a conversation, reused for the next, which usually begins with the same tokens.
+"""Keys and values of a conversation turn, reused for the next, which usually starts with the same tokens.
 
-Only a cache that can be cropped exactly is kept: sliding windows and recurrent states no longer hold what a crop needs.
+Only caches that can be cropped exactly are kept: sliding windows and recurrent states lack the data for a crop.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from fsdp_shard.utils import num_common
 
 
 class PrefixCache:
-    """The KV cache of the last turn. It is taken out while a turn is computed, so an interrupted one is never used."""
+    """The KV cache of the last turn. It is removed while a turn is computed, so an interrupted one is never used."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._cache: DynamicCache | None = None
 
     def take(self, ids: Sequence[int]) -> DynamicCache | None:
-        """The cache cropped to its common prefix with `ids`, or None. At least one token is left to run."""
+        """Return the cache cropped to its common prefix with `ids`, or None. At least one token is left to run."""
         cache, self._cache = self._cache, None
         common = num_common(self._tokens, ids[:-1])
         if cache is None or not common:
@@ -30,6 +30,6 @@ class PrefixCache:
         return cache
 
     def put(self, tokens: Sequence[int], cache: Any) -> None:
-        """Keep `cache`, which `generate` returned with `tokens`: prompt and answer, whose last token was not run."""
+        """Keep `cache`, returned by `generate` along with `tokens`: prompt and answer, whose last token was not run."""
         if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
             self._tokens, self._cache = list(tokens[: cache.get_seq_length()]), cache

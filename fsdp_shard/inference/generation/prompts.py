@@ -20,10 +20,10 @@ class Prompt:
     """A prompt.
 
     Attributes:
-        text: The text to continue; of a conversation, that of its last message.
-        location: What names it in errors: the setting, or the file and line.
-        adapter: The adapter of the model that answers.
-        conversation: `messages` of a conversation, and `tools` and `system` if its row has them.
+        text: The text to continue; for a conversation, its last message.
+        location: Its source in error messages: the setting, or the file and line.
+        adapter: The adapter that answers.
+        conversation: The conversation's `messages`, and `tools` and `system` if its row contains them.
     """
 
     text: str
@@ -34,9 +34,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One row of the output file; `num_new_tokens` includes the end-of-text token if the model generated one.
+    """One row of the output file; `num_new_tokens` includes a generated end-of-text token.
 
-    `messages` are those of a prompt that is a conversation.
+    `messages` are set if the prompt is a conversation.
     """
 
     prompt: str
@@ -58,7 +58,7 @@ def check_standard_input(settings: GenerateSettings, *, is_shared: bool) -> None
 
 
 def read_prompts(settings: GenerateSettings) -> list[Prompt]:
-    """The prompts that `settings` name, in order.
+    """Return the prompts in `settings`, in order.
 
     Raises:
         DataError: A prompt cannot be used, or its file cannot be read; the message names the line.
@@ -77,14 +77,14 @@ def read_prompts(settings: GenerateSettings) -> list[Prompt]:
 def _read_prompts(settings: GenerateSettings) -> list[Prompt]:
     if settings.prompt is not None:
         if settings.prompt == "-":
-            # `echo` and editors end the last line, which would be a prompt to begin a new one.
+            # `echo` and editors add a final newline, which would prompt the model to begin a new line.
             return [_checked(_read("prompt", "-").removesuffix("\n").removesuffix("\r"), "standard input")]
         return [_checked(settings.prompt, "prompt")]
     assert settings.prompts is not None, "settings.check guarantees one of them"
     is_input, path = settings.prompts == "-", Path(settings.prompts).expanduser()
     if not is_input and path.suffix.lower() not in (".jsonl", ".txt"):
         raise DataError(f'prompts={path} must be a .jsonl file with rows {{"prompt": ...}} or a .txt file, one a line.')
-    # Only \n ends a line: a string in JSON may hold what else Unicode ends lines with.
+    # Only \n ends a line: a JSON string may contain Unicode's other line separators.
     lines = _read("prompts", str(path)).split("\n")
     while lines and not lines[-1].strip():
         lines.pop()
@@ -97,7 +97,7 @@ def _read_prompts(settings: GenerateSettings) -> list[Prompt]:
 
 
 def format_completion(completion: Completion, number: int) -> str:
-    """Completion `number` (from 0) for a terminal; of many only the first, as all are in the output file."""
+    """Format completion `number` (from 0) for a terminal; of many only the first, as the output file has them all."""
     if number >= _NUM_SHOWN:
         return "\n..." if number == _NUM_SHOWN else ""
     chosen = "" if completion.adapter is None else f"  [{completion.adapter}]"
@@ -109,7 +109,7 @@ def _from_json(line: str, location: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{location} is not JSON: {error.msg} at column {error.colno}.") from error
-    except (ValueError, RecursionError) as error:  # integers of thousands of digits, a thousand levels
+    except (ValueError, RecursionError) as error:  # integers with thousands of digits, or a thousand levels
         raise DataError(f"{location} is not JSON: {error}.") from error
     text, messages = (row.get(name) if isinstance(row, dict) else None for name in ("prompt", "messages"))
     if isinstance(text, str) == (messages is not None):
@@ -126,7 +126,7 @@ def _from_json(line: str, location: str) -> Prompt:
 
 
 def _last_text(messages: Any, location: str) -> str:
-    """The text of the last message, which the model is to answer."""
+    """The text of the last message, which the model should answer."""
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise DataError(f'{location} must have messages such as [{{"role": "user", "content": "some text"}}].')
     last = messages[-1]
@@ -137,7 +137,7 @@ def _last_text(messages: Any, location: str) -> str:
 
 
 def _check_conversation(conversation: Mapping[str, Any], location: str, settings: GenerateSettings) -> None:
-    """Raise DataError if `settings` do not go with a conversation."""
+    """Raise DataError if `settings` do not suit a conversation."""
     if not settings.chat:
         raise DataError(f"{location} has messages, which go through the model's chat template; set chat=true.")
     first = conversation["messages"][0]
@@ -170,6 +170,6 @@ def _read(setting: str, path: str) -> str:
         raise DataError(f"{setting}={path} cannot be read as UTF-8 text: {error}.") from error
 
 
-@functools.cache  # it can be read once, and both the check and the work need it
+@functools.cache  # it can be read only once, and both the check and the run need it
 def _standard_input() -> str:
     return sys.stdin.read()

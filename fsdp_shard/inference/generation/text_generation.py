@@ -1,4 +1,4 @@
-"""The work of `generate`: loads a model, completes prompts or holds a conversation, and reports figures."""
+"""Runs `generate`: loads a model, completes prompts or holds a conversation, and reports figures."""
 
 import time
 from collections import deque
@@ -26,7 +26,7 @@ _write = partial(print, end="", flush=True)
 
 
 def join_ranks(launch: LaunchConfig, tensor_parallel: int = 1) -> AbstractContextManager[DistributedContext | None]:
-    """The ranks that divide the prompts or batches, and each layer if `tensor_parallel` > 1; None for a single process.
+    """Return the ranks that divide prompts or batches, and layers if `tensor_parallel` > 1; None for a single process.
 
     Example:
         >>> with fs.join_ranks(config.launch, config.tensor_parallel) as context:  # doctest: +SKIP
@@ -43,14 +43,14 @@ def complete_prompts(
     """Complete the prompts into a file, or hold a conversation on the terminal.
 
     Args:
-        settings: The model, the prompts, and how to generate.
-        run_dir: Directory of completions.jsonl, unless `settings.output` names another file; with neither, completions
-            are only printed.
+        settings: The model, the prompts, and generation settings.
+        run_dir: Directory of completions.jsonl, unless `settings.output` names another file; without either,
+            completions are only printed.
         seed: Seed of sampling.
         context: The ranks that divide the work; None for a single process.
 
     Returns:
-        The figures of result.json; of all ranks on rank 0, of little use elsewhere.
+        The figures of result.json: totals over all ranks on rank 0; of little use on other ranks.
 
     Example:
         >>> fs.complete_prompts(config, config.run_dir, config.seed)["tokens_per_second"]  # doctest: +SKIP
@@ -108,7 +108,7 @@ def _load(
     log: Log,
     context: DistributedContext | None,
 ) -> PreTrainedModel:
-    """The model on its devices, with its adapters, of which `settings.default_adapter` is active."""
+    """Load the model on its devices, with its adapters; `settings.default_adapter` is active."""
     source, adapters, dispatch = settings.source, settings.adapter_sources, settings.dispatch
     if not adapters:
         return dispatch_model(source, config, dispatch, budget, log=log, context=context)
@@ -128,21 +128,21 @@ def _complete(
     file: CompletionsFile | None,
     context: DistributedContext | None,
 ) -> None:
-    """Complete the prompts into `file`, which rank 0 may have, and print the first of them there."""
+    """Complete the prompts into `file`, which only rank 0 may have, and print the first completions there."""
     num_done = file.num_rows if file else 0
     if num_done:
         print(
             f"{num_done} of {format_count(len(prompts), 'completion')} exist already; resuming after them", flush=True
         )
     is_main = context is None or context.is_main
-    on_text = _write if is_main and len(prompts) == 1 else None  # a single one is shown as it is generated
+    on_text = _write if is_main and len(prompts) == 1 else None  # a single completion is shown as it is generated
     if on_text:
         print(f"\n> {prompts[0].text}", flush=True)
     completions = batching.complete(
         decoder, prompts, encoded, seed=seed, num_done=num_done, context=context, on_text=on_text
     )
     if not is_main:
-        deque(completions, maxlen=0)  # other ranks complete their part, and have none of the results
+        deque(completions, maxlen=0)  # other ranks complete their part, but receive no results
         return
     with report_progress(len(prompts) - num_done, "generate", "completions") as count:
         for number, completion in enumerate(file.append(completions) if file else completions):
@@ -152,7 +152,7 @@ def _complete(
 
 
 def _total(figures: DecodingFigures, context: DistributedContext | None) -> DecodingFigures:
-    """The figures of all ranks, on rank 0. Ranks that divide a layer do the same work, so one of them counts."""
+    """Sum the figures of all ranks, on rank 0. Ranks that divide a layer do the same work, so one of them counts."""
     parts = context.gather_object(figures)[:: context.num_tensor_ranks] if context else [figures]
     return DecodingFigures(
         min((part.first_token_seconds for part in parts if part.first_token_seconds is not None), default=None),

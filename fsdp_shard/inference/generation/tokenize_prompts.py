@@ -1,4 +1,4 @@
-"""Tokenizes prompts and conversations, and compares them, with their answers, with the model's context."""
+"""Tokenizes prompts and conversations, and compares their lengths, with answers, with the model's context."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from fsdp_shard.utils import run_limited
 R = TypeVar("R")
 Message = dict[str, str]
 
-_BYTES_OF_A_TEXT = 1024  # a short text, too, takes time to render
+_BYTES_OF_A_TEXT = 1024  # even a short text takes time to render
 
 
 def tokenize_prompts(
@@ -33,8 +33,8 @@ def tokenize_prompts(
         tokenizer: The model's tokenizer.
         prompts: The prompts.
         config: The model's config.
-        chat: Put each prompt through the chat template, as a user's message or the conversation that it is.
-        system: The system message before it.
+        chat: Format each prompt with the chat template, as a user message or as the conversation it is.
+        system: The system message before each prompt.
 
     Returns:
         Token ids of each prompt.
@@ -72,12 +72,12 @@ def _chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, system: str | 
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that a decoder is to continue; raises ModelError as `tokenize_prompts` does."""
+    """Return the token ids of a text for a decoder to continue; raises ModelError as `tokenize_prompts` does."""
     return _limited(tokenizer, lambda: _without_closing(tokenizer(text)["input_ids"], _num_closing(tokenizer)), [text])
 
 
 def _num_closing(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many special tokens the tokenizer adds after a text, such as </s> or [SEP]: a decoder ends with them."""
+    """Number of special tokens that the tokenizer adds after a text, such as </s> or [SEP]: a decoder ends with them."""
     whole, text = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
     added = len(whole) - len(text)
     return next((added - start for start in range(added + 1) if whole[start : start + len(text)] == text), 0)
@@ -95,7 +95,7 @@ def check_room(
     *,
     has_encoder: bool = False,
 ) -> str | None:
-    """Compare the longest prompt, with its answer, with the context.
+    """Check that the longest prompt and its answer fit in the context.
 
     Args:
         prompts: The prompts.
@@ -108,7 +108,7 @@ def check_room(
         A warning if the model was never trained on such positions.
 
     Raises:
-        ConfigError: The model has no such positions.
+        ConfigError: The model lacks such positions.
     """
     lengths = [len(ids) for ids in encoded]
     if not lengths:
@@ -133,17 +133,17 @@ def check_generates(config: PretrainedConfig) -> None:
 
 
 def beginning_of_chat(system: str | None) -> list[Message]:
-    """The messages with which each conversation begins."""
+    """The messages at the start of each conversation."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, up to where the model's answer begins; ModelError as of `tokenize_prompts`."""
+    """Token ids of a conversation, up to the model's answer; raises ModelError as `tokenize_prompts` does."""
     return _limited(tokenizer, lambda: _render(tokenizer, messages), [message["content"] for message in messages])
 
 
 def _limited(tokenizer: PreTrainedTokenizerBase, encode: Callable[[], R], texts: Sequence[str]) -> R:
-    """Return `encode()`, in a process that is ended when it takes too much for these texts."""
+    """Return `encode()`, run in a process that is ended if it needs too many resources for these texts."""
     num_bytes = sum(_BYTES_OF_A_TEXT + len(text) for text in texts)
     return run_limited(encode, f"tokenizing with {tokenizer.name_or_path}", num_bytes, error=ModelError)
 
