@@ -1,6 +1,6 @@
 """`quantize=int4`: weights in 4 bits, with a scale and a zero point per group.
 
-On a GPU they have the layout of torch's own kernel: that of torchao's default format is in a package of its own.
+On a GPU, weights use the layout of torch's own kernel, because torchao's default format needs a separate package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Int4(Quantization):
 
 
 def check_gpu(dtype: torch.dtype | None, gpu: int) -> None:
-    """Raise ConfigError where torch's kernel for int4 weights does not run: on this GPU, or weights of this dtype."""
+    """Raise ConfigError if torch's int4 kernel does not support this GPU or weights of this dtype."""
     import torch
 
     capability = torch.cuda.get_device_capability(gpu)

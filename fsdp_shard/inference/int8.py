@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Int8(Quantization):
-    """torchao's weight-only int8, with this package's matrix product on the CPU."""
+    """torchao's weight-only int8, with this package's matrix product on CPUs."""
 
     takes_head = True
 

@@ -1,7 +1,7 @@
-"""Several adapters over one model, not merged, so that each batch of prompts can have its own.
+"""Several unmerged adapters over one model, so that each batch of prompts can use its own.
 
-The layers of the model stay what they are, and keep the hooks that stream their weights; peft's are put around them.
-The matrices of adapters are in memory, on the device where their layer computes.
+The model's layers stay in place, with the hooks that stream their weights; peft's layers wrap them. The adapters'
+matrices are in memory, on the device where their layer computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_shard.checkpoint import Location
 from fsdp_shard.errors import CheckpointError
 
 _NAMES = "adapter_names"  # an attribute of the model
-# Entries of adapter_config.json that say what is adapted, and by how much. `check_unmerged` refuses what else does.
+# Entries of adapter_config.json that define the adapted modules and scales. `check_unmerged` rejects other entries.
 _DEFINING = (
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -28,7 +28,7 @@ _DEFINING = (
 
 
 def adapters_bytes(adapters: Mapping[str, Location]) -> int:
-    """Return the bytes that the matrices of these adapters take in memory, in float32."""
+    """Return the float32 size of these adapters' matrices."""
     return sum(4 * prod(shape) for location in adapters.values() for shape in location.index.shapes.values())
 
 
@@ -40,10 +40,10 @@ def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base:
     Args:
         model: The model.
         adapters: Name -> adapter.
-        base: Where the model is from.
+        base: The location of the model.
 
     Raises:
-        CheckpointError: One is not for this model, or cannot be kept apart from it.
+        CheckpointError: An adapter is not for this model, or cannot stay unmerged.
     """
     for name, location in adapters.items():
         settings, parts = checkpoint.check_unmerged(location.index, base.index, base.model_directory)
@@ -62,23 +62,23 @@ def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base:
 
 
 def inject_adapters(model: PreTrainedModel, adapters: Mapping[str, Location]) -> None:
-    """Add the matrices of adapters to a model on meta, without values; the one with the most bytes is active.
+    """Add adapter matrices without values to a model on meta; the largest adapter is active.
 
     Raises:
-        CheckpointError: The model has no modules for one.
+        CheckpointError: The model has no modules for an adapter.
     """
     for name, location in adapters.items():
         with torch.device("meta"):
             _inject(model, name, location)
     for name, param in model.named_parameters():
         if ".lora_" in name:
-            param.data = param.data.float()  # as `_fill` has it
+            param.data = param.data.float()  # as in `_fill`
     model.__dict__[_NAMES] = tuple(adapters)
     use_adapter(model, max(adapters, key=lambda name: adapters_bytes({name: adapters[name]})))
 
 
 def use_adapter(model: PreTrainedModel, name: str | None) -> None:
-    """Let a model compute with one of its adapters, or with None as if it had none; nothing for one without adapters.
+    """Make a model compute with one of its adapters, or without any for None; no effect on a model without adapters.
 
     Args:
         model: The model.
@@ -110,7 +110,7 @@ def _inject(model: PreTrainedModel, name: str, location: Location) -> None:
 
 
 def _layers_of(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """FQN -> peft's layer, of those that an adapter adapts."""
+    """FQN -> peft layer, for the layers that an adapter adapts."""
     from peft.tuners.lora import LoraLayer
 
     modules = model.named_modules()
@@ -118,7 +118,7 @@ def _layers_of(model: PreTrainedModel, name: str) -> dict[str, Any]:
 
 
 def _fill(model: PreTrainedModel, layer: Any, name: str, location: Location, names: Mapping[str, str]) -> None:
-    """Replace the matrices that peft has drawn for a layer by those of the adapter; `names` are theirs in its file."""
+    """Replace the matrices that peft drew for a layer with the adapter's; `names` are their names in its file."""
     weight = layer.get_base_layer().weight
     device = model.device if weight.is_meta else weight.device
     for factor in "AB":

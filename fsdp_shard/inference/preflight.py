@@ -1,4 +1,4 @@
-"""Checks that need no torch, so that a mistake is reported at once."""
+"""Checks that need no torch, so that mistakes are reported at once."""
 
 from fsdp_shard.checkpoint import Location, check_loadable, check_unmerged
 from fsdp_shard.distributed import LaunchConfig, shares_memory, world_sizes
@@ -11,7 +11,7 @@ from fsdp_shard.utils import refuse_changed
 
 
 def check_checkpoint(source: Location) -> None:
-    """Raise CheckpointError or ModelError unless `source` has weights, whose headers are read, and a config.
+    """Raise CheckpointError or ModelError unless `source` has weights with readable headers, and a config.
 
     Example:
         >>> fs.check_checkpoint(config.source)  # doctest: +SKIP
@@ -27,10 +27,10 @@ def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: 
         settings: The settings of `generate`.
         launch: Number of ranks, and how they are started.
         run_dir: Directory of the output, unless `settings.output` names a file; None to keep none.
-        seed: Seed of sampling; an output file of another seed is not resumed.
+        seed: Seed of sampling; an output file with another seed is not resumed.
 
     Raises:
-        ConfigError: The settings do not suit the number of ranks, or scores would be written nowhere.
+        ConfigError: The settings do not suit the number of ranks, or scores would not be written anywhere.
         DataError: Prompts cannot be read, or the output file cannot be used.
 
     Example:

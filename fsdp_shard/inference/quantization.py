@@ -1,7 +1,7 @@
-"""Weights of linear layers in few bits: what a quantization provides, and the layers that it applies to.
+"""Weights of linear layers in few bits: the interface of a quantization, and the layers that it applies to.
 
-Layers of the repeated blocks are quantized as soon as they are loaded; an output head that is not the embedding too,
-for quantizations that keep it precise enough. Importing this module and the quantizations imports no torch.
+Layers of the repeated blocks are quantized as soon as they are loaded. An output head that is not the embedding is
+quantized too, by quantizations precise enough for it. Importing this module and the quantizations imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Layers: TypeAlias = "Mapping[str, Sequence[nn.Linear]]"  # by the FQN of their b
 
 @dataclass(frozen=True)
 class Quantizer:
-    """The layers to quantize, by the FQN of their block; `encode` quantizes a layer whose weight is loaded."""
+    """The layers to quantize, by the FQN of their block; `encode` quantizes a layer with loaded weights."""
 
     layers: Layers
     encode: Callable[[nn.Linear], None]
@@ -39,20 +39,20 @@ class Quantization(ABC):
     """Whether the output head is quantized too, if it is not the embedding."""
 
     def check_installed(self, setting: str) -> None:
-        """Raise ConfigError if a package that is needed is not installed; `setting` is `name=value` as given."""
+        """Raise ConfigError if a required package is not installed; `setting` is `name=value` as given."""
         require_package("torchao", "quantize", setting, f"set {setting.partition('=')[0]}=none")
 
     def takes(self, layer: nn.Linear) -> bool:
-        """Whether the layer's shape can be quantized; others stay as they are."""
+        """Whether the layer's shape can be quantized; other layers stay unchanged."""
         return True
 
     @abstractmethod
     def num_bytes(self, layer: nn.Linear, *, on_gpu: bool) -> int:
-        """Bytes of the layer's quantized weight, scales included, on a GPU or else on the CPU."""
+        """Bytes of the layer's quantized weight including scales, on a GPU or on the CPU."""
 
     @abstractmethod
     def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
-        """Prepare to quantize `layers` of `model`, which compute on `main`: the number of a GPU, or cpu."""
+        """Prepare to quantize `layers` of `model`, which compute on `main`: a GPU number, or cpu."""
 
 
 def quantized_layers(
@@ -81,7 +81,7 @@ def quantized_layers(
 
 
 def describe(model: PreTrainedModel, layers: Layers) -> str:
-    """How many layers are quantized, and how much of the model they are."""
+    """Describe how many layers are quantized, and their share of the model."""
     weights = [layer.weight for its in layers.values() for layer in its]
     part = sum(weight.numel() for weight in weights) / sum(param.numel() for param in model.parameters())
     return f"{format_count(len(weights), 'linear layer')} with {part:.0%} of the parameters"
@@ -90,7 +90,7 @@ def describe(model: PreTrainedModel, layers: Layers) -> str:
 def quantized_blocks(
     model: PreTrainedModel, blocks: Sequence[Block], quantization: Quantization, *, on_gpu: bool
 ) -> list[Block]:
-    """`blocks` with the number of bytes that they have once quantized, on a GPU or else on the CPU."""
+    """Return `blocks` with their sizes after quantization, on a GPU or on the CPU."""
     layers = quantized_layers(model, blocks, quantization)
     saved = {
         fqn: sum(one.weight.nbytes - quantization.num_bytes(one, on_gpu=on_gpu) for one in its)
@@ -100,7 +100,7 @@ def quantized_blocks(
 
 
 def torchao_encoder(config: Any) -> Callable[[nn.Linear], None]:
-    """A function that quantizes a layer in place by torchao's `config`."""
+    """Return a function that quantizes a layer in place by torchao's `config`."""
     from torchao.quantization import quantize_
 
     return lambda layer: quantize_(layer, config, filter_fn=lambda module, fqn: True)

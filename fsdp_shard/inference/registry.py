@@ -1,4 +1,4 @@
-"""The quantizations of `dispatch.quantize`: a new one is a file with its class, and a line here."""
+"""The quantizations of `dispatch.quantize`: a new one needs a file with its class, and a line here."""
 
 from fsdp_shard.inference.int4 import Int4
 from fsdp_shard.inference.int8 import Int8

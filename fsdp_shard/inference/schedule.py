@@ -1,8 +1,8 @@
 """The order in which many batches go through a model with streamed blocks.
 
 `batch_major`: one batch after the other, each through all blocks. `layer_major`: all batches of a wave through one
-block after the other, so that the weights are read once a wave; the hidden states of the batches that wait are in
-memory, or in a file.
+block after the other, so that weights are read once per wave. The hidden states of waiting batches stay in memory, or
+in a file.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 _STREAM = "block_stream"  # an attribute of the model
 _MAX_PASSES, _MAX_COMPUTE_THREADS = 512, 4096
-# Each thread that computes on a GPU gets a workspace of its own (c10/cuda/CUDABlas.cpp, the default on Hopper).
+# Each thread that computes on a GPU has its own workspace (c10/cuda/CUDABlas.cpp, the default on Hopper).
 _CUBLAS_WORKSPACE_BYTES = 32 << 20
-_MEMORY_PART = 4  # of the CPU's budget, or of what is free: hidden states may have 1 / this
+_MEMORY_PART = 4  # hidden states may use 1 / this of the CPU budget or free memory
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Schedule:
     to_file: bool = False
 
     def describe(self) -> str:
-        """Say how often the weights are read, and where the hidden states are; empty if no block is streamed."""
+        """Describe how often weights are read, and where hidden states are; empty if no block is streamed."""
         if not self.num_blocks:
             return ""
         weights = f"{format_count(self.num_blocks, 'streamed block')} ({format_size(self.num_bytes)})"
@@ -69,11 +69,11 @@ class Schedule:
 
         Args:
             model: The model that the schedule was made for.
-            passes: Runs the model once, and returns a result; under `layer_major` called in another thread.
+            passes: Each runs the model once and returns a result; with `layer_major`, in another thread.
             directory: Directory for the file of hidden states.
 
         Yields:
-            The results, in the order of `passes`, as soon as they are there.
+            The results in the order of `passes`, as soon as they are complete.
 
         Raises:
             OSError: The disk is full.
@@ -95,7 +95,7 @@ class Schedule:
 
 
 def keep_stream(model: PreTrainedModel, stream: BlockStream) -> None:
-    """Note the streamed blocks of a model, for `stream_of`."""
+    """Store a model's streamed blocks, for `stream_of`."""
     model.__dict__[_STREAM] = stream
 
 
@@ -114,18 +114,18 @@ def plan_schedule(
     directory: Path | None = None,
     num_ranks: int = 1,
 ) -> Schedule:
-    """Choose how batches go through a model: `settings.schedule`, or with `auto` what moves the fewest bytes.
+    """Choose how batches go through a model: `settings.schedule`, or with `auto` the one that moves the fewest bytes.
 
     Args:
         model: A dispatched model.
-        settings: The settings that it was dispatched by.
+        settings: The settings it was dispatched with.
         shapes: Rows and tokens of each batch.
-        memory: Bytes for hidden states; by default a quarter of the device's budget or, without one, of what is free.
-        directory: Where a file of hidden states would be; with less free space than it needs, there is none.
-        num_ranks: Ranks on this machine, which share its memory and threads.
+        memory: Bytes for hidden states; by default a quarter of the device's budget or, without one, of free memory.
+        directory: The directory for a file of hidden states, which is not used if it has too little free space.
+        num_ranks: Number of ranks on this machine, which share its memory and threads.
 
     Raises:
-        PlanError: `layer_major` is asked for, and no block is streamed.
+        PlanError: `layer_major` is requested, but no block is streamed.
     """
     stream = stream_of(model)
     if stream is None:
@@ -150,7 +150,7 @@ def plan_schedule(
     has_disk = directory is None or available_memory.free_disk_bytes(directory) > num_ranks * sum(hidden)
     if len(in_memory) > 1 and stream.device.type == "cpu" and has_disk:
         waves = _waves(hidden, sum(hidden), most)
-        moved = 2 * stream.num_blocks * sum(hidden)  # written before each block, and read in it
+        moved = 2 * stream.num_blocks * sum(hidden)  # written before each block, and read inside
         choices[replace(layer_major, waves=waves, to_file=True)] = len(waves) * stream.num_bytes + moved
     if settings.schedule != LAYER_MAJOR:
         choices = {batch_major: len(shapes) * stream.num_bytes} | choices
@@ -158,7 +158,7 @@ def plan_schedule(
 
 
 def _waves(hidden: Sequence[int], memory: int, most: int) -> tuple[int, ...]:
-    """Divide batches into waves of at most `most`, whose hidden states take at most `memory` bytes, or of one."""
+    """Divide batches into waves of at most `most`, with at most `memory` bytes of hidden states, or of one batch."""
     counts: list[int] = []
     free = 0
     for num_bytes in hidden:
@@ -171,16 +171,16 @@ def _waves(hidden: Sequence[int], memory: int, most: int) -> tuple[int, ...]:
 
 
 def _hidden_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
-    """Estimate what a batch holds while it waits: embeddings, the hidden state, and a mask."""
+    """Estimate the bytes of a waiting batch: embeddings, hidden state, and a mask."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return rows * tokens * model.dtype.itemsize * (2 * weight.shape[-1] + tokens)
 
 
 def _free_bytes(stream: BlockStream, settings: DispatchConfig, num_ranks: int) -> int:
-    """Bytes that the device of streamed blocks has: its budget, if one is given, or this rank's part of the free.
+    """Bytes available on the device of streamed blocks: its budget, if set, or this rank's share of free memory.
 
-    Each rank has a budget of its own.
+    Each rank has its own budget.
     """
     if stream.device.type == "cuda":
         free = int(torch.cuda.mem_get_info(stream.device)[0])

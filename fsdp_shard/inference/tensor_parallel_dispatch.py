@@ -1,6 +1,6 @@
 """Divides a model's layers among ranks that run it together, by transformers' tensor-parallel plan.
 
-Each rank reads its own part of every weight from the checkpoint, however that was sharded. All of them have the same
+Each rank reads its own part of every weight from the checkpoint, however that was sharded. All ranks have the same
 activations between layers, so they generate the same tokens.
 """
 
@@ -23,17 +23,17 @@ def load_divided(
     context: DistributedContext,
     log: Callable[[str], object],
 ) -> None:
-    """Divide `model` among the ranks of the tensor-parallel mesh, and read this rank's part on its device.
+    """Divide `model` among the ranks of the tensor-parallel mesh, and read this rank's part onto its device.
 
     Args:
         model: The model, on meta.
         index: The checkpoint.
         stored: Parameters and persistent buffers -> names in `index`.
-        context: This rank, and the mesh of those that divide the layers.
-        log: Called with a summary, before any weight is read.
+        context: This rank, and the mesh of the ranks that divide the layers.
+        log: Called with a summary before any weight is read.
 
     Raises:
-        ConfigError: transformers has no plan for the model that can be followed.
+        ConfigError: transformers has no usable plan for the model.
     """
     mesh, device = context.mesh["tensor"], context.device
     check_tensor_parallel(model, mesh.size(), "tensor_parallel", also=INFERENCE_STYLES)

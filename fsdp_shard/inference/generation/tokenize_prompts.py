@@ -77,7 +77,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _num_closing(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Number of special tokens that the tokenizer adds after a text, such as </s> or [SEP]: a decoder ends with them."""
+    """Number of special tokens that the tokenizer adds after a text, like </s> or [SEP]: a decoder ends with them."""
     whole, text = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
     added = len(whole) - len(text)
     return next((added - start for start in range(added + 1) if whole[start : start + len(text)] == text), 0)

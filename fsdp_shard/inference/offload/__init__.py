@@ -1,1 +1,1 @@
-"""Running blocks whose weights stay in their files: memory maps, and reading blocks ahead of use."""
+"""Runs blocks whose weights stay in their files: memory maps, and reading blocks ahead of use."""

@@ -1,11 +1,11 @@
 """Streams blocks: their parameters are fetched to the main device shortly before they run, and released afterwards.
 
-While a block computes, threads fetch those that follow it. Parameters that the CPU can use directly in a file stay in
-the module; only their pages are populated and, where memory is short, dropped. The others are on the meta device, and
-hooks around the block's forward pass replace them by views of a buffer. The order of blocks is learned from earlier
+While a block computes, threads fetch the following ones. Parameters that the CPU can use directly in a file stay in
+the module; only their pages are populated and, if memory is short, dropped. The others are on the meta device, and
+hooks around the block's forward pass replace them with views of a buffer. The block order is learned from earlier
 passes, so an encoder that runs once does not confuse the decoder.
 
-Instead of the passes themselves, a schedule may say when blocks are fetched and released (`layer_major`).
+Instead of the passes, a schedule may control when blocks are fetched and released (`layer_major`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,20 +33,20 @@ _KEEP = "keep this block in memory, by a larger max_memory or a device_map that 
 
 
 class Driver(Protocol):
-    """What decides when blocks are fetched and released, while it drives a stream."""
+    """Decides when blocks are fetched and released while it drives a stream."""
 
     def before(self, number: int, inputs: Sequence[Any]) -> None:
-        """A pass, in the calling thread, comes to block `number`, whose weights must be there on return."""
+        """Handle a pass, in the calling thread, that reaches block `number`; its weights must be present on return."""
         ...
 
     def after(self, number: int) -> None:
-        """The pass has left the block, or failed in it."""
+        """Handle a pass that left the block, or failed in it."""
         ...
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter of a block: attribute `name` of `owner`, on meta between passes; tensor `number` of its content."""
+    """A block parameter: attribute `name` of `owner`, on meta between passes; tensor `number` of the content."""
 
     owner: nn.Module
     name: str
@@ -62,11 +62,10 @@ class StreamedBlock:
         module: The block.
         slots: Its parameters that are views of a buffer while it runs.
         content: The tensors to read into the buffer.
-        populate: Reads the pages of parameters that are used directly in a file.
+        populate: Reads the pages of parameters used directly in a file.
         drop: Releases those pages.
-        num_bytes: What a fetch reads.
-        params: All its parameters as they are now, with those of a layer that was put around it; each has values
-            while it runs.
+        num_bytes: Bytes that a fetch reads.
+        params: All current parameters, including those of a wrapping layer; each has values while the block runs.
     """
 
     module: nn.Module
@@ -79,12 +78,12 @@ class StreamedBlock:
 
 
 class BlockStream:
-    """The streamed blocks of a model, in the order in which they are added; at most `prefetch` are fetched ahead.
+    """The streamed blocks of a model, in insertion order; at most `prefetch` are fetched ahead.
 
     Attributes:
-        device: The device that they compute on.
-        num_fetches: Fetches of blocks so far.
-        num_bytes_fetched: The bytes of their weights.
+        device: The device that computes them.
+        num_fetches: Number of block fetches so far.
+        num_bytes_fetched: Bytes of weights fetched so far.
     """
 
     def __init__(self, ring: Ring, prefetch: int) -> None:
@@ -96,12 +95,12 @@ class BlockStream:
         self._running: dict[int, Buffer | None] = {}
         self._successors: dict[int, int] = {}
         self._last: int | None = None
-        # Two, so that reads of the next block are queued when the last ones of a block are in progress.
+        # Two, so that the next block's reads are queued while a block's last reads are in progress.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="fsdp-shard-prefetch")
         self._lock = Lock()
-        self._thread: int | None = None  # whose pass it is
+        self._thread: int | None = None  # the thread of the current pass
         self._driver: Driver | None = None
-        self._end: int | None = None  # the block with which a next round would begin, if there is none
+        self._end: int | None = None  # the first block of the next round, if there is no next round
 
     @property
     def num_blocks(self) -> int:
@@ -110,12 +109,12 @@ class BlockStream:
 
     @property
     def reads_files(self) -> bool:
-        """Whether weights are read into buffers, rather than used in mapped files, or copied from CPU memory."""
+        """Whether weights are read into buffers, not used in mapped files or copied from CPU memory."""
         return any(block.content.tensors and block.content.resident is None for block in self._blocks)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights that a pass reads."""
+        """Bytes of weights read per pass."""
         return sum(block.num_bytes for block in self._blocks)
 
     def add(self, block: StreamedBlock) -> None:
@@ -125,7 +124,7 @@ class BlockStream:
         self._ring.fit(block.content)
 
         block.module.register_forward_pre_hook(partial(self._before, number), with_kwargs=True)
-        # A pass that raises releases its buffer, too.
+        # A pass that raises also releases its buffer.
         block.module.register_forward_hook(partial(self._after, number), always_call=True)
         for owner, name in {slot.owner: slot.name for slot in block.slots if slot.owner is not block.module}.items():
             owner.register_forward_pre_hook(partial(_refuse_alone, type(block.module).__name__, name))
@@ -141,9 +140,9 @@ class BlockStream:
         else:
             with self._lock:
                 self._check_thread()
-                self._leave(number)  # in case that Ctrl-C ended the last pass, after which torch calls no hooks
+                self._leave(number)  # in case Ctrl-C ended the last pass, after which torch calls no hooks
                 self._enter(number)
-        if any(param.is_meta for param in self._blocks[number].params()):  # torch would compute with any values
+        if any(param.is_meta for param in self._blocks[number].params()):  # torch would compute with arbitrary values
             raise RunError(
                 f"A {type(module).__name__} whose weights are streamed has parameters without values: an adapter that "
                 f"is added to it is on meta, as its weights are between passes. Load the model by "
@@ -159,17 +158,17 @@ class BlockStream:
                 self._leave(number)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled: files, threads and buffers belong to one model in one process."""
+        """Prevent copying and pickling: files, threads and buffers belong to one model in one process."""
         raise RunError(CANNOT_COPY)
 
     @contextmanager
     def driven(self, driver: Driver) -> Iterator[None]:
-        """Meanwhile, `driver` is called as passes come to blocks and leave them; it calls `enter` and `leave`."""
+        """Within the context, call `driver` as passes reach blocks and leave them; it calls `enter` and `leave`."""
         with self._lock:
             if self._driver is not None:
                 raise RunError(ANOTHER_THREAD)
             self._check_thread()
-            for number in list(self._running):  # of a pass that Ctrl-C ended
+            for number in list(self._running):  # left over from a pass that Ctrl-C ended
                 self._leave(number)
             self._driver = driver
         try:
@@ -181,18 +180,18 @@ class BlockStream:
                 self._driver = self._end = None
 
     def enter(self, number: int, *, end: int | None = None) -> None:
-        """Wait until block `number` is fetched, and fetch what follows it, but not from block `end` on."""
+        """Wait until block `number` is fetched, and fetch the following ones up to block `end`, exclusive."""
         with self._lock:
             self._end = end
             self._enter(number)
 
     def leave(self, number: int) -> None:
-        """Release the weights of block `number`, if it has been entered."""
+        """Release the weights of block `number`, if entered."""
         with self._lock:
             self._leave(number)
 
     def _check_thread(self) -> None:
-        """Two passes at once would need more memory than is reserved, and overwrite each other's buffers."""
+        """Reject concurrent passes, which would exceed the reserved memory and overwrite each other's buffers."""
         if self._running and self._thread != get_ident():
             raise RunError(ANOTHER_THREAD)
         self._thread = get_ident()
@@ -232,7 +231,7 @@ class BlockStream:
         self._fetch_ahead(number)
 
     def _fetch_ahead(self, number: int) -> None:
-        """Fetch what follows block `number`; what was fetched and does not follow soon is given up."""
+        """Fetch the blocks after block `number`; cancel fetched blocks that do not follow soon."""
         following: list[int] = []
         for _ in range(self._prefetch):
             number = self._successors.get(number, (number + 1) % len(self._blocks))
@@ -256,10 +255,10 @@ class BlockStream:
         self._fetches[number] = self._threads.submit(_load, block, self._ring, buffer), buffer
 
     def _cancel(self, number: int) -> None:
-        """Give up a fetch; its buffer is free when nothing is written to it any more."""
+        """Cancel a fetch; its buffer is free once nothing writes to it any more."""
         fetch, buffer = self._fetches[number]
         if not fetch.cancel():
-            with suppress(Exception):  # raised already where the block was needed; of no concern if it was not
+            with suppress(Exception):  # already raised where the block was needed; irrelevant otherwise
                 fetch.result()
         del self._fetches[number]
         self._blocks[number].drop()
@@ -268,7 +267,7 @@ class BlockStream:
 
 
 def _has_meta(value: Any) -> bool:
-    """Whether a tensor without values is among the inputs of a module, in tuples, lists and mappings, too."""
+    """Whether a module's inputs include a tensor without values, also in tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return value.is_meta
     if isinstance(value, Mapping):
@@ -277,8 +276,8 @@ def _has_meta(value: Any) -> bool:
 
 
 def _refuse_alone(block: str, name: str, module: nn.Module, _: Any) -> None:
-    """Raise RunError for a module in a streamed block that is called while the block does not run."""
-    if getattr(module, name).is_meta:  # torch would compute with any values
+    """Raise RunError for a call of a module in a streamed block that is not running."""
+    if getattr(module, name).is_meta:  # torch would compute with arbitrary values
         raise RunError(
             f"A {type(module).__name__} is called while the {block} that it belongs to does not run, and its weights "
             f"are read only for that: call the whole {block}, or {_KEEP}."

@@ -1,6 +1,6 @@
-"""The few buffers on one device that hold the parameters of streamed blocks, each of one block at a time.
+"""A few buffers on one device that hold the parameters of streamed blocks, one block at a time each.
 
-A buffer is one run of bytes, so that contiguous CPU memory is copied to a GPU at once. Its life cycle is `acquire`,
+A buffer is one contiguous range, so contiguous CPU memory is copied to a GPU at once. Its life cycle is `acquire`,
 `load` (in any thread), `ready` and `finished` around the block's pass, `release`.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from fsdp_shard.utils import empty_pages, lock_pages
 
-_ALIGN_BYTES = 256  # as a GPU's own allocator aligns, and enough for any vector instruction
+_ALIGN_BYTES = 256  # the alignment of torch's GPU allocator, sufficient for all vector instructions
 
 FillAll = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 """Reads stored tensors by name into CPU memory."""
@@ -24,7 +24,8 @@ class Content:
 
     Attributes:
         tensors: Stored name, dtype and shape of each.
-        resident: CPU memory that holds them already, in the buffer's layout; else they are read from the checkpoint.
+        resident: CPU memory that already holds them in the buffer's layout; otherwise they are read from the
+            checkpoint.
     """
 
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
@@ -32,11 +33,11 @@ class Content:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a buffer that holds them."""
+        """Bytes of a buffer for these tensors."""
         return sum(_padded(torch.Size(shape).numel() * dtype.itemsize) for _, dtype, shape in self.tensors)
 
     def views(self, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The stored names, and the tensors as views of `memory` (bytes)."""
+        """Return stored names and tensors, as views of `memory` (bytes)."""
         found, start = [], 0
         for name, dtype, shape in self.tensors:
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -47,7 +48,7 @@ class Content:
 
 @dataclass
 class Buffer:
-    """Memory on a device; on a GPU also a staging buffer on the host, and events that order the copies."""
+    """Device memory; on a GPU also a staging buffer on the host, and events that order the copies."""
 
     memory: torch.Tensor
     host: torch.Tensor | None = None
@@ -57,7 +58,7 @@ class Buffer:
 
 @dataclass
 class Ring:
-    """Buffers in CPU memory; `num_bytes` of each, which is final before the first is acquired."""
+    """Buffers in CPU memory, of `num_bytes` each, which is fixed once the first is acquired."""
 
     device: torch.device
     fill_all: FillAll
@@ -65,19 +66,19 @@ class Ring:
     _free: list[Buffer] = field(default_factory=list)
 
     def fit(self, content: Content) -> None:
-        """Have buffers hold `content`, too."""
+        """Enlarge buffers to hold `content`."""
         self.num_bytes = max(self.num_bytes, content.num_bytes)
 
     def acquire(self) -> Buffer:
-        """A free buffer, or a new one; the caller limits their number.
+        """Return a free buffer, or a new one; the caller limits their number.
 
-        A backward pass that needs the previous content fails from here on, not only once the next is there.
+        A backward pass that needs the previous content fails from here on, not only once the next content is present.
         """
         if self._free:
             buffer = self._free.pop()
-            torch.autograd.graph.increment_version(buffer.memory)  # torch sees no reads of files
+            torch.autograd.graph.increment_version(buffer.memory)  # torch does not see file reads
             return buffer
-        with torch.inference_mode(False):  # else it could be filled in no other mode than that of the first pass
+        with torch.inference_mode(False):  # otherwise it could be filled only in the mode of the first pass
             return self._new()
 
     def release(self, buffer: Buffer) -> None:
@@ -85,11 +86,11 @@ class Ring:
         self._free.append(buffer)
 
     def load(self, content: Content, buffer: Buffer) -> None:
-        """Start to load `content`; it is loaded when `ready` returns, or on a GPU before what is queued after that."""
+        """Start loading `content`. It is loaded when `ready` returns, or on a GPU before any work queued after that."""
         self._read(content, buffer.memory)
 
     def ready(self, buffer: Buffer) -> None:
-        """Make what the device does next wait for the content."""
+        """Make the device's next work wait for the content."""
 
     def finished(self, buffer: Buffer) -> None:
         """Mark that all uses of the content are queued on the device."""
@@ -106,7 +107,7 @@ class Ring:
 
 @dataclass
 class GpuRing(Ring):
-    """Buffers on a GPU, filled from page-locked memory on a separate stream, concurrently with computation."""
+    """Buffers on a GPU, filled from pinned memory on a separate stream, concurrently with computation."""
 
     def __post_init__(self) -> None:
         self._stream = torch.cuda.Stream(self.device)
@@ -119,12 +120,12 @@ class GpuRing(Ring):
 
     def _new(self) -> Buffer:
         buffer = super()._new()
-        buffer.memory.record_stream(self._stream)  # it may be freed while a copy to it is in flight
-        self.finished(buffer)  # the allocator may have given memory that queued kernels have yet to read
+        buffer.memory.record_stream(self._stream)  # it may be freed during a copy to it
+        self.finished(buffer)  # the allocator may have returned memory that queued kernels still read
         return buffer
 
     def load(self, content: Content, buffer: Buffer) -> None:
-        with torch.cuda.device(self.device):  # of this thread, which else would make a context on GPU 0
+        with torch.cuda.device(self.device):  # otherwise this thread would create a context on GPU 0
             source = self._staged(content, buffer) if content.resident is None else content.resident
             with torch.cuda.stream(self._stream):
                 if buffer.used is not None:

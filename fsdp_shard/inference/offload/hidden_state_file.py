@@ -1,7 +1,7 @@
-"""A temporary file for the hidden states of passes that wait for a block, used as memory through `mmap`.
+"""A temporary file for the hidden states of passes that wait for a block, mapped into memory through `mmap`.
 
-A tensor that is moved there is used as before: its pages are read when they are touched. The system writes them out
-when it needs the memory. The file has no name, so nothing is left of it, however the process ends.
+A tensor moved there is used as before: touching its pages reads them, and the system writes them out when it needs
+memory. The file has no name, so nothing remains of it, however the process ends.
 """
 
 import ctypes
@@ -22,25 +22,25 @@ from fsdp_shard.inference.offload.page_cache import FilePages
 from fsdp_shard.utils import name_in_errors, num_storage_users
 
 _SMALLEST_BYTES = 1 << 16
-# The file is mapped in few parts, as each has a descriptor; they take no disk until they are used.
+# The file is mapped in few parts, because each needs a descriptor; they occupy no disk space until used.
 _SEGMENT_BYTES = 1 << 30
 
 
 class HiddenStateFile:
-    """The file, in `directory`; its disk space is used again when a tensor is gone. A context manager.
+    """The file, in `directory`; its disk space is reused once a tensor is freed. A context manager.
 
     Attributes:
-        num_bytes_moved: Bytes of all tensors that were moved so far.
+        num_bytes_moved: Bytes of all tensors moved so far.
     """
 
     def __init__(self, directory: Path) -> None:
         self.num_bytes_moved = 0
         self._directory = directory
         with name_in_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)  # of the first rank, on its machine
+            directory.mkdir(parents=True, exist_ok=True)  # the first rank's directory, created on its machine
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - __exit__ closes it
         self._segment, self._address = mmap.mmap(-1, 1), 0
-        self._end = self._used = 0  # of the file, and of the last segment
+        self._end = self._used = 0  # end of the file, and used bytes of the last segment
         self._free: defaultdict[int, list[tuple[mmap.mmap, int, FilePages]]] = defaultdict(list)
 
     def __enter__(self) -> Self:
@@ -49,12 +49,12 @@ class HiddenStateFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()  # tensors in it have their own descriptor, with the mapping
+        self._file.close()  # its tensors have their own descriptor, with the mapping
 
     def move(self, values: Any) -> None:
         """Move CPU tensors in lists, tuples and mappings to the file, in place, if nothing else uses their memory.
 
-        A tensor whose memory others use, too, stays: what is written to one of them must be seen in all.
+        A tensor that shares memory with others stays: all of them must see writes to one of them.
 
         Raises:
             OSError: The disk is full.
@@ -86,7 +86,7 @@ class HiddenStateFile:
         self._free[pages.num_bytes].append((segment, start, pages))
 
     def _region(self, num_bytes: int) -> tuple[mmap.mmap, int, FilePages]:
-        """Return a mapping, and an unused range of it that has disk space."""
+        """Return a mapping, and an unused range of it with disk space."""
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         descriptor = self._file.fileno()
@@ -107,5 +107,5 @@ class HiddenStateFile:
 def _is_movable(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
-    storage = tensor.untyped_storage()  # memory that torch did not allocate, such as that of the file, is not resizable
+    storage = tensor.untyped_storage()  # memory not allocated by torch, such as the file's, is not resizable
     return storage.nbytes() >= _SMALLEST_BYTES and storage.resizable() and num_storage_users(tensor) == 1

@@ -1,10 +1,9 @@
 """Runs many forward passes of a model with streamed blocks side by side: each block is read once for all of them.
 
-Each pass has a thread of its own, which is suspended where it comes to a streamed block. Only one thread runs at a
-time: once a block is fetched, every pass that waits for it goes on to its next streamed block or to its end, one after
-the other. So nothing is assumed about the code of the model, and each pass has the operations, in the order and the
-shapes, that it has alone: its results are equal bit for bit. What a pass needs later, such as masks, stays in its
-frames.
+Each pass has its own thread, which is suspended when it reaches a streamed block. Only one thread runs at a time: once
+a block is fetched, every pass waiting for it continues to its next streamed block or to its end, one after the other.
+This makes no assumptions about the model's code, and each pass runs the same operations with the same order and shapes
+as alone: its results are bitwise equal. Values that a pass needs later, such as masks, stay in its stack frames.
 """
 
 from collections import Counter
@@ -33,21 +32,21 @@ def run_wave(
     file: HiddenStateFile | None = None,
     is_last: bool = True,
 ) -> Generator[T]:
-    """Run passes of the model whose blocks `stream` has, block by block.
+    """Run passes of the model with the blocks in `stream`, block by block.
 
     Args:
         stream: The streamed blocks.
-        passes: The passes. Each is called in a thread of its own, so it has to enter modes of torch that belong to
-            threads, such as `inference_mode`, itself.
-        embeddings: The module whose output begins the hidden states, if `file` is to have that, too.
-        file: Where the hidden states of waiting passes go; None to leave them in memory.
-        is_last: Whether nothing follows for which blocks should be fetched ahead.
+        passes: The passes. Each is called in its own thread, so it must itself enter torch modes that belong to
+            threads, such as `inference_mode`.
+        embeddings: The module that outputs the initial hidden states, if `file` should hold them too.
+        file: The file for hidden states of waiting passes; None to leave them in memory.
+        is_last: Whether nothing follows that needs prefetched blocks.
 
     Yields:
-        The results, in the order of `passes`, each as soon as it is there and those before it are.
+        The results in the order of `passes`, each as soon as it and the previous ones are complete.
 
     Raises:
-        Exception: The first error of a pass or of a fetch. The other passes are given up.
+        Exception: The first error of a pass or fetch. The other passes are cancelled.
     """
     wave = _Wave(stream, passes, file)
     hook = None if embeddings is None or file is None else embeddings.register_forward_hook(wave.note)
@@ -63,11 +62,11 @@ def run_wave(
 
 
 class _PassCancelled(BaseException):
-    """Ends a pass whose result nobody waits for; no Exception, as model code may catch those."""
+    """Ends a pass whose result is not needed; not an Exception, because model code may catch those."""
 
 
 class _Pass(Generic[T]):
-    """A pass, and the block that it waits for."""
+    """A pass, and the block it waits for."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
@@ -120,18 +119,18 @@ class _Wave(Generic[T]):
         self._inside[number] += 1
 
     def after(self, number: int) -> None:
-        """Note that a pass has left block `number`."""
+        """Record that a pass left block `number`."""
         if current_thread() in self._by_thread and self._inside[number]:
             self._inside[number] -= 1
 
     def note(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Note the output of the embeddings, which many models keep until the end of a pass."""
+        """Record the output of the embeddings, which many models keep until the end of a pass."""
         one = self._by_thread.get(current_thread())
         if one is not None and isinstance(output, Tensor):
             one.noted.append(ref(output))
 
     def give_up(self) -> None:
-        """End all threads; one that computes ends when it comes to its next block."""
+        """End all threads; a computing thread ends when it reaches its next block."""
         self._is_given_up = True
         for one in self._by_thread.values():
             one.go.release()
@@ -139,11 +138,11 @@ class _Wave(Generic[T]):
             thread.join()
 
     def _turns(self, is_last: bool) -> Iterator[_Pass[T]]:
-        """Yield each pass when it has been run to its next block or its end."""
+        """Yield each pass once it has run to its next block or its end."""
         for one in self._passes:
             yield self._run_on(one)
         while waiting := [one for one in self._passes if one.waits_for is not None]:
-            # A pass that has fallen behind, as it has blocks that others leave out, is caught up with first.
+            # A pass that fell behind, because it uses blocks that others skip, catches up first.
             number = min(one.waits_for for one in waiting if one.waits_for is not None)
             self._turn_to(number, is_last)
             for one in waiting:
@@ -151,7 +150,7 @@ class _Wave(Generic[T]):
                     yield self._run_on(one)
 
     def _turn_to(self, number: int, is_last: bool) -> None:
-        """Enter block `number`, and leave the others, except those in which a pass has come to this one."""
+        """Enter block `number`, and leave the others, except those in which a pass reached this one."""
         for other in [other for other in self._entered if other != number and not self._inside[other]]:
             self._stream.leave(other)
             self._entered.remove(other)
@@ -178,7 +177,7 @@ class _Wave(Generic[T]):
         else:
             one.go.release()
         self._suspended.acquire()
-        give_back_free_memory()  # glibc keeps what each thread frees for that thread: it would add up over all passes
+        give_back_free_memory()  # glibc keeps freed memory per thread, which would add up over all passes
         return one
 
     def _run(self, one: _Pass[T]) -> None:
@@ -186,6 +185,6 @@ class _Wave(Generic[T]):
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 one.results.append(one.work())
-        except BaseException as error:  # raised again where the results are taken
+        except BaseException as error:  # raised again where the results are consumed
             one.error = error
         self._suspended.release()

@@ -1,8 +1,8 @@
 """Tensors as views of a checkpoint's own files, through `mmap`, without a copy.
 
-This works for a tensor that is one contiguous range of one file, in the wanted dtype and aligned to its elements. It
-also works for one whose rows are spread over the files of ranks, if its parts begin and end at page boundaries: they
-are mapped to contiguous memory. Views may be written to: the changes are private to this process.
+This works for a tensor stored as one contiguous range of one file, in the wanted dtype and aligned to its elements. It
+also works for a tensor whose rows are spread over the ranks' files, if its parts begin and end at page boundaries: they
+are mapped to contiguous memory. Views are writable: changes are private to this process.
 """
 
 import ctypes
@@ -24,24 +24,24 @@ from fsdp_shard.inference.offload.page_cache import FilePages, libc
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # on every Linux except alpha, mips and parisc
 _FAILED = ctypes.c_void_p(-1).value
 
-_OTHER_FILES = 64  # that a process has open in addition to those that are mapped
+_OTHER_FILES = 64  # files a process has open besides the mapped ones
 
 
 @dataclass(frozen=True)
 class _Mapped:
-    """One file; the descriptor stays open with the mapping, for reading ahead."""
+    """One file; the descriptor stays open along with the mapping, for reading ahead."""
 
     memory: mmap.mmap
     descriptor: int
     address: int
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self.descriptor)  # a default, as modules are gone when this is called at the end of Python
+        close(self.descriptor)  # a default argument, because modules no longer exist when this runs at Python's exit
 
 
 @dataclass(frozen=True)
 class _MappedSpans:
-    """A buffer with `spans` one after the other, each at one of `addresses`; unmapped when its last user is gone."""
+    """A buffer of consecutive `spans`, each at one of `addresses`; unmapped when its last user is freed."""
 
     memory: Any
     spans: Sequence[Span]
@@ -49,7 +49,7 @@ class _MappedSpans:
 
 
 class MappedFiles:
-    """The files of `index`, each mapped once, when a tensor in it is first requested."""
+    """The files of `index`, each mapped once, when one of its tensors is first requested."""
 
     def __init__(self, index: TensorIndex) -> None:
         self._index = index
@@ -65,7 +65,7 @@ class MappedFiles:
         if not self._may_open({span.file for span in spans}):
             return None
         if any(span.stop > len(self._open(span.file).memory) for span in spans):
-            return None  # whoever reads it reports that the file is cut short
+            return None  # the reader reports that the file is truncated
         buffer: Any = self._open(spans[0].file).memory
         offset = spans[0].start
         if len(spans) > 1:
@@ -76,7 +76,7 @@ class MappedFiles:
         return _from_buffer(buffer, dtype, entry.num_elements, offset).view(entry.shape)
 
     def pages(self, names: Iterable[str]) -> list[FilePages]:
-        """The pages of tensors that `view` has returned; those of neighbors are joined."""
+        """The pages of tensors that `view` returned; neighboring pages are joined."""
         wanted = set(names)
         single = [spans[0] for name in wanted if len(spans := self._spans(name)) == 1]
         joined: list[tuple[str, int, int]] = []
@@ -96,7 +96,7 @@ class MappedFiles:
         return found
 
     def _spans(self, name: str) -> list[Span]:
-        """The ranges of a tensor that is stored as it is, without a codec; otherwise none."""
+        """The ranges of a tensor that is stored without a codec; otherwise none."""
         if not self._index.entry(name).is_in_long_runs:
             return []
         return self._index.spans(name, 0, self._index.entry(name).num_elements)
@@ -109,7 +109,7 @@ class MappedFiles:
         return self._stitched.get(name)
 
     def _may_open(self, names: set[str]) -> bool:
-        """Whether the process may have so many files open: each that is mapped is open twice."""
+        """Whether the process may open this many more files; each mapped file is open twice."""
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         num_open = 2 * len(self._files.keys() | names)
         return names <= self._files.keys() or allowed == resource.RLIM_INFINITY or num_open + _OTHER_FILES <= allowed
@@ -139,12 +139,12 @@ def _map(descriptor: int) -> mmap.mmap:
 
 
 def _meet_at_pages(spans: Sequence[Span]) -> bool:
-    """Whether each span but the last ends with a page of its file, and each but the first begins with one."""
+    """Whether each span but the last ends at a page boundary of its file, and each but the first begins at one."""
     return all(one.stop % mmap.PAGESIZE == 0 == two.start % mmap.PAGESIZE for one, two in pairwise(spans))
 
 
 def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _MappedSpans | None:
-    """Map `spans`, which meet at pages, of the files open as `descriptors`.
+    """Map `spans`, which meet at page boundaries, of the files open as `descriptors`.
 
     Returns:
         The memory, or None if the process is at its limit of mappings or private memory.
@@ -163,7 +163,7 @@ def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _MappedSpans |
         addresses.append(at + span.start - low)
         at += size
     memory = (ctypes.c_ubyte * sum(span.num_bytes for span in spans)).from_address(addresses[0])
-    # Not at the end of the process: others may still use the memory then.
+    # Not at process exit, when others may still use the memory.
     weakref.finalize(memory, libc.munmap, base, sum(sizes)).atexit = False
     return _MappedSpans(memory, spans, addresses)
 
@@ -172,7 +172,7 @@ def _mapping_modes() -> list[tuple[int, int]]:
     """Protection and flags to map a file with, best first: copy-on-write, else read-only.
 
     If private memory is limited (RLIMIT_DATA), only read-only: writable mappings count in full, so a few tensors would
-    use up the limit.
+    exhaust the limit.
     """
     read_only = (mmap.PROT_READ, mmap.MAP_SHARED)
     if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:

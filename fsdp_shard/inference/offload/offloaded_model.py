@@ -1,10 +1,10 @@
-"""Keeps an offloaded model right where transformers would look at, or change, weights that are not there.
+"""Keeps an offloaded model correct where transformers would read or change weights that are not in memory.
 
-`model.device` is the device that computes, even if the first parameter is on meta: transformers creates tensors there
-(the first tokens of a decoder), and has a property for it that looks at that parameter. What would need the weights
-themselves, a cast or `save_pretrained`, is refused. Only a subclass can override a property, so here, and nowhere else,
-a model's class is replaced. An empty parameter on the right device, before all others, would also make the device
-right, but show up in `named_parameters()` and `state_dict()`.
+`model.device` is the device that computes, even if the first parameter is on meta. transformers creates tensors there
+(such as a decoder's first tokens), with a property that looks at that parameter. Operations that need the weights, a
+cast or `save_pretrained`, are rejected. Only a subclass can override a property, so a model's class is replaced, here
+and nowhere else. An empty first parameter on the right device would also fix the device, but it would appear in
+`named_parameters()` and `state_dict()`.
 """
 
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
@@ -22,7 +22,7 @@ else:
 
 
 class _Offloaded(_Base):
-    """What a model with parameters on meta does otherwise than its own class, which is the next base."""
+    """Overrides for a model with parameters on meta; its own class is the next base."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -78,7 +78,7 @@ class _Offloaded(_Base):
             ) from error
 
     def _refuse_cast(self, dtype: torch.dtype) -> None:
-        """Raise RunError if parameters on meta, which are read in the dtype that was asked for, are to have another."""
+        """Raise RunError for a cast of parameters on meta, which are read in the requested dtype."""
         for param in self.parameters():
             if param.is_meta and param.is_floating_point() and param.dtype != dtype:
                 raise RunError(
@@ -88,7 +88,7 @@ class _Offloaded(_Base):
 
 
 def make_offloaded(model: torch.nn.Module, device: torch.device) -> None:
-    """Make `model`, and the transformers models in it, offloaded ones, whose inputs are to be on `device`."""
+    """Make `model` and the transformers models in it offloaded models with inputs on `device`."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(param.is_meta for param in module.parameters()):
             cls = type(module)

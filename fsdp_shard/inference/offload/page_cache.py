@@ -1,4 +1,4 @@
-"""Pages of mapped files: populated ahead of their reader, and dropped after use.
+"""Populates pages of mapped files ahead of their reader, and drops them after use.
 
 Populating is left to the kernel (`MADV_POPULATE_READ`, Linux 5.14), which fills the page cache and this process's page
 table at once and needs little processor time; two threads keep the disk busy (docs/decisions.md). On older kernels the
@@ -32,7 +32,7 @@ libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 @dataclass(frozen=True)
 class FilePages:
-    """The bytes [start, stop) of a mapped file; `owner` keeps mapping and descriptor alive, `address` is of byte 0."""
+    """The bytes [start, stop) of a file's mapping; `owner` keeps mapping and descriptor, `address` points to byte 0."""
 
     owner: object
     descriptor: int
@@ -42,39 +42,39 @@ class FilePages:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes they are."""
+        """Number of bytes."""
         return self.stop - self.start
 
     def parts(self) -> "list[FilePages]":
-        """Divided into parts of a few MB."""
+        """Divide the range into parts of a few MB."""
         starts = range(self.start, self.stop, PART_BYTES)
         return [replace(self, start=start, stop=min(start + PART_BYTES, self.stop)) for start in starts]
 
     def is_resident(self) -> bool:
-        """Whether the page cache has a part, judged by a page in its middle, as the others come and go with that one.
+        """Whether a part is in the page cache, judged by its middle page, because the others come and go with it.
 
-        To look at all of them would take a tenth of the time that a block computes.
+        Checking all pages would take a tenth of a block's compute time.
         """
         middle = _down((self.start + self.stop) // 2)
         found = ctypes.c_ubyte()
         if libc.mincore(self.address + middle, 1, ctypes.byref(found)) != 0:
-            return True  # unknown: a page fault reads it if not
+            return True  # unknown; a page fault reads it if not
         return bool(found.value & 1)
 
     def advise_huge(self) -> None:
-        """Ask for huge pages where these are mapped: their page tables are quick to make and to look up."""
+        """Request huge pages for the mapping, whose page tables are fast to create and to look up."""
         self._advise(mmap.MADV_HUGEPAGE, _down(self.start), _up(self.stop))
 
     def populate(self) -> None:
         """Read a part into the page cache and map it; raises OSError if its file cannot be read."""
         if not self._advise(_POPULATE_READ, _down(self.start), _up(self.stop)):
-            # Into the page cache only; page faults map it.
+            # Into the page cache only; page faults map the pages.
             if not hasattr(_local, "scratch"):
                 _local.scratch = memoryview(mmap.mmap(-1, PART_BYTES))
             pread_into(self.descriptor, self.start, _local.scratch[: self.num_bytes])
 
     def drop(self, *, from_cache: bool) -> None:
-        """Unmap the pages; with `from_cache`, also drop them from the page cache. What was written to them is lost.
+        """Unmap the pages; with `from_cache`, also drop them from the page cache. Changes to them are lost.
 
         Pages at the borders, which may be shared, stay.
         """
@@ -89,13 +89,13 @@ class FilePages:
 
 
 class PageReader:
-    """Populates pages from a few threads, in the order in which they are requested."""
+    """Populates pages with a few threads, in the order of the requests."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fsdp-shard-pages")
 
     def populate(self, parts: Sequence[FilePages], *, is_unmapped: bool) -> None:
-        """Read and map `parts`; `is_unmapped` ones are populated even if the page cache has them.
+        """Read and map `parts`; with `is_unmapped`, also those that the page cache already holds.
 
         Raises:
             OSError: A file cannot be read.

@@ -1,8 +1,8 @@
-"""Applies a device plan to a model on meta: fills what stays, streams the rest, moves inputs between devices.
+"""Applies a device plan to a model on meta: fills resident blocks, streams the rest, and moves inputs between devices.
 
-Where the CPU computes, parameters are views of the checkpoint's own files as far as possible, on the CPU and on disk
-alike; blocks on disk differ in that their pages are fetched shortly before use, and dropped where memory is short. What
-files have CRCs of is read instead, and so checked, unless its block is on disk.
+If the CPU computes, parameters are views of the checkpoint's own files where possible, on the CPU and on disk alike;
+for blocks on disk, pages are fetched shortly before use, and dropped if memory is short. Files with CRCs are read
+instead, and so verified, unless the block is on disk.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from fsdp_shard.inference.quantization import Quantizer
 from fsdp_shard.models import Block, rebuild_buffers
 from fsdp_shard.utils import empty_pages, give_back_free_memory, lock_pages, persistent_buffers
 
-# A page that is touched may bring a huge page of 2 MB: a norm among weights that are not kept would, too.
+# Touching a page may load a huge page of 2 MB, also for a norm among weights that are not kept.
 _SMALL_BYTES = 1 << 16
 
 _Slots = Sequence[tuple[torch.nn.Module, str, torch.nn.Parameter]]
@@ -33,9 +33,9 @@ class PageBudget:
     """How long pages of streamed blocks stay in memory.
 
     Attributes:
-        is_strict: A budget was given, so this process unmaps them after each pass (the page cache may keep them).
-        cache_bytes: Memory available to the page cache. Blocks beyond it are dropped from it too, always the same
-            ones: a cache that drops what was least recently used has nothing of what comes next in a cycle.
+        is_strict: A budget is set, so this process unmaps them after each pass (the page cache may keep them).
+        cache_bytes: Memory available to the page cache. Blocks beyond it are dropped from the cache too, always the
+            same ones: a cache that drops the least recently used data holds nothing that comes next in a cycle.
     """
 
     is_strict: bool
@@ -51,7 +51,7 @@ def dispatch_blocks(
     page_budget: PageBudget,
     quantizer: Quantizer | None = None,
 ) -> block_hooks.BlockStream:
-    """Make `model` run by `plan`.
+    """Make `model` run according to `plan`.
 
     Args:
         model: The model, on meta.
@@ -84,7 +84,7 @@ def dispatch_blocks(
 
 @dataclass
 class _BlockLoader:
-    """Gives each parameter of a model memory on the device of its block, and streams blocks that compute elsewhere."""
+    """Gives each parameter memory on its block's device, and streams blocks that compute elsewhere."""
 
     _model: torch.nn.Module
     _plan: DevicePlan
@@ -93,7 +93,7 @@ class _BlockLoader:
     _budget: PageBudget
 
     def __post_init__(self) -> None:
-        # The name under which a tied parameter is kept comes first.
+        # The stored name of a tied parameter comes first.
         self._names = {id(param): self._stored[name] for name, param in self._model.named_parameters()}
         self._loaded: dict[int, torch.nn.Parameter] = {}  # by id of the parameter on meta, which `_metas` keeps alive
         self._metas = list(self._model.parameters())
@@ -102,11 +102,11 @@ class _BlockLoader:
         self._cache_left = self._budget.cache_bytes
 
     def load(self, blocks: Sequence[Block], quantizer: Quantizer | None) -> block_hooks.BlockStream:
-        """Load, stream or quantize each block; return those that are streamed."""
+        """Load, stream or quantize each block; return the streamed ones."""
         ring = buffer_ring.Ring if self._plan.main == "cpu" else buffer_ring.GpuRing
         main = torch.device(device_name(self._plan.main))
         stream = block_hooks.BlockStream(ring(main, self._reader.fill_all), self._plan.prefetch)
-        # The largest block is quantized first: then few others are in memory together with its original weights.
+        # The largest block is quantized first, when few others are in memory along with its original weights.
         for block in sorted(blocks, key=lambda block: -block.num_bytes) if quantizer else blocks:
             module, device = self._model.get_submodule(block.fqn), self._plan.devices[block.fqn]
             slots = list(_slots(module, block.direct))
@@ -129,13 +129,13 @@ class _BlockLoader:
         """Quantize a layer and free its original weight."""
         quantizer.encode(layer)
         self._loaded.pop(id(meta), None)
-        give_back_free_memory()  # else the original weights of all layers would add up to the whole model
+        give_back_free_memory()  # otherwise the original weights of all layers would add up to the whole model
         if self._mapped is not None:
             for pages in self._mapped.pages([self._names[id(meta)]]):
                 pages.drop(from_cache=False)
 
     def _keep(self, metas: Sequence[torch.nn.Parameter], device: str, smallest: int) -> None:
-        """Give parameters memory on `device`; where the CPU computes, views of files from `smallest` bytes on."""
+        """Give parameters memory on `device`; if the CPU computes, views of files for at least `smallest` bytes."""
         new = []
         for meta in {id(meta): meta for meta in metas if id(meta) not in self._loaded}.values():
             is_mapped = meta.nbytes >= smallest and not self._reader.index.entry(self._names[id(meta)]).has_checksum
@@ -167,7 +167,7 @@ class _BlockLoader:
         numbers = {key: number for number, key in enumerate(buffered)}
         shown = [block_hooks.Slot(*slot, numbers[id(slot[2])]) for slot in slots if id(slot[2]) in numbers]
         pages = [] if self._mapped is None else self._mapped.pages(in_place)
-        # Of an embedding only the rows that are looked up are needed, and those are read when they are touched.
+        # Only an embedding's looked-up rows are needed, and touching them reads them.
         ahead = [] if isinstance(module, torch.nn.Embedding) else pages
         for these in ahead:
             these.advise_huge()
@@ -178,14 +178,14 @@ class _BlockLoader:
         return block_hooks.StreamedBlock(module, shown, content, populate, self._drop(pages), num_bytes, params)
 
     def _page_locked(self, content: buffer_ring.Content) -> torch.Tensor:
-        """Page-locked CPU memory that holds `content`, from which a GPU copies by itself."""
+        """Return pinned CPU memory with `content`, from which a GPU copies by itself."""
         memory = empty_pages(content.num_bytes)
         self._reader.fill_all(content.views(memory))
         lock_pages(memory, torch.device(device_name(self._plan.main)))
         return memory
 
     def _drop(self, pages: Sequence[page_cache.FilePages]) -> Callable[[], None]:
-        """What to do with the pages of a block after its pass."""
+        """Return the action for a block's pages after its pass."""
         num_bytes = sum(these.num_bytes for these in pages)
         from_cache = num_bytes > self._cache_left
         self._cache_left -= 0 if from_cache else num_bytes
@@ -206,7 +206,7 @@ def _slots(module: torch.nn.Module, direct: bool) -> Iterator[tuple[torch.nn.Mod
 
 
 def _params(model: torch.nn.Module, block: Block) -> Iterator[torch.nn.Parameter]:
-    """The parameters of what is in the place of `block` now, such as a layer of peft that has it as its own."""
+    """The parameters of the module now at `block`, such as a peft layer that wraps the original one."""
     return model.get_submodule(block.fqn).parameters(recurse=not block.direct)
 
 

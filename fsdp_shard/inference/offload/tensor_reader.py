@@ -1,8 +1,8 @@
-"""Reads tensors of a checkpoint into existing memory, on any device and in any dtype, without a copy of the whole.
+"""Reads checkpoint tensors into existing memory, on any device and in any dtype, without a copy of the whole.
 
-What is stored in the wanted dtype is read directly into CPU memory. All else goes through a staging buffer per thread,
-which is reused: writing to fresh pages is several times slower than to used ones. Several threads read at once, which
-is faster on disks.
+Data stored in the wanted dtype is read directly into CPU memory. Everything else goes through a staging buffer per
+thread, which is reused because writing to fresh pages is several times slower. Several threads read at once, which is
+faster on disks.
 """
 
 import threading
@@ -14,9 +14,9 @@ import torch
 
 from fsdp_shard.checkpoint import TensorIndex, tensor_bytes, to_torch
 
-_NUM_THREADS = 4  # requests that a disk has at once; more than the cores of a small machine
+_NUM_THREADS = 4  # concurrent disk requests; more than a small machine's cores
 _STAGING_BYTES = 4 << 20
-READ_BYTES = _NUM_THREADS * _STAGING_BYTES  # of all threads, for what is cast or goes to a GPU
+READ_BYTES = _NUM_THREADS * _STAGING_BYTES  # over all threads, for data that is cast or goes to a GPU
 
 
 class TensorReader:
@@ -28,7 +28,7 @@ class TensorReader:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fsdp-shard-read")
 
     def fill_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`fill` each, several at once; the first error is raised when none of them is being written to any more."""
+        """`fill` each, several at once; the first error is raised once no tensor is being written any more."""
         futures = [self._pool.submit(self.fill, name, out) for name, out in wanted]
         for error in [future.exception() for future in futures]:
             if error is not None:
@@ -42,9 +42,9 @@ class TensorReader:
             if out.device.type == "cpu" and out.dtype == dtype:
                 self.index.read_into(name, 0, tensor_bytes(out))
             elif any(piece.codec is not None for piece in entry.pieces):
-                out.copy_(self.index.read(name))  # a codec may have to decode the whole tensor for any part of it
+                out.copy_(self.index.read(name))  # a codec may need to decode the whole tensor for any part
             else:
-                # Threads begin on GPU 0, where pinned memory and copies would make a context.
+                # Threads start on GPU 0, where pinned memory and copies would create a context.
                 with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
                     self._fill_by_parts(name, dtype, out.view(-1))
 
