@@ -1,4 +1,4 @@
-"""Metrics of a model: perplexity, and the tasks of lm-evaluation-harness."""
+"""Evaluates models: perplexity, classification, rewards, generated answers, speed, and lm-evaluation-harness tasks."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
-"""The losses or rewards of finished batches in a file, from which an evaluation that was killed goes on.
+"""The file with losses or rewards of finished batches, from which a killed evaluation continues.
 
-The first line is the fingerprint of all that they depend on; each further line has a batch. A line is on the disk
-before the next batch begins. What a kill leaves of a line is dropped, and its batch is computed again.
+The first line is the fingerprint of all inputs; each further line holds a batch. A line is on disk before the next
+batch begins. The incomplete line that a kill may leave is dropped, and its batch is computed again.
 """
 
 import fcntl
@@ -23,9 +23,9 @@ _LONGEST_LINE = 64 << 20  # bytes
 
 
 class BatchValues(NamedTuple):
-    """The numbers of the windows or texts of a batch, the value of each, how long and in which order it was computed.
+    """The indices of a batch's windows or texts, their values, the seconds it took, and the schedule.
 
-    The value of a window is the sum of its losses in nats, that of a text its reward.
+    A window's value is the sum of its losses in nats; a text's value is its reward.
     """
 
     items: list[int]
@@ -37,17 +37,17 @@ class BatchValues(NamedTuple):
 class BatchLog:
     """The file of one model's losses or rewards. A context manager: the file is locked until `close`.
 
-    A signal that ends the evaluation inside of the context is raised as Interrupted, which says how to go on.
+    A signal that ends the evaluation inside the context is raised as Interrupted, which explains how to continue.
 
     Args:
-        path: The file, which may exist. Its directory is made.
-        inputs: All that the values depend on, as JSON.
-        batches: The items of each batch, in the order in which they are computed.
-        names: What the file calls items and values.
+        path: The file, which may exist. Its directory is created.
+        inputs: All inputs that the values depend on, as JSON.
+        batches: The items of each batch, in the order of computation.
+        names: The file's names for items and values.
 
     Attributes:
-        finished: The batches that the file has.
-        changed: Names of the inputs that differ from those of the file that was there, whose values are dropped.
+        finished: The batches already in the file.
+        changed: Names of the inputs that differ from those of the existing file, whose values are dropped.
 
     Raises:
         ConfigError: Another process writes the file.
@@ -73,13 +73,13 @@ class BatchLog:
         self._begin({"fingerprint": json_digest(plain), "inputs": plain}, batches)
 
     def append(self, batch: BatchValues) -> None:
-        """Add a batch, and wait until it is on the disk."""
+        """Append a batch, and wait until it is on disk."""
         values = zip(self._names, (batch.items, batch.values), strict=True)
         self._write({**dict(values), "seconds": batch.seconds, "schedule": batch.schedule})
         self.finished.append(batch)
 
     def close(self) -> None:
-        """Close the file, and give the lock back."""
+        """Close the file, and release the lock."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -98,7 +98,7 @@ class BatchLog:
             ) from error
 
     def _begin(self, header: dict[str, Any], batches: Sequence[Sequence[int]]) -> None:
-        """Read what is there; keep the complete batches if they are of the same inputs, and nothing otherwise."""
+        """Read the existing file; keep its complete batches if the inputs are the same, otherwise nothing."""
         found = self._read_line()
         if found is not None and found.get("fingerprint") == header["fingerprint"]:
             end = self._file.tell()
@@ -133,7 +133,7 @@ class BatchLog:
 
 
 def _batch_of(line: dict[str, Any] | None, items: Sequence[int], names: tuple[str, str]) -> BatchValues | None:
-    """Return the batch in a line; None unless it is complete, and has these items."""
+    """Return the batch in a line; None unless it is complete and has these items."""
     if line is None or line.get(names[0]) != list(items):
         return None
     values, seconds = line.get(names[1]), line.get("seconds")
@@ -145,7 +145,7 @@ def _batch_of(line: dict[str, Any] | None, items: Sequence[int], names: tuple[st
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the names of values that differ, of sections with the names in them."""
+    """Return the names of values that differ; for sections, with the names inside."""
     names: list[str] = []
     for name in [*now, *(name for name in before if name not in now)]:
         old, new = before.get(name), now.get(name)

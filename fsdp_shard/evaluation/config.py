@@ -1,4 +1,4 @@
-"""Settings of an evaluation, and the checks that need no torch."""
+"""Evaluation settings, and the checks that need no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -27,7 +27,7 @@ TASKS = (PERPLEXITY, LM_EVAL, CLASSIFICATION, REWARD, GENERATION, SPEED)
 SCORED_ROWS = (CLASSIFICATION, REWARD, GENERATION)
 WINDOWS, DOCUMENTS = "windows", "documents"
 
-# The tasks that have a setting or a section; with any other task it is an error.
+# The tasks that use a setting or a section; with any other task it is an error.
 _TASKS_OF: dict[str, tuple[str, ...]] = {
     "data": (PERPLEXITY, *SCORED_ROWS),
     "perplexity": (PERPLEXITY,),
@@ -38,11 +38,11 @@ _TASKS_OF: dict[str, tuple[str, ...]] = {
     "batch_size": (PERPLEXITY, LM_EVAL, *SCORED_ROWS),
     "speed": (SPEED,),
 }
-_MAX_SIZE = 1 << 20  # of a batch and of a context
+_MAX_SIZE = 1 << 20  # maximum of a batch and of a context
 
 
 def parse_names(value: Any, setting: str) -> list[str]:
-    """Parse the name of a task, or a list of names or patterns; raises ConfigError for anything else."""
+    """Parse a task name, or a list of names or patterns; raises ConfigError for anything else."""
     given = value if isinstance(value, list) else [value]
     if any(isinstance(name, (Mapping, list)) for name in given):
         raise ConfigError(f"{setting}={value} is not a list of names, such as [hellaswag, arc_easy].")
@@ -50,9 +50,9 @@ def parse_names(value: Any, setting: str) -> list[str]:
 
 
 def parse_counts(value: Any, setting: str) -> list[int]:
-    """Parse a positive whole number, or a list of them, each once and ascending; raises ConfigError for anything else.
+    """Parse a positive integer or a list of them, without duplicates, ascending; raises ConfigError for anything else.
 
-    None, which leaves the choice to the program, is an empty list.
+    None, which leaves the choice to the program, gives an empty list.
     """
     if value is None:
         return []
@@ -66,13 +66,13 @@ def parse_counts(value: Any, setting: str) -> list[int]:
 
 @dataclass
 class PerplexityConfig:
-    """Settings of `task=perplexity`: what is scored as one text, and the statistics over documents."""
+    """Settings of `task=perplexity`: the scored texts, and the statistics over documents."""
 
     by: str = setting(
         WINDOWS,
-        "windows: those of training's held-out evaluation, in which documents continue from window to window. "
-        "documents: each document (a row, or what data.sample_by says) alone, whatever its length, with a row in "
-        "RUN_DIR/documents.jsonl and a confidence interval over them.",
+        "windows: as in training's held-out evaluation, where documents continue from window to window. "
+        "documents: each document (a row, or as set by data.sample_by) on its own, at any length, with a row in "
+        "RUN_DIR/documents.jsonl and a confidence interval over documents.",
         choices=(WINDOWS, DOCUMENTS),
     )
     num_resamples: int = setting(
@@ -80,41 +80,41 @@ class PerplexityConfig:
     )
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a setting that would have no effect."""
+        """Raise ConfigError for a setting without effect."""
         if self.by == WINDOWS:
             refuse_changed(self, ["num_resamples"], prefix, f"is for {prefix}by={DOCUMENTS}; leave it out.")
 
 
 @dataclass
 class LmEvalConfig:
-    """Settings of `task=lm_eval`: which tasks of EleutherAI's lm-evaluation-harness, and how questions are asked."""
+    """Settings of `task=lm_eval`: the tasks of EleutherAI's lm-evaluation-harness, and how questions are asked."""
 
-    # Any, as a single name on the command line is not a list.
+    # Any, because a single name on the command line is not a list.
     tasks: Any = setting(
         None,
         "The harness's tasks, groups or tags, such as [hellaswag, arc_easy]; * matches anything. Their questions are "
-        "downloaded from the hub, except those of tasks in include_path, and of `everyday`: 110 questions about "
-        "everyday things with four choices, which come with fsdp-shard.",
+        "downloaded from the hub, except for tasks in include_path, and for `everyday`: 110 multiple-choice questions "
+        "about everyday things with four choices, which are part of fsdp-shard.",
     )
     include_path: str | None = setting(
         None,
-        "A directory with your own tasks, as YAML files.",
+        "A directory with your own tasks as YAML files.",
         warning="Python functions named in its YAML files are run; only for files you trust.",
     )
     num_fewshot: int | None = setting(
-        None, "Number of solved examples before each question. Default: that of the task.", minimum=0
+        None, "Number of solved examples before each question. Default: the task's own.", minimum=0
     )
     limit: int | None = setting(
-        None, "Maximum number of questions of each task, for a quick check; not a figure to publish.", minimum=1
+        None, "Maximum number of questions per task, for a quick check; do not publish such figures.", minimum=1
     )
-    chat_template: bool = setting(False, "Ask each question through the model's chat template.")
+    chat_template: bool = setting(False, "Format each question with the model's chat template.")
     save_samples: bool = setting(
         False, "Write every question with the model's answers and their scores to RUN_DIR/samples/TASK.jsonl."
     )
 
     cache: bool = setting(
         False,
-        "Keep each answer in RUN_DIR/lm_eval_cache, by the harness, so that an evaluation that was killed goes on.",
+        "Let the harness cache each answer in RUN_DIR/lm_eval_cache, so that a killed evaluation can continue.",
         warning="The files in lm_eval_cache are pickles; only for a run directory of your own.",
     )
 
@@ -123,24 +123,22 @@ class LmEvalConfig:
 
 @dataclass
 class SpeedConfig:
-    """Settings of `task=speed`: sizes of the batches and prompts to generate from, and how often."""
+    """Settings of `task=speed`: batch sizes, prompt lengths, and repetitions."""
 
-    # Any, as a single number on the command line is not a list.
-    batch_sizes: Any = setting([1, 8], "Numbers of texts that are generated at once, such as [1, 8].")
+    # Any, because a single number on the command line is not a list.
+    batch_sizes: Any = setting([1, 8], "Numbers of texts to generate at once, such as [1, 8].")
     context_lengths: Any = setting(
         None,
-        "Numbers of tokens in the prompts, such as [128, 1024], each measured with each batch size. Default: 128 and "
-        "1,024, or the model's context less new_tokens if that is less than 128. A prompt that would exceed the "
-        "context with new_tokens is left out, and the run says so.",
+        "Prompt lengths in tokens, such as [128, 1024], each measured with each batch size. Default: 128 and 1,024, or "
+        "the model's context minus new_tokens if that is less than 128. Prompts that would exceed the context with "
+        "new_tokens are skipped with a message.",
     )
     new_tokens: int = setting(
         32,
-        "Number of tokens to generate for each text, whatever they are. The first is part of the prefill.",
+        "Number of tokens to generate per text, whatever they are. The first one belongs to the prefill.",
         minimum=2,
     )
-    repeats: int = setting(
-        3, "Number of times that each size is measured, after one time that is not counted.", minimum=1
-    )
+    repeats: int = setting(3, "Number of measurements per size, after one that is not counted.", minimum=1)
 
     batches = Parsed("batch_sizes", parse_counts)
     contexts = Parsed("context_lengths", parse_counts)
@@ -153,33 +151,33 @@ class SpeedConfig:
 
 @dataclass
 class EvaluateSettings(SourceSettings):
-    """The settings of `evaluate`: which model, which metric, on which text or questions."""
+    """The settings of `evaluate`: the model, the metric, and the text or questions."""
 
-    # Required settings that are not needed with another setting.
+    # Required settings that another setting makes unnecessary.
     instead: ClassVar[dict[str, tuple[str, ...]]] = {"data.path": (f"task={LM_EVAL}|{SPEED}", "data.eval_path")}
 
     checkpoint: str = setting(
-        REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
+        REQUIRED, "A run or one of its steps (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
     )
     task: str = setting(
         PERPLEXITY,
         "perplexity: how well the model predicts each token of data.path. lm_eval: how well it answers the questions "
-        "of lm_eval.tasks (needs the extra `eval`). classification: how often a classifier finds the label of a text. "
+        "of lm_eval.tasks (needs the extra `eval`). classification: how often a classifier predicts a text's label. "
         "reward: how often a reward model gives the better answer of a pair the higher reward. "
-        "generation: how well answers to prompts agree with those of the data, by scoring.metrics. speed: how fast the "
-        "model generates, by batch size and length of the prompt, and the memory that this takes.",
+        "generation: how well generated answers match those in the data, by scoring.metrics. speed: generation speed "
+        "by batch size and prompt length, and the memory required.",
         choices=TASKS,
     )
     against: str | None = setting(
         None,
-        "task=perplexity: a second checkpoint, such as the model that `checkpoint` was tuned from, given like it. It "
-        "is evaluated on the same tokens, and their difference is tested.",
+        "task=perplexity: a second checkpoint, such as the base model of `checkpoint`, in the same form. It is "
+        "evaluated on the same tokens, and the difference is tested for significance.",
     )
     stride: int | None = setting(
         None,
         "task=perplexity: tokens by which windows of data.sequence_length advance, as in transformers' guide to the "
-        "perplexity of models with a fixed length; those that a window shares with the one before are only context. "
-        "Default: windows as in training, which share nothing.",
+        "perplexity of fixed-length models; tokens that a window shares with the previous one serve only as context. "
+        "Default: windows without overlap, as in training.",
         minimum=1,
     )
     data: DataConfig = field(default_factory=DataConfig)
@@ -192,21 +190,21 @@ class EvaluateSettings(SourceSettings):
 
     @cached_property
     def source(self) -> Location:
-        """What `checkpoint` leads to, located once."""
+        """The located `checkpoint`, located once."""
         return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
     @cached_property
     def other_source(self) -> Location | None:
-        """What `against` leads to, located once."""
+        """The located `against`, located once."""
         return None if self.against is None else locate(self.against)
 
     @property
     def sources(self) -> list[Location]:
-        """What `checkpoint` and `against` lead to."""
+        """The located `checkpoint` and `against`."""
         return [self.source, *([self.other_source] if self.other_source else [])]
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for settings of another task, and for settings of the task that do not go together."""
+        """Raise ConfigError for settings of other tasks, and for conflicting settings of the task."""
         self._refuse_others(prefix)
         if self.task != PERPLEXITY:
             why = f"is for {prefix}task={PERPLEXITY}, not {self.task}; remove one of them."
@@ -222,7 +220,7 @@ class EvaluateSettings(SourceSettings):
             self._check_rows(prefix)
 
     def _refuse_others(self, prefix: str) -> None:
-        """Raise ConfigError for a setting that only other tasks have."""
+        """Raise ConfigError for a setting that only other tasks use."""
         for name, tasks in _TASKS_OF.items():
             for key, value in () if self.task in tasks else self._changed(name):
                 *most, last = tasks
@@ -232,17 +230,17 @@ class EvaluateSettings(SourceSettings):
                 )
 
     def _changed(self, name: str) -> list[tuple[str, Any]]:
-        """The setting `name`, or those of the section, that are not the default: names and values."""
+        """The setting `name`, or the section's settings, that differ from the default: names and values."""
         section = getattr(self, name)
         if not is_dataclass(section):
             return list(changed_settings(self, [name]).items())
         changed = changed_settings(section, [one.name for one in fields(section)])
-        if name == "data" and changed.get("path") == "":  # which composing puts there
+        if name == "data" and changed.get("path") == "":  # added by composing
             del changed["path"]
         return [(f"{name}.{key}", value) for key, value in changed.items()]
 
     def _check_texts(self, prefix: str) -> None:
-        """Raise ConfigError if the data cannot be divided into windows in the way that is asked for."""
+        """Raise ConfigError if the data cannot be divided into windows as requested."""
         data, by = self.data, f"{prefix}perplexity.by={DOCUMENTS}"
         if self.perplexity.by == DOCUMENTS:
             why = f"lays documents into windows, and {by} scores each alone; remove one of them."
@@ -259,7 +257,7 @@ class EvaluateSettings(SourceSettings):
             )
 
     def _check_rows(self, prefix: str) -> None:
-        """Raise ConfigError for data that the task does not take, and settings without effect on it."""
+        """Raise ConfigError for data that the task does not accept, and for settings without effect on it."""
         data, why = self.data, f"has no effect with {prefix}task={self.task}; leave it out."
         held_out = f"holds out rows in training; give the rows of {prefix}task={self.task} as {prefix}data.path."
         refuse_changed(data, ["eval_fraction"], f"{prefix}data.", held_out)
@@ -279,7 +277,7 @@ class EvaluateSettings(SourceSettings):
                 f"{prefix}task={GENERATION} needs prompts with answers: set {prefix}data.kind=pairs, instruction or "
                 f"chat."
             )
-        # Prompts are whole, and are tokenized as they are read.
+        # Prompts are complete, and tokenized as they are read.
         names = ["sequence_length", "target_length", "packing", "workers", "cache_dir"]
         refuse_changed(data, names, f"{prefix}data.", why)
 
@@ -306,11 +304,11 @@ def check_inputs(settings: EvaluateSettings) -> None:
 
 
 def check_text(data: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> None:
-    """Raise DataError or ConfigError if the data to evaluate a model on cannot be read.
+    """Raise DataError or ConfigError if the evaluation data cannot be read.
 
     Args:
-        data: The settings of the data.
-        task: The `model.task` of the model.
+        data: The data settings.
+        task: The model's `model.task`.
         samples: The shape of samples, as in `Task`.
     """
     if data.mixture:
@@ -325,6 +323,6 @@ def check_text(data: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> Non
         raise ConfigError("data.streaming=true is for training: an evaluation reads all of data.path. Remove it.")
     check_task(task, data, samples)
     if data.eval_path is not None and data.path:
-        open_source(data, held_out=False)  # it is not read, but one that does not exist is a mistake
+        open_source(data, held_out=False)  # not read, but a missing file is a mistake
     found = check_source(data, held_out=data.eval_path is not None, task=task, samples=samples)
     refuse_unread([data], [found])

@@ -1,4 +1,4 @@
-"""Rows of the data in what an evaluation says and writes."""
+"""Data rows in an evaluation's messages and files."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from fsdp_shard.utils import format_count
 
 
 def left_out_lines(left_out: Sequence[tuple[str, str]], what: str = "row", most: int = 3) -> list[str]:
-    """Return a line for each reason for which something is left out, with the first of them.
+    """Return a line for each reason why something is skipped, with its first cases.
 
     Args:
-        left_out: Where each is, and why it is left out.
-        what: What they are.
-        most: How many are named.
+        left_out: The position of each skipped case, and the reason.
+        what: The noun for the cases.
+        most: Maximum number of cases to name.
     """
     lines = []
     for reason, count in Counter(reason for _, reason in left_out).items():
@@ -24,5 +24,5 @@ def left_out_lines(left_out: Sequence[tuple[str, str]], what: str = "row", most:
 
 
 def described(index: int, where: str, name: str | int | None) -> dict[str, Any]:
-    """The beginning of a row of predictions.jsonl or documents.jsonl."""
+    """The first fields of a row of predictions.jsonl or documents.jsonl."""
     return {"index": index, "where": where, **({} if name is None else {"name": name})}

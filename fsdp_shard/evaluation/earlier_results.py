@@ -1,4 +1,4 @@
-"""What an earlier evaluation has left in the run directory, which must not pass for results of the next one."""
+"""Removes an earlier evaluation's files from the run directory, so that they cannot pass for new results."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ DOCUMENTS, PREDICTIONS, PLOT, SAMPLES = "documents.jsonl", "predictions.jsonl", 
 
 
 def remove_earlier(run_dir: Path) -> None:
-    """Remove the results of all tasks: the evaluation that begins may end before it has any.
+    """Remove the results of all tasks, because the new evaluation may end before it has any.
 
-    Losses and answers to go on with stay; they are only used for what they are of.
+    Losses and answers to continue from stay; they are used only with matching inputs.
     """
     for name in (RESULT, DOCUMENTS, PREDICTIONS, PLOT):
         (run_dir / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What every task of an evaluation is given: the settings, the ranks, and how a model is loaded."""
+"""The inputs of every evaluation task: the settings, the ranks, and a function that loads models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +13,25 @@ from fsdp_shard.inference import KVCacheBudget, OnPlan
 
 
 class LoadModel(Protocol):
-    """Loads a model: only once a task needs it, and again for a second one."""
+    """Loads a model when a task needs it, and again for a second one."""
 
     def __call__(
         self, source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None
     ) -> PreTrainedModel:
-        """Load the model in `source`; the other arguments are those of `dispatch_model`."""
+        """Load the model at `source`; the other arguments are those of `dispatch_model`."""
         ...
 
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """What every task is given; the class of a task adds what it has read.
+    """The inputs of every task; a task's class adds what it has read.
 
     Attributes:
         settings: The settings, as `check_evaluation` leaves them.
-        run_dir: Directory of what the task writes, and goes on from.
-        seed: Seed of resamples, or of random prompts.
-        tokenizer: That of the model in `checkpoint`.
-        context: The ranks, which each have the whole model, and divide the batches; None for a single process.
+        run_dir: Directory for the task's files, from which it can continue.
+        seed: Seed of resamples or random prompts.
+        tokenizer: The tokenizer of the model in `checkpoint`.
+        context: The ranks, which each hold the whole model and divide the batches; None for a single process.
     """
 
     settings: EvaluateSettings
@@ -42,5 +42,5 @@ class EvaluationInputs:
 
     @property
     def ranks(self) -> Communicator:
-        """The ranks; of a single process, this one."""
+        """The ranks; in a single process, this one."""
         return self.context or OnlyRank()

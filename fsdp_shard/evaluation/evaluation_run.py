@@ -1,4 +1,4 @@
-"""The stages of an evaluation: what can be checked before a model is loaded, and the evaluation itself."""
+"""The stages of an evaluation: the checks before a model is loaded, and the evaluation itself."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from fsdp_shard.utils import say
 
 
 def check_evaluation(settings: EvaluateSettings) -> None:
-    """Check what `settings` name, and set the length of windows if they leave it to the model's context.
+    """Check the files in `settings`, and set the window length if the settings leave it to the model's context.
 
     Args:
         settings: The settings.
@@ -44,16 +44,16 @@ def check_evaluation(settings: EvaluateSettings) -> None:
 def run_evaluation(
     settings: EvaluateSettings, run_dir: str, seed: int = 0, context: DistributedContext | None = None
 ) -> Mapping[str, Any]:
-    """Evaluate the model in `checkpoint`, and then the one in `against`, and print the figures.
+    """Evaluate the model in `checkpoint`, then the one in `against`, and print the figures.
 
     Args:
         settings: The settings, as `check_evaluation` leaves them.
         run_dir: Directory for the losses of finished batches, documents.jsonl, samples and speed.svg.
-        seed: Seed of the resamples of documents, and of the prompts whose speed is measured.
-        context: The ranks, which each have the whole model, and divide the batches; None for a single process.
+        seed: Seed of document resamples, and of the prompts for speed measurements.
+        context: The ranks, which each hold the whole model and divide the batches; None for a single process.
 
     Returns:
-        The figures, for result.json; on rank 0, and none on others.
+        The figures for result.json on rank 0; empty on other ranks.
 
     Raises:
         FsdpShardError: The models do not suit the evaluation or each other, or a loss is not finite.
@@ -70,14 +70,14 @@ def run_evaluation(
     trust = settings.dispatch.trust_remote_code
     for source in settings.sources:
         config = load_config(source.directory, trust)
-        if settings.task not in SCORED_ROWS:  # which have other models
+        if settings.task not in SCORED_ROWS:  # their models are of other kinds
             check_causal(config)
         if settings.task in (PERPLEXITY, LM_EVAL):
             check_left_to_right(config)
         if settings.data.packing:
             check_packing(config)
     tokenizer = load_tokenizer(settings.source.tokenizer, trust)
-    if context is not None:  # digests of weights, and batches of large models, take longer than a training step
+    if context is not None:  # weight digests, and batches of large models, take longer than a training step
         context = context.with_new_group(LONG_WAIT_SECONDS)
     is_main = context is None or context.is_main
     log: Callable[[str], object] = say if is_main else lambda text: None

@@ -1,4 +1,4 @@
-"""A model that is already loaded, as lm-evaluation-harness asks it: alone, or on ranks that divide the questions."""
+"""A loaded model behind lm-evaluation-harness's interface: alone, or on ranks that divide the questions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def wrap_for_harness(
     """Wrap a model as the harness's `LM`; needs the package lm_eval.
 
     Args:
-        model: The model, dispatched in any way.
+        model: The model, with any dispatch.
         tokenizer: Its tokenizer.
         batch_size: Questions per batch.
-        ranks: The ranks, which each have the whole model, and divide the questions.
+        ranks: The ranks, which each hold the whole model and divide the questions.
 
     Returns:
-        The harness's own model of transformers, but for how ranks communicate.
+        The harness's own transformers model, except for communication between ranks.
     """
     from lm_eval.models.huggingface import HFLM
 
     class RankedModel(HFLM):  # type: ignore[misc]  # the harness has no types
-        """The harness expects accelerate to have set up ranks; here they are those of the run."""
+        """Use the run's ranks; the harness expects accelerate to have set them up."""
 
         @property
         def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""The kinds of evaluation: a new one is a class in its own file, a line here, and its name in TASKS of config.py."""
+"""The kinds of evaluation: a new one needs a class in its own file, a line here, and its name in TASKS of config.py."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -23,14 +23,14 @@ from fsdp_shard.evaluation.speed_task.speed import check_sizes, open_speed
 
 
 class Evaluation(Protocol):
-    """An evaluation with all that it needs except the model."""
+    """An evaluation with everything it needs except the model."""
 
     def describe(self) -> str:
-        """A line about its text, questions or sizes."""
+        """Describe its text, questions or sizes in a line."""
         ...
 
     def measure(self, load: LoadModel) -> Figures:
-        """Evaluate the models, each loaded by `load`, with a progress bar; the figures are on rank 0.
+        """Evaluate the models, each loaded by `load`, with a progress bar; rank 0 has the figures.
 
         Raises:
             LossError, PlanError, RunError: There is no result.
@@ -42,8 +42,8 @@ class EvaluationTask(NamedTuple):
     """The functions of a task.
 
     Attributes:
-        open: Prepares it; with ranks, a collective.
-        check: Checks what the settings name, and sets lengths that they leave to the model; None if there is nothing.
+        open: Prepares the task; with ranks, a collective.
+        check: Checks the files in the settings, and sets lengths left to the model; None if there is nothing to do.
     """
 
     open: Callable[[EvaluationInputs], Evaluation]

@@ -1,1 +1,1 @@
-"""The model card (README.md) of a checkpoint for the Hugging Face hub, made from its run. Imports no torch."""
+"""Makes the model card (README.md) of a checkpoint for the Hugging Face hub from its run. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The figures of evaluations in a model card: a Markdown table, and the hub's metadata (`model-index`)."""
+"""Evaluation figures in a model card: a Markdown table, and the hub's metadata (`model-index`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_shard.evaluation.scored_rows.config import MEASURES
 from fsdp_shard.utils import in_yaml
 
 _QUANTIZE = "quantize"
-_OF_ANSWERS = ("logps/", "lengths/")  # metrics of preferences whose size is that of the answers
+_OF_ANSWERS = ("logps/", "lengths/")  # preference metrics whose size depends on the answers
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Figure:
     """A figure of an evaluation.
 
     Attributes:
-        data: What it was computed on: the name of a file or a task.
+        data: The data it was computed on: the name of a file or a task.
         kind: The kind of data, or the task.
-        measure: What it measures, such as `perplexity`.
+        measure: The measure, such as `perplexity`.
         value: The figure.
-        interval: Its confidence interval at 95 %.
+        interval: Its 95 % confidence interval.
         standard_error: Its standard error, if there is no interval.
         data_digest: Digest of the data.
-        settings: The settings that decide about it.
+        settings: The settings that affect it.
     """
 
     data: str
@@ -43,11 +43,11 @@ class Figure:
 
 
 def figures_of(subject: CardSubject) -> list[Figure]:
-    """All figures: those of the evaluations, and the held-out loss and metrics of the step."""
+    """All figures: those of evaluations, and the step's held-out loss and metrics."""
     found = [figure for run in subject.evaluations for figure in _figures(run)]
     run = None if subject.is_average else subject.run
     held_out = [row for row in (run.held_out if run else ()) if row["step"] == subject.num_steps]
-    # What was trained and evaluated on a quantized base is another model than the one that is pushed.
+    # A model trained and evaluated on a quantized base differs from the pushed one.
     quantize = subject.base.quantize if run and subject.base else "none"
     settings = {} if quantize == "none" else {_QUANTIZE: quantize}
     for row in held_out:
@@ -74,7 +74,7 @@ def _figures(run: Run) -> Iterator[Figure]:
     intervals = as_map(run.result.get("confidence_interval"))
     used = {key: settings.get(key) for key in ("by", "sequence_length", "stride") if settings.get(key) is not None}
     used |= computed
-    if (most := settings.get("max_new_tokens")) is not None:  # of generated answers
+    if (most := settings.get("max_new_tokens")) is not None:  # for generated answers
         used["max_new_tokens"] = most
     for measure in ("perplexity", "loss", "bits_per_byte", *MEASURES):
         value = as_number(run.result.get(measure))
@@ -91,7 +91,7 @@ def _figures(run: Run) -> Iterator[Figure]:
 
 
 def _computed(dispatch: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings by which the weights that computed were others than those of the checkpoint."""
+    """The settings that made the computing weights differ from the checkpoint's."""
     usual = {"dtype": "keep", _QUANTIZE: "none"}
     return {name: dispatch[name] for name, default in usual.items() if dispatch.get(name, default) != default}
 
@@ -105,7 +105,7 @@ def _task_figures(
 
 
 def figures_table(figures: Sequence[Figure]) -> Table:
-    """The figures, a row each."""
+    """The figures, one per row."""
     columns = ("data", "measure", "value", "95% interval", "standard error", "settings", "digest of the data")
     rows = [
         [
@@ -123,9 +123,9 @@ def figures_table(figures: Sequence[Figure]) -> Table:
 
 
 def eval_results(figures: Sequence[Figure], task: str) -> list[Any]:
-    """The figures as `EvalResult`s of huggingface_hub, which the hub shows; `task` is its name of the model's work.
+    """The figures as `EvalResult`s of huggingface_hub for the hub; `task` is the hub's name of the model's task.
 
-    Those of quantized weights are left out: the hub shows no settings with them, and they are of another model.
+    Figures of quantized weights are skipped: the hub shows no settings with them, and they belong to another model.
     """
     from huggingface_hub import EvalResult
 

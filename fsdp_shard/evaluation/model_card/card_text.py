@@ -1,6 +1,6 @@
 """The text of a model card: metadata for the hub, and Markdown.
 
-All that comes from files is escaped: in the metadata by YAML, in the text as Markdown.
+All content from files is escaped: in the metadata by YAML, in the text as Markdown.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fsdp_shard.utils import format_number, installed_versions, redact, redact_s
 _MAX_ROWS = 12  # of the curve
 _MAX_VALUE = 200  # characters of a setting
 _PACKAGES = ("fsdp-shard", "torch", "transformers", "safetensors", "peft")
-_PRIVATE = frozenset({"launch.rendezvous", "data.cache_dir"})  # settings that say how machines are set up
-_ELSEWHERE = _PRIVATE | {"run_dir", "model.path", "data.path", "model.revision"}  # that are in other places, or not
-_TASKS = {  # by model.task: the class of transformers that loads it, and the hub's name of what it does
+_PRIVATE = frozenset({"launch.rendezvous", "data.cache_dir"})  # settings that reveal the setup of machines
+_ELSEWHERE = _PRIVATE | {"run_dir", "model.path", "data.path", "model.revision"}  # shown elsewhere, or not at all
+_TASKS = {  # by model.task: the transformers class that loads it, and the hub's name of the task
     CAUSAL: ("AutoModelForCausalLM", "text-generation"),
     SEQ2SEQ: ("AutoModelForSeq2SeqLM", "text2text-generation"),
     MASKED_LM: ("AutoModelForMaskedLM", "fill-mask"),
@@ -100,13 +100,13 @@ def _intro(subject: CardSubject) -> str:
 
 
 def _earlier_adapter(subject: CardSubject) -> str | None:
-    """The adapter whose values training began with: its hub id, or its path as the card shows it."""
+    """The adapter that training started from: its hub id, or its path as shown in the card."""
     path = subject.base.adapter_path if subject.base else None
     return path if path is None or is_on_hub(path) else last_part(path)
 
 
 def _which(subject: CardSubject) -> str:
-    """What the weights are of their step."""
+    """Which weights of their step these are."""
     if not subject.is_average or subject.run is None:
         return ""
     decay = courses(subject.run.settings, subject.run.changes).get("train.ema_decay", "null")
@@ -165,17 +165,17 @@ def _evaluation_note(subject: CardSubject) -> str:
 
 
 def _up_to(subject: CardSubject, rows: Sequence[Row]) -> list[Row]:
-    """The rows of the step and of those before it."""
+    """The rows up to and including the step."""
     return [row for row in rows if (row["step"] or 0) <= (subject.num_steps or 0)]
 
 
 def _missing(rows: Sequence[Row]) -> int:
-    """How many steps were before the first row: those of a run that went on in another directory."""
+    """Number of steps before the first row: those of a run that continued in another directory."""
     return int(rows[0]["step"] or 1) - 1 if rows else 0
 
 
 def _curve(subject: CardSubject, run: Run) -> Table | None:
-    """The training loss, as means of the steps since the row before, and the last held-out loss in them."""
+    """The training loss, as means of the steps since the previous row, with the last held-out loss among them."""
     steps, evaluated = _up_to(subject, run.steps), _up_to(subject, run.held_out)
     held_out = [(row["step"] or 0.0, value) for row in evaluated if (value := row.get("loss")) is not None]
     if not steps:
@@ -195,7 +195,7 @@ def _curve(subject: CardSubject, run: Run) -> Table | None:
 
 
 def _means(steps: Sequence[Row]) -> list[tuple[float, float | None]]:
-    """The last step of each of up to _MAX_ROWS parts, and the mean of the losses in it that are finite, or None."""
+    """The last step of each of up to _MAX_ROWS parts, and the mean of its finite losses, or None."""
     width = -(-len(steps) // _MAX_ROWS)
     parts = [steps[start : start + width] for start in range(0, len(steps), width)]
     losses = [values_of(part, "loss") for part in parts]
@@ -217,7 +217,7 @@ def _settings_table(subject: CardSubject, run: Run) -> Table | None:
 
 
 def _without_secrets(name: str, value: str) -> str:
-    """A setting as the card shows it. A number is no secret whatever it is called, such as train.sample_tokens."""
+    """A setting as the card shows it. A number is never a secret, whatever its name, such as train.sample_tokens."""
     return value if value.isdecimal() else shown_setting(name, redact_setting(name, value))
 
 
@@ -227,7 +227,7 @@ def _value(value: str) -> Cell:
 
 
 def _class(subject: CardSubject) -> tuple[str, str | None]:
-    """The class of transformers that loads the model with its head, and the hub's name of what it does."""
+    """The transformers class that loads the model with its head, and the hub's name of its task."""
     import transformers
 
     name = subject.architectures[0] if subject.architectures else ""
@@ -238,7 +238,7 @@ def _class(subject: CardSubject) -> tuple[str, str | None]:
 
 
 def _task_of(architecture: str) -> str | None:
-    """The `model.task` of a class, by the end of its name, or as transformers lists it; None if it has no such head."""
+    """The `model.task` of a class, by the end of its name or transformers' lists; None if it has no such head."""
     from transformers.models.auto import modeling_auto
 
     listed = {
@@ -273,7 +273,7 @@ def _where(target: HubTarget) -> str:
 
 
 def _safe(shown: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
+    """Text that Markdown shows unchanged, on one line."""
     return _without_links(escape_markdown(one_line(shown)))
 
 
@@ -282,5 +282,5 @@ def _table(table: Table) -> str:
 
 
 def _without_links(shown: str) -> str:
-    """Escaped text in which no address becomes a link by itself."""
+    """Escaped text in which no address turns into a link."""
     return shown.replace("://", ":\\//").replace("www.", "www\\.")

@@ -1,7 +1,7 @@
-"""Paths in a model card: without their directories, which say how a machine is set up and are nobody else's business.
+"""Paths in a model card: without directories, which would reveal the setup of a machine.
 
 Addresses (s3://bucket/data, hf://datasets/org/name) are shown without their query, which may sign a request; only
-`file:` is a path.
+`file:` addresses are paths.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from fsdp_shard.checkpoint import AVERAGE, CHECKPOINTS
 from fsdp_shard.utils import in_yaml
 
-_LONGEST = 10_000  # characters of a setting, of which the card shows a few hundred at most
+_LONGEST = 10_000  # characters of a setting; the card shows at most a few hundred
 _ADDRESS = re.compile(r"(?!file:)[A-Za-z][\w+.-]*://")
 # Settings, or keys in them, that are paths whatever they look like.
 _NAMES = re.compile(r"(.*[._])?(path|paths|dir|file|files|chat_template|loss|resume|remote)")
 _BEGINS_AS_PATH = re.compile(r"\s*(file:|~|\.{0,2}/)")
-# What begins so within other text, up to the last slash before a quote or a separator.
+# Text that begins like this inside other text, up to the last slash before a quote or separator.
 _IN_TEXT = re.compile(r"(?<![\w:/.~])(?:file:)?(?:~[\w.-]*|\.{1,2})?/(?:[^'\"`,;\[\]{}\n/]*/)*(?=[^\s'\"/])")
-_STEP = re.compile(rf"[^/]+/{CHECKPOINTS}/step-\d+(/{AVERAGE})?$")  # of a run, without whose name it says nothing
+_STEP = re.compile(rf"[^/]+/{CHECKPOINTS}/step-\d+(/{AVERAGE})?$")  # a run's step, meaningless without the run's name
 _PIECE = re.compile(r"[^'\"`,;\[\]{}\n\s]+")
 
 
@@ -29,19 +29,19 @@ def shown_setting(name: str, value: str) -> str:
 
     Args:
         name: Its dotted name.
-        value: Its value, as Python writes it: of lists and maps, each item is looked at.
+        value: Its value in Python notation; each item of lists and maps is checked.
     """
     value = value[:_LONGEST]
     if value.strip()[:1] not in ("[", "{"):
         return str(_shown(name, value))
     try:
         return in_yaml(_shown(name, ast.literal_eval(value.strip())))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # not a list or map, or part of it is hidden
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # not a list or map, or partly hidden
         return _PIECE.sub(lambda piece: last_part(piece[0]), value)
 
 
 def last_part(path: str) -> str:
-    """The last part of a path, of a step of a run from the run's name on; an address without its query."""
+    """The last part of a path; for a run's step, from the run's name on; for an address, without its query."""
     bare = path.strip().strip("'\"")
     bare = bare.partition("?")[0] if "://" in bare else bare
     if _ADDRESS.match(bare) and "::" not in bare:
@@ -52,7 +52,7 @@ def last_part(path: str) -> str:
 
 
 def without_directories(value: str) -> str:
-    """Text without the directories of the paths in it."""
+    """The text without the directories of its paths."""
     return _IN_TEXT.sub(".../", value[:_LONGEST])
 
 

@@ -1,1 +1,1 @@
-"""`task=perplexity`: which windows or documents are scored, their losses, and the statistics over them."""
+"""`task=perplexity`: the scored windows or documents, their losses, and the statistics over them."""

@@ -1,4 +1,4 @@
-"""Figures of single documents, and how sure the figure over all of them is."""
+"""Figures of single documents, and the uncertainty of the overall figure."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from fsdp_shard.evaluation.perplexity_task.scored_text import ScoredDocument, Sc
 from fsdp_shard.evaluation.significance import LEVEL, Difference, Floats, bootstrap_interval
 from fsdp_shard.utils import format_count, write_atomically
 
-MAX_LOSS = 700.0  # exp of more overflows a double
+MAX_LOSS = 700.0  # larger arguments of exp overflow a double
 
 
 @dataclass(frozen=True)
 class DocumentFigures:
-    """The figures of the documents of `text`, of which each window has the summed loss in `losses` [num_windows]."""
+    """The figures of the documents of `text`; each window's summed loss is in `losses` [num_windows]."""
 
     text: ScoredText
     losses: Floats
@@ -29,11 +29,11 @@ class DocumentFigures:
 
     @cached_property
     def _scored(self) -> Ints:
-        """The numbers of the documents that have scored tokens."""
+        """The indices of the documents with scored tokens."""
         return np.flatnonzero([not one.left_out for one in self.text.documents or ()])
 
     def _sums(self, losses: Floats) -> Floats:
-        """Sum the losses of windows by document [num_documents], those that are left out too."""
+        """Sum window losses by document [num_documents], including skipped documents."""
         sums = np.zeros(len(self.text.documents or ()))
         np.add.at(sums, self.text.document_of, losses)
         return sums
@@ -62,7 +62,7 @@ class DocumentFigures:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Numbers of documents and the interval, for result.json."""
+        """Document counts and the interval, for result.json."""
         row = {
             "num_documents": len(self._scored),
             "left_out": self.text.left_out,
@@ -83,12 +83,12 @@ class DocumentFigures:
         return [*lines, f"95 % interval: {bounds}, by bootstrap over {count}"]
 
     def against(self, other: Floats) -> Difference:
-        """Compare with the losses of another model [num_windows]."""
+        """Compare with another model's losses [num_windows]."""
         ours, theirs = (self._sums(losses)[self._scored] for losses in (self.losses, other))
         return Difference.between(ours, theirs, self._sizes("tokens"), self.num_resamples, self.seed)
 
     def write(self, path: Path, other: Floats | None) -> None:
-        """Write a JSON row for each row of the data, in its order; `other` are the losses of the other model."""
+        """Write a JSON row for each data row, in order; `other` are the other model's losses."""
         sums = self._sums(self.losses)
         others = None if other is None else self._sums(other)
         lines = []
@@ -103,7 +103,7 @@ class DocumentFigures:
 
 
 def _figures(document: ScoredDocument, loss: float, *, sizes: bool = True) -> dict[str, Any]:
-    """Return the figures of a document with this summed loss; null where it has no tokens or no text."""
+    """Return the figures of a document with this summed loss; null without tokens or text."""
     num_tokens, (num_bytes, num_characters) = document.num_tokens, document.size
     row: dict[str, Any] = {"num_tokens": num_tokens, "num_bytes": num_bytes, "num_characters": num_characters}
     return (row if sizes else {}) | {

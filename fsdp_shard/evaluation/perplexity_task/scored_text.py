@@ -1,9 +1,9 @@
-"""What an evaluation scores: windows over a text or over documents, and how much text their scored tokens are.
+"""The windows that an evaluation scores, over a text or over documents, and how much text their scored tokens are.
 
-The size of the text, by which figures of different tokenizers compare, is that of the text as it was read. Where only a
-part of the tokens is scored, as in chats, or in windows that are held out, it is that of what they decode to, special
-tokens left out. From both goes what a token that has nothing before it decodes to: the first of a text, unless the
-tokenizer begins it with a token of its own.
+The text size, which makes figures of different tokenizers comparable, is that of the text as read. If only part of the
+tokens is scored, as in chats or held-out windows, it is the size of the decoded scored tokens without special tokens.
+Both exclude the decoded text of tokens without preceding tokens: the first token of a text, unless the tokenizer adds a
+special token before it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fsdp_shard.errors import DataError
 from fsdp_shard.evaluation.data_rows import left_out_lines
 from fsdp_shard.evaluation.perplexity_task.strided_windows import StridedWindows
 
-_NUM_NAMED = 5  # documents that are left out and named
-# Why a document is left out.
+_NUM_NAMED = 5  # skipped documents to name
+# Why a document is skipped.
 _EMPTY, _TOO_SHORT = "empty or without anything to predict", "without a token that has one before it"
 
 
@@ -46,18 +46,18 @@ class TextSize(NamedTuple):
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> TextSize:
-        """Return the size of some texts together."""
+        """Return the total size of several texts."""
         sizes = [(len(text.encode()), len(text)) for text in texts]
         return cls(sum(one for one, _ in sizes), sum(one for _, one in sizes))
 
     def less(self, other: TextSize) -> TextSize:
-        """Return this size without that of a part, at least 0."""
+        """Return this size minus that of a part, at least 0."""
         return TextSize(max(self.num_bytes - other.num_bytes, 0), max(self.num_characters - other.num_characters, 0))
 
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A row of the data, its tokens that are scored, and the text that they are; `left_out` says why it has none."""
+    """A data row, its scored tokens, and their text; `left_out` is the reason if it has none."""
 
     row: DocumentRow
     num_tokens: int
@@ -67,15 +67,15 @@ class ScoredDocument:
 
 @dataclass(frozen=True)
 class ScoredText:
-    """The windows to run, and what they are of.
+    """The windows to run, and their source.
 
     Attributes:
         windows: The tokens and labels.
-        digest: Of the tokens.
-        size: The text of all scored tokens.
-        num_unscored: Tokens that have nothing before them in their window; None for rows in windows of their own.
-        notes: Lines to print about what became of the rows.
-        documents: Every row of the data; None if windows are not of single documents.
+        digest: Digest of the tokens.
+        size: Size of the text of all scored tokens.
+        num_unscored: Tokens without a preceding token in their window; None for rows in their own windows.
+        notes: Lines to print about the treatment of rows.
+        documents: Every data row; None if windows do not belong to single documents.
     """
 
     windows: MapDataset
@@ -86,14 +86,14 @@ class ScoredText:
     documents: tuple[ScoredDocument, ...] | None = None
 
     def batches(self, batch_size: int) -> list[list[int]]:
-        """Return the windows of each batch: those of one length together, the longest first."""
+        """Return the windows of each batch: equal lengths together, longest first."""
         order = np.arange(len(self.windows))
         if isinstance(self.windows, StridedWindows):
             order = np.argsort(-self.windows.lengths, kind="stable")
         return [order[first : first + batch_size].tolist() for first in range(0, len(order), batch_size)]
 
     def name_of(self, windows: Sequence[int]) -> str:
-        """Say which windows, or which documents, these are."""
+        """Describe which windows or documents these are."""
         if self.documents is None:
             return f"windows {min(windows)} to {max(windows)}"
         found = dict.fromkeys(self.documents[self.document_of[index]].row.where for index in windows)
@@ -109,21 +109,21 @@ class ScoredText:
 
     @property
     def left_out(self) -> dict[str, int]:
-        """Number of documents that are not scored, by reason."""
+        """Number of unscored documents, by reason."""
         return dict(Counter(one.left_out for one in self.documents or () if one.left_out))
 
     @property
     def left_out_lines(self) -> list[str]:
-        """A line for each reason for which documents are not scored."""
+        """A line for each reason why documents are not scored."""
         found = [(one.row.where, one.left_out) for one in self.documents or () if one.left_out]
         return left_out_lines(found, "document", _NUM_NAMED)
 
 
 def open_windows(config: DataConfig, stride: int | None, tokenizer: PreTrainedTokenizerBase) -> ScoredText:
-    """Open what training would hold out, or all of data.path if that is nothing, as windows.
+    """Open the data that training would hold out, or all of data.path if that is nothing, as windows.
 
     Args:
-        config: The settings of the data.
+        config: The data settings.
         stride: As for `window_bounds`; only for text that continues from window to window.
         tokenizer: The model's tokenizer.
 
@@ -148,11 +148,11 @@ def open_windows(config: DataConfig, stride: int | None, tokenizer: PreTrainedTo
 
 
 def open_documents(config: DataConfig, stride: int | None, tokenizer: PreTrainedTokenizerBase) -> ScoredText:
-    """Open each row of data.eval_path, or of data.path without it, as a document of its own.
+    """Open each row of data.eval_path, or of data.path without it, as a separate document.
 
     Args:
-        config: The settings of the data.
-        stride: As for `window_bounds`, for documents that are longer than a window.
+        config: The data settings.
+        stride: As for `window_bounds`, for documents longer than a window.
         tokenizer: The model's tokenizer.
 
     Raises:
@@ -206,5 +206,5 @@ def _decoded_runs(
 
 
 def _lone_tokens(ids: npt.NDArray[Any], tokenizer: PreTrainedTokenizerBase) -> TextSize:
-    """Return the size of tokens that are each decoded alone; the bytes of a part of a character are not counted."""
+    """Return the size of tokens decoded one by one; bytes of incomplete characters do not count."""
     return TextSize.of(_decoded(ids[at : at + 1], tokenizer).replace("\ufffd", "") for at in range(len(ids)))

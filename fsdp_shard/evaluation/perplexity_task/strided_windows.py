@@ -1,11 +1,11 @@
-"""Windows that overlap, over texts of any length: each token is scored in the first window that has it.
+"""Overlapping windows over texts of any length: each token is scored in the first window that contains it.
 
-With a stride these are the windows of transformers' guide "Perplexity of fixed-length models": a window begins every
-`stride` tokens, has up to `length` tokens, and predicts those that no earlier window has, each from all tokens before
-it in its window. The first token of a window has none. So that of a text is not scored, and if `stride` equals
-`length`, that of no window is.
+With a stride, these are the windows of transformers' guide "Perplexity of fixed-length models". A window begins every
+`stride` tokens, has up to `length` tokens, and predicts those that no earlier window contains, each from all preceding
+tokens in its window. The first token of a window has none. So the first token of a text is not scored, and if `stride`
+equals `length`, neither is that of any window.
 
-Without a stride, windows of `length` tokens each predict the token after every one of theirs, as in training. Neighbors
+Without a stride, windows of `length` tokens each predict the next token for every position, as in training. Neighbors
 then overlap by one token, and only the first token of a text is not scored.
 """
 
@@ -25,9 +25,9 @@ def window_bounds(num_tokens: int, length: int, stride: int | None) -> Iterator[
     """Yield (begin, end, first scored token) of the windows over a text.
 
     Args:
-        num_tokens: Tokens of the text.
+        num_tokens: Number of tokens in the text.
         length: Most tokens that a model reads at once.
-        stride: Tokens between the beginnings of windows, at most `length`; None as in training.
+        stride: Distance between window starts in tokens, at most `length`; None as in training.
     """
     longest, stride = (length + 1, length) if stride is None else (length, stride)
     scored = 0
@@ -41,14 +41,14 @@ def window_bounds(num_tokens: int, length: int, stride: int | None) -> Iterator[
 
 @dataclass(frozen=True)
 class StridedWindows(MapDataset):
-    """Windows of several texts that lie one after the other in `tokens`.
+    """Windows of several texts stored one after the other in `tokens`.
 
     Attributes:
         tokens: Token ids of all texts [num_tokens].
-        predicted: Whether each token is one to score [num_tokens]; None: all are.
-        bounds: Where each window begins and ends in `tokens`, and the first token that it scores,
+        predicted: Whether each token is to be scored [num_tokens]; None for all.
+        bounds: Start and end of each window in `tokens`, and the first token that it scores,
             int64 [num_windows, 3].
-        text_of: The number of the text that each window is of, int64 [num_windows].
+        text_of: The index of each window's text, int64 [num_windows].
         sequence_length: Most tokens that the model reads at once.
     """
 
@@ -60,12 +60,12 @@ class StridedWindows(MapDataset):
 
     @classmethod
     def over(cls, tokens: Array, predicted: Array | None, ends: Ints, length: int, stride: int | None) -> Self:
-        """Divide texts into windows, and leave out those that have no token to score.
+        """Divide texts into windows, and drop those without tokens to score.
 
         Args:
             tokens: As in the class.
             predicted: As in the class.
-            ends: Where each text ends in `tokens`, int64 [num_texts].
+            ends: End of each text in `tokens`, int64 [num_texts].
             length: Most tokens that the model reads at once.
             stride: As for `window_bounds`.
         """
@@ -84,7 +84,7 @@ class StridedWindows(MapDataset):
 
     @property
     def lengths(self) -> Ints:
-        """Tokens of each window [num_windows]."""
+        """Number of tokens in each window [num_windows]."""
         return self.bounds[:, 1] - self.bounds[:, 0]
 
     def scored(self, index: int) -> npt.NDArray[np.bool_]:

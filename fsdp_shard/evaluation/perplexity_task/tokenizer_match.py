@@ -1,4 +1,4 @@
-"""Whether two models read the same tokens: only then do losses per token compare."""
+"""Checks that two models read the same tokens, without which losses per token are not comparable."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from fsdp_shard.checkpoint import Location
 from fsdp_shard.data import MapDataset
 from fsdp_shard.errors import ConfigError
 
-# What of a tokenizer.json decides about the tokens of ordinary text.
+# The parts of a tokenizer.json that determine the tokens of ordinary text.
 _SECTIONS = ("normalizer", "pre_tokenizer", "model")
 
 
@@ -21,9 +21,9 @@ def check_same_tokens(
     source: Location,
     other_source: Location,
 ) -> None:
-    """Raise ConfigError unless both tokenizers divide text alike, and the tokens of `windows` are the same in both.
+    """Raise ConfigError unless both tokenizers split text alike, and give the same tokens in `windows`.
 
-    Special tokens that the windows do not have may differ, as those of a chat that a model was tuned on.
+    Special tokens that do not occur in the windows may differ, such as chat tokens that fine-tuning added.
     """
     used = np.unique(np.concatenate([windows.sample(index).inputs["input_ids"] for index in range(len(windows))]))
     named = [_named(one, used.tolist()) for one in (tokenizer, other)]
@@ -48,7 +48,7 @@ def _named(tokenizer: PreTrainedTokenizerBase, numbers: list[int]) -> list[str |
 
 
 def _division(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return, as JSON, how a tokenizer divides ordinary text."""
+    """Return, as JSON, how a tokenizer splits ordinary text."""
     if tokenizer.is_fast:
         document = json.loads(tokenizer.backend_tokenizer.to_str())
         return [document.get(name) for name in _SECTIONS]

@@ -1,4 +1,4 @@
-"""The losses of windows under a model that may be dispatched in any way."""
+"""Window losses of a model with any dispatch."""
 
 import math
 import time
@@ -24,7 +24,7 @@ def window_losses(model: PreTrainedModel, text: ScoredText, windows: Sequence[in
     Args:
         model: A causal language model.
         text: What is scored.
-        windows: The numbers of the windows.
+        windows: The indices of the windows.
 
     Returns:
         For each window, the sum over its scored tokens of their losses in nats: computed in float32, added in float64.
@@ -49,17 +49,17 @@ def window_losses(model: PreTrainedModel, text: ScoredText, windows: Sequence[in
 def batch_losses(
     model: PreTrainedModel, text: ScoredText, batches: Sequence[list[int]], schedule: Schedule, run_dir: Path
 ) -> Generator[BatchValues]:
-    """Run batches of windows in the order that a schedule has.
+    """Run batches of windows in a schedule's order.
 
     Args:
         model: A causal language model.
         text: What is scored.
-        batches: The numbers of the windows of each batch.
+        batches: The window indices of each batch.
         schedule: The schedule, made for the model and these batches.
         run_dir: Directory for temporary files.
 
     Yields:
-        The losses of each batch, in order; the seconds are those since the batch before it.
+        The losses of each batch, in order, with the seconds since the previous batch.
 
     Raises:
         LossError: A loss is not finite.
@@ -74,7 +74,7 @@ def batch_losses(
 
 
 def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Sum over `labels` [length] under `logits` [length, vocabulary]; those of masked labels are not upcast."""
+    """Sum the loss of `labels` [length] under `logits` [length, vocabulary]; masked labels' logits are not upcast."""
     labels = labels.to(logits.device)
     is_scored = labels != MASKED
     losses = torch.nn.functional.cross_entropy(logits[is_scored].float(), labels[is_scored], reduction="none")
