@@ -69,7 +69,7 @@ def load_dispatched(
         base: Base model of an adapter, if it is not at the path in adapter_config.json.
         prefetch_blocks: Number of blocks to read ahead from disk while one computes.
         quantize: none, int8 or int4, for the weights of linear layers.
-        trust_remote_code: Run Python code from the model's repository.
+        trust_remote_code: Run Python code that comes with the model.
         adapters: Name -> LoRA adapter, loaded over the model without merging; the first is active, `set_adapter`
             switches.
 
