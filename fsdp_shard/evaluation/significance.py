@@ -1,4 +1,4 @@
-"""Intervals and p-values over documents: how much the figures would differ on other documents of the same kind."""
+"""Intervals and p-values over documents: how much figures would vary on other documents of the same kind."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 LEVEL = 0.95
-_NUMBERS_AT_ONCE = 1 << 22  # documents times resamples in memory
+_NUMBERS_AT_ONCE = 1 << 22  # maximum documents times resamples in memory
 
 
 def bootstrap_interval(losses: Floats, sizes: Floats, num_resamples: int, seed: int) -> tuple[float, float] | None:
     """Return the 95 % interval of sum(losses) / sum(sizes) by the percentile bootstrap over documents.
 
-    Each resample draws as many documents as there are, with replacement; the interval lies between the 2.5th and the
-    97.5th percentile of its figure. A document counts by its size, as in the figure itself.
+    Each resample draws as many documents as there are, with replacement. The interval lies between the 2.5th and the
+    97.5th percentile of the resamples' figures. A document counts by its size, as in the figure itself.
 
     Args:
-        losses: A sum for each document [num_documents]: of losses, or of their differences between two models.
-        sizes: Tokens, or bytes, of each document [num_documents].
+        losses: Sums per document [num_documents]: of losses, or of loss differences between two models.
+        sizes: Tokens or bytes of each document [num_documents].
         num_resamples: Number of resamples.
         seed: Seed of the draws.
 
@@ -43,12 +43,12 @@ def bootstrap_interval(losses: Floats, sizes: Floats, num_resamples: int, seed: 
 def sign_flip_p_value(differences: Floats, num_resamples: int, seed: int) -> float | None:
     """Return the p-value of a paired, two-sided permutation test by sign flips.
 
-    If two models were equally good, the loss of a document could as well be the one's as the other's. So the sign of
-    each document's difference is flipped at random, and the p-value is the proportion of such sums that are at least as
-    far from 0 as the sum that was found, which itself counts as one of them: (1 + hits) / (1 + num_resamples).
+    If two models were equally good, each document's losses could as well be swapped. So the sign of each document's
+    difference is flipped at random. The p-value is the proportion of resulting sums that are at least as far from 0 as
+    the observed sum, which itself counts as one of them: (1 + hits) / (1 + num_resamples).
 
     Args:
-        differences: Difference of the summed losses of each document [num_documents].
+        differences: Differences of the summed losses per document [num_documents].
         num_resamples: Number of permutations.
         seed: Seed of the flips.
 
@@ -58,7 +58,7 @@ def sign_flip_p_value(differences: Floats, num_resamples: int, seed: int) -> flo
     if len(differences) < 2:
         return None
     draws, hits = np.random.default_rng(seed), 0
-    found = abs(float(differences.sum())) * (1 - 1e-12)  # the same sum in another order is as far
+    found = abs(float(differences.sum())) * (1 - 1e-12)  # tolerance: the same sum in another order counts as equal
     for count in _parts(num_resamples, len(differences)):
         signs = 2.0 * draws.integers(0, 2, (count, len(differences)), dtype=np.int8) - 1.0
         hits += int(np.count_nonzero(np.abs(signs @ differences) >= found))
@@ -66,7 +66,7 @@ def sign_flip_p_value(differences: Floats, num_resamples: int, seed: int) -> flo
 
 
 def _parts(num_resamples: int, num_documents: int) -> Iterator[int]:
-    """Yield numbers of resamples to draw together."""
+    """Yield the number of resamples to draw together."""
     at_once = max(1, _NUMBERS_AT_ONCE // num_documents)
     for first in range(0, num_resamples, at_once):
         yield min(at_once, num_resamples - first)
@@ -74,12 +74,12 @@ def _parts(num_resamples: int, num_documents: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The loss of one model less that of another, in nats per token, on the same tokens.
+    """The loss of one model minus that of another, in nats per token, on the same tokens.
 
     Attributes:
         loss: The difference; negative if the first model is better.
         interval: Its 95 % interval by the paired bootstrap: both losses of a document are drawn together.
-        p_value: By sign flips; see `sign_flip_p_value`.
+        p_value: The p-value by sign flips; see `sign_flip_p_value`.
     """
 
     loss: float
@@ -94,7 +94,7 @@ class Difference:
         return {"loss": self.loss, "interval": interval, "p_value": self.p_value, "method": method}
 
     def sentence(self, other: str, first_loss: float, other_loss: float) -> str:
-        """Say it in one sentence; `other` is the name of the second model."""
+        """Describe the difference in one sentence; `other` is the name of the second model."""
         compared = (
             f"{abs(self.loss):.4f} {'lower' if self.loss < 0 else 'higher'} than that of {other}, {other_loss:.4f}"
         )

@@ -1,1 +1,1 @@
-"""`fsdp-shard report`: runs side by side, in the terminal and as CSV, Markdown and an HTML page. Imports no torch."""
+"""`fsdp-shard report`: compares runs in the terminal and as CSV, Markdown and an HTML page. Imports no torch."""

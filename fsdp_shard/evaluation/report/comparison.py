@@ -43,9 +43,9 @@ from fsdp_shard.evaluation.report.stored_steps import shard_map
 from fsdp_shard.evaluation.report.sweep_charts import sweep_charts, sweep_table, sweeps_of
 from fsdp_shard.utils import format_count
 
-_MAX_SAMPLES = 8  # completions of a prompt by a run
+_MAX_SAMPLES = 8  # completions of one prompt by one run
 _MAX_COMPLETION = 4000  # characters
-_MAX_RANKS = 16  # columns of the map of shards, and of memory
+_MAX_RANKS = 16  # columns of the shard map, and of memory
 _ALL_SAME = "All settings but run_dir are the same."
 _APART = ("run_dir",)  # settings that differ between any two runs
 
@@ -55,7 +55,7 @@ def build_report(paths: Sequence[str], digests: WeightDigests) -> Report:
 
     Args:
         paths: Directories of runs, or directories with runs in them.
-        digests: Digests of weights that are known from an earlier look.
+        digests: Known weight digests from an earlier comparison.
 
     Raises:
         InputError: There is no run at one of the paths.
@@ -65,7 +65,7 @@ def build_report(paths: Sequence[str], digests: WeightDigests) -> Report:
 
 
 def compare(runs: Sequence[Run], digests: WeightDigests) -> Report:
-    """Compare runs that have been read; the arguments are those of `build_report`."""
+    """Compare runs that were already read; the arguments are those of `build_report`."""
     trained = [run for run in runs if run.command in ("finetune", "") or run.steps]
     evaluated = [run for run in runs if run.command == "evaluate"]
     others = [run for run in runs if run not in trained and run not in evaluated]
@@ -98,7 +98,7 @@ def compare(runs: Sequence[Run], digests: WeightDigests) -> Report:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """What runs are called: their paths without what all have in common."""
+    """The names of runs: their paths without the common part."""
     if len(paths) == 1:
         return [paths[0].resolve().name]
     absolute = [os.path.abspath(path) for path in paths]
@@ -107,7 +107,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _absent(runs: Iterable[Run]) -> list[str]:
-    """What runs lack that others have, so that a gap in a table is explained."""
+    """Lines on what runs lack that others have, to explain gaps in tables."""
     no_steps = [run.name for run in runs if not run.steps]
     late = [f"{run.name} (begins at step {first:,.0f})" for run in runs if (first := _first_step(run)) > 1]
     no_held_out = [run.name for run in runs if run.steps and not run.held_out]
@@ -149,7 +149,7 @@ def _runs_table(runs: Sequence[Run]) -> Table:
 
 
 def _settings_tables(runs: Sequence[Run]) -> list[Table]:
-    """The settings that differ, and all of them. Values that differ from the first run's are marked."""
+    """Tables of differing settings, and of all settings. Values that differ from the first run's are marked."""
     known = [run for run in runs if run.settings]
     of_runs = [courses(run.settings, run.changes) for run in known]
     names = [name for name in dict.fromkeys(name for course in of_runs for name in course) if name not in _APART]
@@ -158,7 +158,8 @@ def _settings_tables(runs: Sequence[Run]) -> list[Table]:
         name: [text(name), *(Cell(text(value).value, text(value).text, value != values[0]) for value in values)]
         for name, values in values_of_setting.items()
     }
-    # Settings that only one option of a group has, such as adapter.rank, follow from the group unless they differ.
+    # Settings that exist for only one option of a group, such as adapter.rank, follow from the group unless they
+    # differ.
     changed = {change.name for run in known for change in run.changes or ()}
     differing = [rows[name] for name, values in values_of_setting.items() if _differ(values) or name in changed]
     columns = ["setting", *(run.name for run in known)]
@@ -228,7 +229,7 @@ def _held_out_tables(runs: Sequence[Run]) -> list[Table]:
 
 
 def _memory_tables(runs: Sequence[Run]) -> list[Table]:
-    """The peak memory of each rank, of runs that have ended."""
+    """Peak memory of each rank, for runs that have ended."""
     found = {run.name: _peaks(run) for run in runs}
     most = max(map(len, found.values()), default=0)
     shown = min(most, _MAX_RANKS)
@@ -244,14 +245,14 @@ def _memory_tables(runs: Sequence[Run]) -> list[Table]:
 
 
 def _peaks(run: Run) -> list[float]:
-    """Peak bytes of each rank; none if result.json does not have them."""
+    """Peak bytes of each rank; empty if result.json does not contain them."""
     given = run.result.get("peak_memory_bytes_by_rank")
     peaks = [as_number(value) for value in given] if isinstance(given, list) else []
     return [peak for peak in peaks if peak is not None] if None not in peaks else []
 
 
 def _ranks(run: Run) -> Cell:
-    """How many ranks wrote the newest checkpoint; or those that the settings start."""
+    """Number of ranks that wrote the newest checkpoint; otherwise, the number in the settings."""
     if run.checkpoints and run.checkpoints[-1].layout == "sharded":
         return number(run.checkpoints[-1].num_ranks)
     given = run.settings.get("launch.ranks", "")
@@ -268,7 +269,7 @@ def _checkpoint_tables(runs: Sequence[Run]) -> list[Table]:
             text(run.name),
             number(stored.step),
             text(stored.layout),
-            number(None if stored.layout == "gathered" else stored.num_ranks),  # its manifest has 1
+            number(None if stored.layout == "gathered" else stored.num_ranks),  # its manifest records 1
             size(stored.num_bytes),
             size(stored.optimizer_bytes),
             text(", ".join(stored.kept) or None),
@@ -285,7 +286,7 @@ def _checkpoint_tables(runs: Sequence[Run]) -> list[Table]:
 
 
 def _balance_tables(runs: Sequence[Run]) -> list[Table]:
-    """How even the files of the ranks of the newest checkpoint are."""
+    """How evenly the newest checkpoint's files are divided among ranks."""
     rows = []
     for run in runs:
         if not run.checkpoints or len(sizes := run.checkpoints[-1].rank_bytes) < 2:
@@ -303,7 +304,7 @@ def _balance_tables(runs: Sequence[Run]) -> list[Table]:
 
 
 def _shard_maps(runs: Sequence[Run]) -> list[Table]:
-    """Bytes of each block by rank, of one run for each way to divide the model."""
+    """Bytes of each block by rank, for one run per way of dividing the model."""
     found: dict[tuple[Any, ...], Table] = {}
     for run in runs:
         blocks = shard_map(run.checkpoints[-1]) if run.checkpoints else {}
@@ -360,7 +361,7 @@ def _samples(runs: Sequence[Run]) -> list[PromptSamples]:
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Up to `most` of the items, evenly spread, with the first and the last."""
+    """Up to `most` items, evenly spread, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]

@@ -1,4 +1,4 @@
-"""The figures of evaluations, each with the checkpoint of the runs whose weights it was of."""
+"""Tables of evaluation figures, each with the run and checkpoint that the weights came from."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _OF_SIZES = (
     *("per text", "peak memory"),
 )
 _SIZES = "Medians; tokens per second of all texts of a batch, and of each. Compare figures of the same machine only."
-# Figures that only some tasks have: classification, reward and generation; and those of tasks other than perplexity.
+# Figures of some tasks only: classification, reward and generation; and those of tasks other than perplexity.
 _SCORED = {"accuracy", "num_prompts"}
 _OTHERS = _SCORED | {"results", "speed"}
 _LIMIT = "lm_eval.limit"
-# Settings with which weights compute as they are stored.
+# Settings with which weights compute as stored.
 _STORED = {"dispatch.dtype": "keep", "dispatch.quantize": "none"}
 
 
 @dataclass(frozen=True)
 class _Score:
-    """The figures of one model in an evaluation."""
+    """One model's figures in an evaluation."""
 
     run: Run
     weights: Cell
     figures: Mapping[str, Any]
     weights_digest: Cell
     data: Mapping[str, Any]
-    settings: Mapping[str, str]  # dotted name -> value, as its provenance has them
-    differing: frozenset[str] = frozenset()  # names of those that not all evaluations of its task share
+    settings: Mapping[str, str]  # dotted name -> value, from its provenance
+    differing: frozenset[str] = frozenset()  # names of settings that not all evaluations of its task share
 
     @property
     def differences(self) -> Cell:
-        """The settings that set this evaluation apart, as overrides; a limit, as its figures are not of all data; and
-        those by which the weights that computed were others than those of the checkpoint.
+        """The settings that distinguish this evaluation, as overrides; a limit, because its figures do not cover all
+        data; and the settings that made the computing weights differ from the checkpoint's.
         """
         shown = {name for name in self.settings if name in self.differing or name == _LIMIT}
         shown |= {name for name, usual in _STORED.items() if self.settings.get(name, usual) != usual}
@@ -55,12 +55,12 @@ class _Score:
 
 
 def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests: WeightDigests) -> list[Table]:
-    """The figures of evaluations: perplexities, tasks (lm-evaluation-harness, classes, answers), and speeds.
+    """Make the tables of perplexities, tasks (lm-evaluation-harness, classes, answers), and speeds.
 
     Args:
         evaluated: Runs of `evaluate`.
-        trained: Runs whose checkpoints they may be of.
-        digests: Finds those.
+        trained: Runs whose checkpoints may have been evaluated.
+        digests: Finds these checkpoints.
     """
     scores = _with_differing([score for run in evaluated for score in _scores(run, trained, digests)])
     tasks = [row for score in scores for row in (*_tasks(score), *_scored_rows(score))]
@@ -88,7 +88,7 @@ def _scores(run: Run, trained: Sequence[Run], digests: WeightDigests) -> Iterato
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The settings by their dotted names, without those that are null."""
+    """The settings by dotted name, without those that are null."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -111,8 +111,8 @@ def _with_differing(scores: Sequence[_Score]) -> list[_Score]:
 
 
 def _weights(run: Run, name: str, weights: Mapping[str, Any], trained: Sequence[Run], digests: WeightDigests) -> Cell:
-    """The run and step that has the weights, and which other config or tokenizer it was evaluated with; otherwise the
-    path that was evaluated, which need not have them now.
+    """The run and step with these weights, and any other config or tokenizer used in the evaluation; otherwise the
+    evaluated path, which need not contain the weights any more.
     """
     tokenizer = run.settings.get("tokenizer", "null") if name == "checkpoint" else "null"
     of_tokenizer = "" if tokenizer == "null" else f", tokenizer={tokenizer}"
@@ -140,14 +140,14 @@ def _interval(found: Any) -> Cell:
 
 
 def _tasks(score: _Score) -> Iterator[list[Cell]]:
-    """A row for each measure of each task of the harness."""
+    """A row per measure of each harness task."""
     for task, label, value, error in harness_measures(score.figures.get("results")):
         cells = [text(task), text(label), number(value), number(error)]
         yield [text(score.run.name), score.weights, score.differences, *cells, score.weights_digest]
 
 
 def _scored_rows(score: _Score) -> Iterator[list[Cell]]:
-    """A row for each measure of `task=classification`, `reward` or `generation`; the data stands for the task."""
+    """A row per measure of `task=classification`, `reward` or `generation`, with the data in place of the task."""
     settings = as_map(as_map(score.figures.get("provenance")).get("settings"))
     intervals = as_map(score.figures.get("confidence_interval"))
     if not _SCORED & set(score.figures):
@@ -160,7 +160,7 @@ def _scored_rows(score: _Score) -> Iterator[list[Cell]]:
 
 
 def _sizes(score: _Score) -> Iterator[list[Cell]]:
-    """A row for each size of batch and prompt whose speed was measured."""
+    """A row per measured batch size and prompt length."""
     rows = score.figures.get("speed")
     places = _by_device(score.figures.get("weights_bytes"))
     quantize = score.run.settings.get("dispatch.quantize", "none")

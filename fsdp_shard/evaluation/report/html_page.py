@@ -1,6 +1,6 @@
-"""The report as one HTML page that asks for nothing else: its style and script are in it, and nothing else may run.
+"""The report as one self-contained HTML page: it includes its style and script, and nothing else may run.
 
-All that comes from files is escaped by jinja2, and what the script gets is JSON in a block that is never executed.
+jinja2 escapes all content from files, and the script receives JSON in a block that is never executed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def to_html(report: Report, reload_seconds: int | None = None) -> str:
 
     Args:
         report: The report.
-        reload_seconds: After how many seconds the page loads itself again; None for never.
+        reload_seconds: Seconds after which the page reloads itself; None for never.
     """
     charts = [draw(chart, report.runs) for chart in report.charts]
     sweeps = [draw(chart, report.runs) for chart in report.sweeps]
@@ -46,7 +46,7 @@ def to_html(report: Report, reload_seconds: int | None = None) -> str:
 
 
 def _data(drawing: Drawing) -> dict[str, Any]:
-    """What the script needs to show values at a position."""
+    """The data that the script needs to show values at a position."""
     return {
         "id": drawing.chart.key,
         "x": drawing.x_range,

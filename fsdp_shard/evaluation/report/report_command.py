@@ -1,4 +1,4 @@
-"""`fsdp-shard report`: compares runs once, or again and again while they are under way."""
+"""`fsdp-shard report`: compares runs once, or repeatedly while they are running."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fsdp_shard.evaluation.report.terminal import to_text
 from fsdp_shard.utils import format_count, format_size, say, write_atomically
 
 RELOAD_SECONDS = 5
-_QUIET_SECONDS = 20.0  # a sweep begins its next run within them, and a launcher starts its ranks again
+_QUIET_SECONDS = 20.0  # within this time, a sweep starts its next run, and a launcher restarts its ranks
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 _SUFFIXES = {"html": (".html", ".htm"), "csv": (".csv",), "md": (".md",)}
 
 
 class ReportFiles(NamedTuple):
-    """The files to write; None for those that are not asked for. Without any, the report is printed."""
+    """The files to write; None for files that are not requested. Without any, the report is printed."""
 
     html: str | None = None
     csv: str | None = None
     md: str | None = None
 
     def check(self) -> None:
-        """Raise InputError for a file that cannot be written, or whose name is that of something else."""
+        """Raise InputError for a file that cannot be written, or whose name belongs to something else."""
         for option, name in self._asdict().items():
             if name is None:
                 continue
@@ -67,7 +67,7 @@ def report_runs(paths: Sequence[str], files: ReportFiles, watch: bool = False) -
     Args:
         paths: Directories of runs, or directories with runs in them.
         files: The files.
-        watch: Do so again until no run is under way, or until Ctrl-C.
+        watch: Repeat until no run is running, or until Ctrl-C.
 
     Raises:
         InputError: There is no run at one of the paths, or a file cannot be written.
@@ -106,12 +106,12 @@ def _follow(paths: Sequence[str], files: ReportFiles, digests: WeightDigests) ->
     except KeyboardInterrupt:
         say("")
     finally:
-        if any(files):  # pages that are open must not go on loading themselves
+        if any(files):  # open pages must stop reloading themselves
             files.write(build_report(paths, digests))
 
 
 def _show(report: Report, files: ReportFiles, shown: str) -> str:
-    """Write the files, or print the report if it is not what was shown before; returns what is shown now."""
+    """Write the files, or print the report if it changed since it was last shown; return what is shown now."""
     if any(files):
         written = files.write(report, RELOAD_SECONDS)
         text = f"following {format_count(report.num_all, 'run')} in {', '.join(map(str, written))}; Ctrl-C ends it"

@@ -1,4 +1,4 @@
-"""What a report is made of, whatever shows it: tables, curves, pictures of sweeps, samples and problems. Plain data."""
+"""The contents of a report in any format: tables, curves, sweep charts, samples and problems. Plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEX = re.compile("[0-9a-f]*")
 
 
 def loss_unit(runs: Iterable[Mapping[str, str]]) -> str:
-    """The unit of the losses of runs, or their units; `runs` are the settings of each by dotted name."""
+    """The unit or units of runs' losses; `runs` are the settings of each run by dotted name."""
     return " or ".join(dict.fromkeys(map(_unit, runs))) or "nats per token"
 
 
@@ -23,13 +23,13 @@ def _unit(settings: Mapping[str, str]) -> str:
     if settings.get("loss", "null") != "null":
         return "the unit of a loss of one's own"
     if settings.get("objective", "sft") not in ("sft", "distill"):
-        return "units of the objective per sample"  # of preferences, most of them nats
+        return "units of the objective per sample"  # for preferences, mostly nats
     return "nats per text" if settings.get("model.task") == "sequence_classification" else "nats per token"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value, for JSON and sorting, and its text for tables; `is_marked` if it differs from the first run's."""
+    """A value for JSON and sorting, and its text for tables; `is_marked` if it differs from the first run's."""
 
     value: str | float | None
     text: str
@@ -38,7 +38,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. `key` names it in addresses; `note` says what is in it, and what is left out."""
+    """A table. `key` names it in addresses; `note` describes its contents and omissions."""
 
     key: str
     title: str
@@ -49,7 +49,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Curve:
-    """The points of the run, or of the name, of this number; `is_dotted` if each one is to be marked."""
+    """The points of the run, or of the name, with this index; `is_dotted` marks each point."""
 
     number: int
     points: Sequence[tuple[float, float]]
@@ -61,10 +61,10 @@ class Chart:
     """Curves on the same axes.
 
     Attributes:
-        key, title, x_label, y_label, note: What it is called, what its axes have, and what is to be known.
+        key, title, x_label, y_label, note: Its names, its axis labels, and remarks.
         curves: The curves.
-        categories: The names at 0, 1, ... of an x axis without numbers.
-        names: What the curves are called, if they are not of one run each.
+        categories: The names at 0, 1, ... on a non-numeric x axis.
+        names: The curve names, if curves do not belong to one run each.
     """
 
     key: str
@@ -79,7 +79,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class PromptSamples:
-    """The completions of one prompt: (run, step, completion); `num_left_out` more are in the files."""
+    """The completions of one prompt: (run, step, completion); the files contain `num_left_out` more."""
 
     prompt: str
     rows: Sequence[tuple[int, int, str]]
@@ -88,18 +88,18 @@ class PromptSamples:
 
 @dataclass(frozen=True)
 class Report:
-    """Runs, compared.
+    """A comparison of runs.
 
     Attributes:
-        runs: The names of the runs that were trained, which charts and samples count.
-        num_all: How many runs there are of any command.
-        num_running, num_completed: How many of these are under way, and completed.
-        tables: The tables, the most important first.
+        runs: Names of the trained runs, to which indices in charts and samples refer.
+        num_all: Number of runs of any command.
+        num_running, num_completed: Number of these that are running and completed.
+        tables: The tables, most important first.
         charts: Curves over the steps.
-        sweeps: For each sweep, pictures of a figure over a setting.
+        sweeps: For each sweep, charts of a figure over a setting.
         samples: Samples by prompt.
-        failures: What ended each run that failed, a sentence each.
-        problems: What could not be read or was left out, a sentence each.
+        failures: The cause of each failed run, a sentence each.
+        problems: Unreadable or omitted data, a sentence each.
     """
 
     runs: Sequence[str]
@@ -115,19 +115,19 @@ class Report:
 
     @property
     def title(self) -> str:
-        """How many runs there are, and how many of them are under way."""
+        """The number of runs, and how many of them are running."""
         running = f", {self.num_running} under way" if self.num_running else ""
         return f"{format_count(self.num_all, 'run')}{running}"
 
 
 def text(value: str | None) -> Cell:
-    """A cell of text, on one line and without control characters."""
+    """Make a text cell, on one line and without control characters."""
     shown = None if value is None else one_line(value)
     return Cell(shown, "-" if shown is None else shown)
 
 
 def digest(value: str | None) -> Cell:
-    """A cell of a digest, of which tables show the beginning; of an identity with more in it, that of its digest."""
+    """Make a digest cell, abbreviated in tables; for an identity with more fields, its digest."""
     whole = text(value)
     if value is None or _HEX.fullmatch(value):
         return Cell(whole.value, whole.text[:12])
@@ -135,7 +135,7 @@ def digest(value: str | None) -> Cell:
 
 
 def number(value: float | None) -> Cell:
-    """A cell of a number, with four significant digits, or all of a whole number."""
+    """Make a number cell with four significant digits, or all digits of an integer."""
     if value is None:
         return Cell(None, "-")
     is_large = isinstance(value, int) or abs(value) >= 1000
@@ -143,5 +143,5 @@ def number(value: float | None) -> Cell:
 
 
 def size(num_bytes: float | None) -> Cell:
-    """A cell of a number of bytes."""
+    """Make a cell for a number of bytes."""
     return Cell(num_bytes, "-" if num_bytes is None else format_size(num_bytes))

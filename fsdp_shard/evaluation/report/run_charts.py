@@ -1,4 +1,4 @@
-"""The curves of runs over their steps, and the metrics of objectives and custom ones."""
+"""Curves of runs over their steps, and the metrics of objectives and custom metrics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import replace
 from fsdp_shard.evaluation.report.report_data import Chart, Curve, Table, loss_unit, number, text
 from fsdp_shard.evaluation.report.run_files import METRIC, Row, Run
 
-_MAX_POINTS, _FEWEST_POINTS, _ALL_POINTS = 400, 50, 4800  # of a curve, and of all of a chart; more are averaged
-_MAX_METRICS = 24  # charts
+_MAX_POINTS, _FEWEST_POINTS, _ALL_POINTS = 400, 50, 4800  # per curve, and per chart; more are averaged
+_MAX_METRICS = 24  # maximum number of charts
 
 
 def run_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Curves of the figures and metrics of each step and evaluation; those without a value have no curves."""
+    """Curves of the figures and metrics of each step and evaluation; figures without values have no curves."""
     unit = loss_unit(run.settings for run in runs)
     per_step = [
         ("loss", "Training loss", unit, "loss"),
@@ -34,7 +34,7 @@ def run_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _metric_charts(runs: Sequence[Run]) -> list[Chart]:
-    """A chart for each metric of an objective and each custom one, with dotted curves of held-out samples."""
+    """A chart per objective metric and custom metric, with dotted curves for held-out samples."""
     charts = []
     for count, name in enumerate(_metric_names(runs)[:_MAX_METRICS]):
         chart = _chart(runs, f"metric-{count}", name, "", f"{METRIC}{name}")
@@ -46,7 +46,7 @@ def _metric_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _metric_names(runs: Sequence[Run]) -> list[str]:
-    """The names of all metrics, in the order in which they are logged."""
+    """The names of all metrics, in logging order."""
     rows = (row for run in runs for row in (*run.steps[-1:], *run.held_out[-1:]))
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(METRIC))
     return [name.removeprefix(METRIC) for name in names]
@@ -83,7 +83,7 @@ def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` points: means of as many neighbors as that takes, at the last step of each."""
+    """Reduce to at most `most` points: means of neighboring points, each at its last step."""
     width = -(-len(points) // most)
     if width < 2:
         return list(points)

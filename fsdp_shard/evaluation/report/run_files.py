@@ -1,4 +1,4 @@
-"""Reads what a run has left in its directory. What is damaged is left out and counted, in `Run.problems`."""
+"""Reads a run directory. Damaged data is skipped and reported in `Run.problems`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_shard.training import EVALUATIONS, LOCK, METRICS, SAMPLES, holder, of_
 from fsdp_shard.utils import ERROR, RESULT, format_count, in_yaml, limits, read_bounded, read_json, redact, run_limited
 
 COMPLETED, RUNNING, FAILED, STOPPED = "completed", "running", "failed", "stopped"
-_MAX_DEPTH = 4  # directories below one that is no run, such as outputs/finetune/DATE
+_MAX_DEPTH = 4  # directories below one that is not a run, such as outputs/finetune/DATE
 _MAX_RUNS = 500
 
 Row = Mapping[str, float | None]
@@ -36,7 +36,7 @@ Row = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class PromptSample:
-    """What the model made of a prompt after `step`."""
+    """The model's completion of a prompt after `step`."""
 
     step: int
     prompt: str
@@ -44,7 +44,7 @@ class PromptSample:
 
 
 class HarnessMeasure(NamedTuple):
-    """A figure of a task of lm-evaluation-harness, and its standard error."""
+    """A figure of an lm-evaluation-harness task, and its standard error."""
 
     task: str
     label: str
@@ -54,24 +54,24 @@ class HarnessMeasure(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as far as its files can be read.
+    """A run, as far as its files are readable.
 
     Attributes:
-        path: Its directory, as it was given or found.
-        name: What it is called in the report.
-        command: The command that made it, such as `finetune`; empty if no file says.
-        status: `completed`, `running` (another process has locked it), `failed` (it has left an error) or `stopped`.
-        settings: Its settings by dotted name, as YAML writes them, that made its newest step or the one asked for.
-        changes: Which of them were others in earlier steps; None if that is not known.
-        state: The progress that this step records in its trainer.json.
+        path: Its directory, as given or found.
+        name: Its name in the report.
+        command: The command that created it, such as `finetune`; empty if no file records it.
+        status: `completed`, `running` (locked by another process), `failed` (it left an error) or `stopped`.
+        settings: The settings of its newest or requested step, by dotted name, in YAML notation.
+        changes: Settings with other values in earlier steps; None if unknown.
+        state: The progress recorded in this step's trainer.json.
         result: The figures of result.json.
-        steps: The rows of metrics.jsonl, ascending; a value that is not finite is None.
-        held_out: The rows of evaluations.jsonl since the held-out data was last changed, up to the step that was asked
-            for; figures of a held-out set with a name are those of SET/NAME.
+        steps: The rows of metrics.jsonl, ascending; non-finite values are None.
+        held_out: The rows of evaluations.jsonl since the held-out data last changed, up to the requested step; figures
+            of a named held-out set are at SET/NAME.
         samples: The rows of samples.jsonl.
         checkpoints: Its committed steps, ascending.
-        error: What ended it, if it failed.
-        problems: What could not be read, a sentence each.
+        error: The cause of its failure, if it failed.
+        problems: Unreadable data, a sentence each.
     """
 
     path: Path
@@ -91,24 +91,24 @@ class Run:
 
     @property
     def sweep(self) -> Path | None:
-        """The directory of the sweep that it is a run of, which numbers its runs; None if it is of none."""
+        """The directory of its sweep, which numbers its runs; None for a run outside a sweep."""
         path = self.path.absolute()
         return path.parent if path.name.isdecimal() else None
 
     def figure(self, name: str) -> float | None:
-        """A number of result.json; None if there is none of this name."""
+        """A number in result.json; None if there is none with this name."""
         return as_number(self.result.get(name))
 
 
-METRIC = "metrics:"  # prefix of the names of metrics in a row, which also has figures and held-out sets
-_OF_HELD_OUT = ("best_loss", "best_step", "loss_before")  # in a state, of the held-out data that it names
+METRIC = "metrics:"  # prefix of metric names in a row, which also contains figures and held-out sets
+_OF_HELD_OUT = ("best_loss", "best_step", "loss_before")  # in a state, for the held-out data named there
 
 
 def find_runs(paths: Sequence[str]) -> list[Path]:
-    """Find the runs that are given: directories of runs, or directories with such in them, as sweeps have.
+    """Find runs: the given directories themselves, or runs inside them, as in sweeps.
 
     Raises:
-        InputError: One of the paths is no run and has none in it, or there are too many.
+        InputError: A path neither is nor contains a run, or there are too many.
     """
     found: dict[Path, None] = {}
     for given in paths:
@@ -128,7 +128,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory has what a run leaves first: settings or metrics of ours, or figures."""
+    """Whether a directory contains a run's first files: fsdp-shard's settings or metrics, or figures."""
     if (path / METRICS).is_file() or (path / RESULT).is_file():
         return True
     return bool(_command_of(path))
@@ -149,7 +149,7 @@ def _runs_below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def _natural(name: str) -> tuple[int, str]:
-    """Runs of a sweep are numbered."""
+    """A sort key for the numbered runs of a sweep."""
     return (int(name), "") if name.isdecimal() and len(name) < 10 else (1 << 40, name)
 
 
@@ -158,8 +158,8 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
 
     Args:
         path: The directory.
-        name: What the run is called in the report.
-        step: The directory of the step whose settings are read; None for the newest one.
+        name: The run's name in the report.
+        step: The directory of the step to read settings from; None for the newest one.
     """
     problems: list[str] = []
     result = _read_result(path, problems)
@@ -170,7 +170,7 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
     evaluated = _held_out(path / EVALUATIONS, is_locked, step, problems)
     held_out = _numbers(evaluated, path / EVALUATIONS, problems)
     samples = _samples(_lines(path / SAMPLES, is_locked, problems), path / SAMPLES, problems)
-    # Steps of older versions have no settings of their own.
+    # Steps of older versions do not store settings.
     file = path / CONFIG_FILE if step is None or not has_file(step, RUN_CONFIG) else step / RUN_CONFIG
     settings = _read_settings(file, problems)
     checkpoints = read_steps(path / CHECKPOINTS, settings, problems)
@@ -197,29 +197,29 @@ def read_run(path: Path, name: str, step: Path | None = None) -> Run:
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number as it is, whole or not; None for anything else."""
+    """Return a finite number unchanged, integer or not; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return value if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond what a float can hold
+    except OverflowError:  # an integer too large for a float
         return None
 
 
 def as_map(value: Any) -> Mapping[str, Any]:
-    """A map as it is; an empty one for anything else."""
+    """Return a map unchanged; an empty one for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def as_interval(value: Any) -> tuple[float, float] | None:
-    """The ends of an interval, if both are finite numbers; None for anything else."""
+    """Return the ends of an interval if both are finite numbers; None for anything else."""
     ends = [as_number(end) for end in value] if isinstance(value, list) else []
     low, high = ends if len(ends) == 2 else (None, None)
     return None if low is None or high is None else (low, high)
 
 
 def harness_measures(results: Any) -> Iterator[HarnessMeasure]:
-    """What the harness has measured: `acc,none` with its error `acc_stderr,none`; all else is none (`sample_len`)."""
+    """Yield the harness's measures, such as `acc,none` with its error `acc_stderr,none`, without others (`sample_len`)."""
     for task, measures in as_map(results).items():
         for name, value in as_map(measures).items():
             measure, comma, filtered = name.partition(",")
@@ -242,13 +242,13 @@ def last_of(rows: Sequence[Row], name: str) -> float | None:
 
 
 def tokens_per_second(run: Run) -> float | None:
-    """Over all steps of a run, those before a resume too, of which result.json knows nothing."""
+    """Tokens per second over all steps of a run, including those before a resume, which result.json omits."""
     seconds = sum(values_of(run.steps, "step_seconds"))
     return sum(values_of(run.steps, "tokens")) / seconds if seconds else None
 
 
 def peak_memory(run: Run) -> float | None:
-    """The most bytes of any rank in a run, before a resume too, of which result.json knows nothing."""
+    """Peak bytes of any rank in a run, including before a resume, which result.json omits."""
     of_result = run.figure("peak_memory_bytes")
     return max([*values_of(run.steps, "memory_bytes"), *([] if of_result is None else [of_result])], default=None)
 
@@ -256,8 +256,8 @@ def peak_memory(run: Run) -> float | None:
 def best_held_out(run: Run) -> tuple[float | None, int | None]:
     """The lowest held-out loss after training began, and its step.
 
-    result.json has it, and so has the newest step, of which evaluations.jsonl only has what is later: a run that went
-    on in another directory has no earlier rows.
+    result.json contains it, and so does the newest step. evaluations.jsonl may lack it: a run that continued in another
+    directory has no earlier rows there.
     """
     of_rows = [(row["loss"], int(row["step"])) for row in run.held_out if row["step"] and row["loss"] is not None]
     of_result, of_state = _best_in(run.result), _best_in(run.state)
@@ -274,22 +274,22 @@ def _best_in(figures: Mapping[str, Any]) -> tuple[float, int] | None:
 
 
 def loss_before(run: Run) -> float | None:
-    """The held-out loss before the first step, which the best one need not be lower than."""
+    """The held-out loss before the first step, which may be lower than the best one."""
     rows = [row["loss"] for row in run.held_out[:1] if not row["step"]]
     known = [as_number(known.get("loss_before")) for known in (run.result, run.state)]
     return next((loss for loss in (*rows, *known) if loss is not None), None)
 
 
 def _command_of(path: Path) -> str:
-    """The command in the first line of a config.yaml of ours; empty if there is none."""
+    """The command in the first line of a config.yaml of fsdp-shard; empty if there is none."""
     words = recorded_command(path)
-    # A user's recipe is `run FILE.py`; what it leaves shows what it does.
+    # A user's recipe is `run FILE.py`; its files show what it does.
     is_own = words[:1] == ["run"]
     return ("finetune" if (path / METRICS).is_file() else "run") if is_own else words[0] if words else ""
 
 
 def _is_locked(path: Path, problems: list[str]) -> bool:
-    """Whether another process holds the lock of a run, which it has while it lives."""
+    """Whether another process holds the lock of a run, as a live run does."""
     try:
         return holder(path) is not None
     except OSError as error:
@@ -313,7 +313,7 @@ def _read_result(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_error(path: Path, problems: list[str]) -> str:
-    """The message of the error that ended a run; empty if it left none."""
+    """The message of the error that ended a run; empty if there is none."""
     file = path / ERROR
     if not os.path.lexists(file):
         return ""
@@ -325,10 +325,10 @@ def _read_error(path: Path, problems: list[str]) -> str:
 
 
 def _read_state(step_directory: Path) -> dict[str, Any]:
-    """The content of trainer.json of a step; empty if there is none that can be read."""
+    """The content of a step's trainer.json; empty if there is no readable one."""
     try:
         state = read_json(member(step_directory, TRAINER)) if has_file(step_directory, TRAINER) else {}
-    except (FsdpShardError, OSError):  # such as a step that a run under way has deleted just now
+    except (FsdpShardError, OSError):  # such as a step that a running run has just deleted
         return {}
     return state if isinstance(state, dict) else {}
 
@@ -339,7 +339,7 @@ def _read_settings(file: Path, problems: list[str]) -> dict[str, str]:
         return {}
     try:
         content = read_bounded(file, "settings_bytes")
-        # YAML repeats and nests what it likes, and its reader takes the square of the time for that.
+        # YAML allows any repetition and nesting, which its reader processes in quadratic time.
         return run_limited(lambda: _parse_settings(content), f"reading the settings in {file}", error=CheckpointError)
     except CheckpointError as error:
         problems.append(str(error))
@@ -354,7 +354,7 @@ def _parse_settings(content: bytes) -> dict[str, str]:
     groups = [one for one in chosen if isinstance(one, dict)] if isinstance(chosen, list) else []
     flat = {str(group): in_yaml(option) for one in groups for group, option in one.items()}
     for name, value in _flatten(document, "", limits().nesting):
-        flat[name] = redact(value)  # runs of older versions recorded what signs an address
+        flat[name] = redact(value)  # runs of older versions recorded the signatures of addresses
     return flat
 
 
@@ -367,7 +367,7 @@ def _flatten(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tup
 
 
 def _lines(file: Path, is_locked: bool, problems: list[str]) -> list[dict[str, Any]]:
-    """The rows of a file; damaged lines are counted. The last line of a run under way may be unfinished."""
+    """The rows of a file; damaged lines are counted. The last line of a running run may be incomplete."""
     try:
         lines = read_lines(file)
     except CheckpointError as error:
@@ -382,11 +382,11 @@ def _lines(file: Path, is_locked: bool, problems: list[str]) -> list[dict[str, A
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str]) -> list[Row]:
-    """The numbers of each row by step; of a step that is there twice, the later row."""
+    """The numbers of each row by step; for a repeated step, the later row counts."""
     found: dict[int, Row] = {}
     num_wrong = 0
     for row in rows:
-        # null stands for a loss that was not finite.
+        # null stands for a non-finite loss.
         values = {name: as_number(value) for name, value in row.items() if not isinstance(value, dict | str | list)}
         if "loss" not in values or (values["loss"] is None and row["loss"] is not None):
             num_wrong += 1
@@ -400,7 +400,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str])
 
 
 def _held_out(file: Path, is_locked: bool, step: Path | None, problems: list[str]) -> list[dict[str, Any]]:
-    """The rows of evaluations.jsonl, up to a step if one is given, of the same held-out data as the last of them."""
+    """The rows of evaluations.jsonl, up to a step if given, with the same held-out data as the last one."""
     last = None if step is None else parse_step(step.name)
     rows = [row for row in _lines(file, is_locked, problems) if last is None or row["step"] <= last]
     same = of_last_held_out(rows)
@@ -412,7 +412,7 @@ def _held_out(file: Path, is_locked: bool, step: Path | None, problems: list[str
 
 
 def _of_sets(row: Mapping[str, Any]) -> Row:
-    """The figures of each held-out set, as SET/NAME."""
+    """The figures of each held-out set as SET/NAME."""
     return {
         f"{name}/{key}": as_number(value)
         for name, figures in as_map(row.get("sets")).items()
@@ -421,7 +421,7 @@ def _of_sets(row: Mapping[str, Any]) -> Row:
 
 
 def _of_metrics(row: Mapping[str, Any]) -> Row:
-    """The metrics of the objective and custom ones, as METRIC NAME."""
+    """The objective's and custom metrics as METRIC NAME."""
     return {f"{METRIC}{name}": as_number(value) for name, value in as_map(row.get("metrics")).items()}
 
 

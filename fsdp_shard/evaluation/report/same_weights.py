@@ -1,4 +1,4 @@
-"""Which checkpoint of the runs an evaluation was of, by the digest of the weights that its result.json names."""
+"""Finds the checkpoint that an evaluation used, by the digest of the weights in its result.json."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Digests = tuple[str, str | None]
 
 
 class WeightDigests:
-    """Digests of the weights of steps, each computed when it is needed, and once: all weights are read for it.
+    """Digests of steps' weights, each computed once and on demand, because it reads all weights.
 
     Attributes:
-        problems: Steps whose weights could not be read, a sentence each.
+        problems: Steps with unreadable weights, a sentence each.
     """
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class WeightDigests:
         self._known: dict[tuple[Path, str], Digests | None] = {}
 
     def find(self, weights: Mapping[str, Any], runs: Sequence[Run]) -> tuple[Run, ReportedStep] | None:
-        """Find the step that has certain weights.
+        """Find the step with the given weights.
 
         Args:
-            weights: What an evaluation says of them: `digest`, of an adapter `base`, and `step`. If the step is known,
-                only steps of this number are read.
-            runs: The runs that may have it.
+            weights: An evaluation's description of them: `digest`, for an adapter `base`, and `step`. If the step is
+                known, only steps with this number are read.
+            runs: The runs that may contain it.
         """
         wanted, step = digests_in(weights), weights.get("step")
         if wanted is None:
@@ -44,10 +44,10 @@ class WeightDigests:
         return None
 
     def has_other_config(self, weights: Mapping[str, Any], stored: ReportedStep) -> bool:
-        """Whether an evaluation of the weights of a step was with another config, as far as both can be read."""
+        """Whether an evaluation of a step's weights used another config, as far as both are readable."""
         try:
             return has_other_config(weights, locate(str(stored.path), fetch_weights=False))
-        except (FsdpShardError, OSError):  # a step of one's own loop has no config
+        except (FsdpShardError, OSError):  # a step of a custom loop has no config
             return False
 
     def _of(self, stored: ReportedStep) -> Digests | None:
@@ -62,10 +62,10 @@ class WeightDigests:
 
 
 def has_other_config(weights: Mapping[str, Any], source: Location) -> bool:
-    """Whether an evaluation of the weights at `source` built the model from another config than theirs.
+    """Whether an evaluation of the weights at `source` built the model from a config other than theirs.
 
     Args:
-        weights: What the evaluation says of them; `config` is the digest of its config, which older results lack.
+        weights: The evaluation's description of them; `config` is its config's digest, missing in older results.
         source: The checkpoint.
 
     Raises:
@@ -76,7 +76,7 @@ def has_other_config(weights: Mapping[str, Any], source: Location) -> bool:
 
 
 def digests_in(weights: Mapping[str, Any]) -> Digests | None:
-    """The digests in a description of weights; None if it has none."""
+    """The digests in a description of weights; None if there are none."""
     base, digest = weights.get("base"), weights.get("digest")
     if not isinstance(digest, str):
         return None

@@ -1,4 +1,4 @@
-"""Which settings of a run have changed where it was resumed, as `trainer.json` of a step records it."""
+"""The settings that changed when a run was resumed, as recorded in a step's `trainer.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ABSENT = "not set"
 
 
 class SettingChange(NamedTuple):
-    """A setting that was `before` until `step`, and `after` from then on, as YAML writes them."""
+    """A setting with the value `before` until `step`, and `after` from then on, in YAML notation."""
 
     step: int
     name: str
@@ -18,7 +18,7 @@ class SettingChange(NamedTuple):
 
 
 def changes_in(state: Mapping[str, Any]) -> list[SettingChange] | None:
-    """The changes of settings up to a step, ascending; None if its state does not record them, as older ones do not."""
+    """The setting changes up to a step, ascending; None if its state, from an older version, does not record them."""
     rows = state.get("changed_settings")
     if not isinstance(rows, list) or not all(_is_change(row) for row in rows):
         return None
@@ -34,12 +34,12 @@ def courses(
     changes: Sequence[SettingChange] | None,
     shown: Callable[[str, str], str] = lambda _, value: value,
 ) -> dict[str, str]:
-    """The value of each setting; of one that has changed, all values: `0.003 until step 7, then 1e-06`.
+    """The value of each setting; for a changed one, all values: `0.003 until step 7, then 1e-06`.
 
     Args:
-        settings: The settings now, by name.
-        changes: What has changed in them; None if that is not known.
-        shown: What is shown of a value, given the name of its setting.
+        settings: The current settings, by name.
+        changes: Their changes; None if unknown.
+        shown: Returns the displayed value, given the setting's name and value.
     """
     before: dict[str, list[str]] = {}
     for change in changes or ():

@@ -1,4 +1,4 @@
-"""The checkpoints of a run for a report: size, digest, why each is kept, and how ranks share the newest one."""
+"""A run's checkpoints for a report: size, digest, why each is kept, and how ranks share the newest one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, Manifest, Store, locate, 
 from fsdp_shard.errors import FsdpShardError, InputError
 from fsdp_shard.utils import read_bounded
 
-_MAX_PIECES = 200_000  # of the map of shards
+_MAX_PIECES = 200_000  # of the shard map
 _DIGEST = re.compile(rb'"digest": "([0-9a-f]{32})"\s*}\s*$')
 
 
@@ -27,14 +27,14 @@ class ReportedStep:
         path: Its directory.
         step: Its number.
         layout: `gathered` or `sharded`.
-        num_ranks: How many ranks wrote it.
-        num_bytes: Size of all of its files, according to its manifest.
+        num_ranks: Number of ranks that wrote it.
+        num_bytes: Size of all its files, according to its manifest.
         optimizer_bytes: The part of it that is optimizer state.
-        digest: The digest that its manifest ends with, which stands for all digests in it.
+        digest: The digest at the end of its manifest, which covers all digests in it.
         kept: Why retention keeps it: `latest`, `best`, `last 2`, `every 100`.
-        is_complete: Whether each file is there in its size.
-        rank_bytes: Bytes of weights in the file of each rank, if it is sharded.
-        rank_optimizer_bytes: The same of optimizer state.
+        is_complete: Whether each file exists with its recorded size.
+        rank_bytes: Bytes of weights in each rank's file, if sharded.
+        rank_optimizer_bytes: The same for optimizer state.
     """
 
     path: Path
@@ -51,12 +51,12 @@ class ReportedStep:
 
 
 def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> list[ReportedStep]:
-    """Read the manifests of the committed steps of a run.
+    """Read the manifests of a run's committed steps.
 
     Args:
         root: RUN_DIR/checkpoints, which need not exist.
-        settings: The settings of the run, which say what is kept.
-        problems: Receives what cannot be read.
+        settings: The settings of the run, which define retention.
+        problems: Receives sentences about unreadable data.
     """
     store, found = Store(root), []
     try:
@@ -69,7 +69,7 @@ def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> 
         try:
             found.append(_read_step(store.path(step), step, kept))
         except (InputError, OSError) as error:
-            if store.path(step).exists():  # a run under way may have deleted it just now
+            if store.path(step).exists():  # a running run may have just deleted it
                 problems.append(f"{store.path(step)} is left out: {error}")
     damaged = [one for one in found if not one.is_complete]
     problems += [f"{one.path} lacks files of its manifest, or has them in another size." for one in damaged]
@@ -110,7 +110,7 @@ def _read_step(path: Path, step: int, kept: tuple[str, ...]) -> ReportedStep:
 
 @lru_cache(maxsize=256)
 def _read_manifest(path: Path, modified_ns: int, num_bytes: int) -> tuple[Manifest, str]:
-    """The manifest of a step, and its digest; read once while the file is the same."""
+    """The manifest of a step and its digest, read once while the file is unchanged."""
     manifest = read_manifest(path)
     found = _DIGEST.search(read_bounded(member(path, MANIFEST), "metadata_bytes")[-200:])
     if manifest is None or found is None:
@@ -136,9 +136,9 @@ def _by_rank(sizes: Mapping[str, int], prefix: str) -> tuple[int, ...]:
 
 
 def shard_map(step: ReportedStep) -> dict[str, list[int]]:
-    """The bytes that each of several ranks holds of each block; empty if that is too much, or cannot be read.
+    """The bytes of each block on each of several ranks; empty if there are too many, or they are unreadable.
 
-    A block is what names have in common up to their first number (`model.layers.3`), or else the module of a tensor.
+    A block is the part of names up to their first number (`model.layers.3`), or otherwise the tensor's module.
     """
     if len(step.rank_bytes) < 2:
         return {}

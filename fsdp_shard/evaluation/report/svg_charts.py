@@ -1,4 +1,4 @@
-"""Lays curves out for SVG: paths, ticks and labels, in the units of a view box. Draws nothing itself."""
+"""Lays out curves for SVG: paths, ticks and labels, in the units of a view box. Draws nothing itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fsdp_shard.evaluation.report.report_data import Chart, Curve, number
 
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 66, 548, 16, 258  # of the plot in it
+LEFT, RIGHT, TOP, BOTTOM = 66, 548, 16, 258  # of the plot inside it
 NUM_COLORS, NUM_DASHES = 8, 4
 _MAX_TICKS = 6
 _MAX_LABEL = 14  # characters of a category
@@ -17,7 +17,7 @@ _MAX_LABEL = 14  # characters of a category
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: its number, name, color and dash by number, path, the dots on it, and its points as numbers."""
+    """A curve: its index, name, color and dash indices, path, dots, and its points as numbers."""
 
     number: int
     name: str
@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The layout of a chart: ticks are (position, label); `description` says in words what the curves show."""
+    """The layout of a chart: ticks are (position, label); `description` describes the curves in words."""
 
     chart: Chart
     lines: Sequence[Line]
@@ -46,7 +46,7 @@ def draw(chart: Chart, runs: Sequence[str]) -> Drawing:
 
     Args:
         chart: The chart, with one point or more.
-        runs: The names of the runs that its curves count, unless it has names of its own.
+        runs: The names of the runs that its curves' indices refer to, unless it has its own names.
     """
     names = chart.names or runs
     points = [point for curve in chart.curves for point in curve.points]
@@ -65,12 +65,12 @@ def draw(chart: Chart, runs: Sequence[str]) -> Drawing:
 
 
 def style_of(at: int) -> tuple[int, int]:
-    """The numbers of the color and the dash of the curve number `at`: no two of the first 32 have both in common."""
+    """The color and dash indices of curve number `at`; no two of the first 32 curves share both."""
     return at % NUM_COLORS, (at + at // NUM_COLORS) % NUM_DASHES
 
 
 def nice_ticks(low: float, high: float, most: int = _MAX_TICKS) -> list[float]:
-    """Round numbers, evenly spaced, that begin at or below `low` and end at or above `high`: up to `most` + 1 or so."""
+    """Round, evenly spaced numbers from at or below `low` to at or above `high`: up to about `most` + 1."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low, low + (abs(low) or 1.0)]
@@ -86,12 +86,12 @@ def _x_range(values: Sequence[float], num_categories: int) -> tuple[float, float
         return -0.5, num_categories - 0.5
     low, high = min(values), max(values)
     if 0 <= low < high / 4:
-        low = 0.0  # so that charts of steps and of evaluations have the same axis
+        low = 0.0  # so that charts of steps and evaluations share an axis
     return (low, high) if high > low else (low - 1, high + 1)
 
 
 def _y_axis(values: Sequence[float]) -> tuple[list[float], tuple[float, float]]:
-    """The ticks and the range of the y axis; it begins at 0 if the values are far from each other, seen from there."""
+    """The ticks and range of the y axis; it starts at 0 if the lowest value is far below the highest or equals it."""
     low, high = min(values), max(values)
     if 0 <= low < high / 4 or low == high > 0:
         low = 0.0
@@ -115,7 +115,7 @@ def _short(name: str) -> str:
 def _line(curve: Curve, name: str, x_range: tuple[float, float], y_range: tuple[float, float]) -> Line:
     places = [(_position(x, x_range, LEFT, RIGHT), _position(y, y_range, BOTTOM, TOP)) for x, y in curve.points]
     path = "M" + "L".join(f"{x:g} {y:g}" for x, y in places)
-    # A curve of one point has no line to see.
+    # A curve with one point has no visible line.
     dots = places if curve.is_dotted or len(places) == 1 else []
     return Line(curve.number, name, *style_of(curve.number), path, dots, curve.points)
 

@@ -1,4 +1,4 @@
-"""The runs of a sweep: a table of what was varied and what came of it, and a picture for each setting."""
+"""The runs of a sweep: a table of the varied settings and their results, and a chart per setting."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fsdp_shard.evaluation.report.run_files import Run, best_held_out, last_of, 
 from fsdp_shard.evaluation.report.setting_changes import courses
 from fsdp_shard.utils import format_count
 
-_MAX_PICTURES = 6  # settings that have one
-_MAX_SERIES = 12  # of a picture
+_MAX_PICTURES = 6  # settings with a chart
+_MAX_SERIES = 12  # per chart
 
 
 def sweeps_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of each sweep that has two or more of them, by the name of its directory."""
+    """The runs of each sweep with at least two, by the name of its directory."""
     found: dict[Path, list[Run]] = {}
     for run in runs:
         if run.sweep is not None:
@@ -27,7 +27,7 @@ def sweeps_of(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def sweep_table(name: str, runs: Sequence[Run]) -> Table:
-    """The table of the runs of a sweep: what was varied, and what came of it."""
+    """The table of a sweep's runs: the varied settings and their results."""
     varied = varied_settings(runs)
     columns = ("run", *varied, "loss", "best held-out loss", "tokens/s", "peak memory", "status")
     rows = [
@@ -46,7 +46,7 @@ def sweep_table(name: str, runs: Sequence[Run]) -> Table:
 
 
 def sweep_charts(name: str, runs: Sequence[Run]) -> list[Chart]:
-    """For each setting that was varied, its values and the losses that they led to."""
+    """For each varied setting, its values and the resulting losses."""
     scored, label = [(run, best_held_out(run)[0]) for run in runs], "best held-out loss"
     if all(loss is None for _, loss in scored):
         scored, label = [(run, last_of(run.steps, "loss")) for run in runs], "training loss"
@@ -70,21 +70,21 @@ def sweep_charts(name: str, runs: Sequence[Run]) -> list[Chart]:
 
 
 def varied_settings(runs: Sequence[Run]) -> list[str]:
-    """The settings that all of the runs have, and that differ; those of one option of a group follow from the group."""
+    """The settings that all runs have and that differ; settings of one option of a group follow from the group."""
     first, *others = [_settings(run) for run in runs]
     shared = [name for name in first if name != "run_dir" and all(name in other for other in others)]
     return [name for name in shared if any(other[name] != first[name] for other in others)]
 
 
 def _settings(run: Run) -> Mapping[str, str]:
-    """The settings by name; of one that a resume has changed, all of its values."""
+    """The settings by name, with all values of a setting that a resume changed."""
     return courses(run.settings, run.changes)
 
 
 def _series(
     found: Sequence[tuple[Run, float]], name: str, others: Sequence[str], values: Sequence[str]
 ) -> Mapping[str, list[tuple[float, float]]]:
-    """The points (number of the value of `name`, loss) of runs that are alike in all `others`, by what they are."""
+    """The points (index of the value of `name`, loss) of runs that agree in all `others`, by these values."""
     series: dict[str, list[tuple[float, float]]] = {}
     for run, loss in found:
         settings = _settings(run)

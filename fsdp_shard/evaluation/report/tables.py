@@ -1,4 +1,4 @@
-"""The report as CSV, a row for each run, and as Markdown, all of its tables."""
+"""Formats the report as CSV, with a row per run, and as Markdown, with all tables."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 
 
 def to_csv(report: Report) -> str:
-    """Return a row for each trained run: its figures, and then the settings that differ, with a header.
+    """Return a row per trained run: its figures, then the settings that differ, with a header.
 
-    Numbers are whole, sizes in bytes. Text that a spreadsheet would take for a formula begins with an apostrophe.
+    Numbers are not rounded, and sizes are in bytes. Text that a spreadsheet would read as a formula starts with an
+    apostrophe.
+    apostrophe.
     """
     tables = {table.key: table for table in report.tables}
     of_runs = [tables[key] for key in ("runs", "speed") if key in tables]
@@ -46,7 +48,7 @@ def _formula_free(value: str) -> str:
 
 
 def to_markdown(report: Report) -> str:
-    """Return all tables, and what was left out."""
+    """Return all tables, and the omissions."""
     parts = [f"# {report.title}"]
     for table in report.tables:
         if table.key != "all-settings":
@@ -74,5 +76,5 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def escape_markdown(shown: str) -> str:
-    """Return text that Markdown shows as it is, in a table too."""
+    """Return text that Markdown shows unchanged, also in a table."""
     return _MARKUP.sub(r"\\\1", shown.replace("\n", " "))

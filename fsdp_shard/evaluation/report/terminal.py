@@ -1,4 +1,4 @@
-"""The report for a terminal: its tables within 100 columns, and the course of each loss as a line of blocks."""
+"""Formats the report for a terminal: tables within 100 columns, and each loss curve as a line of blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN_ROWS = 60
 
 
 def to_text(report: Report) -> str:
-    """Return the report as text. Names that are too long are cut; tables that are too wide go on below."""
+    """Return the report as text. Overlong names are cut, and tables that are too wide continue below."""
     parts = [report.title]
     curves = {chart.key: chart for chart in report.charts}
     for at, table in enumerate(table for table in report.tables if table.key not in _APART):
@@ -45,7 +45,7 @@ def _table_lines(table: Table) -> list[str]:
 
 
 def _chunks(rows: Sequence[Sequence[str]]) -> Iterator[list[int]]:
-    """The columns that fit side by side, the first of all in front each time."""
+    """The columns that fit side by side, each time preceded by the first column."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     chunk, used = [0], widths[0] + 2
     for at, width in enumerate(widths[1:], start=1):
@@ -62,7 +62,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _sparklines(chart: Chart, runs: Sequence[str]) -> list[str]:
-    """A line of blocks for each curve, all on the same axes."""
+    """A line of blocks per curve, all on the same axes."""
     points = [point for curve in chart.curves for point in curve.points]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)

@@ -1,1 +1,1 @@
-"""Classes, rewards and generated answers, scored row by row against those of the data."""
+"""Scores classes, rewards and generated answers row by row against the data's."""

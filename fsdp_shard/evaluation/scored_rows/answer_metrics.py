@@ -1,4 +1,4 @@
-"""Metrics of generated answers against references: exact match and F1 as SQuAD's script has them, ROUGE, and WER."""
+"""Metrics of generated answers against references: exact match and F1 as in SQuAD's script, ROUGE, and WER."""
 
 import re
 import string
@@ -24,9 +24,9 @@ class Metric:
     """The scores of all answers by one measure.
 
     Attributes:
-        name: The measure, as in result.json.
-        values: Of each answer [num_answers]; the figure is sum(values) / sum(sizes).
-        sizes: What each counts for [num_answers]: 1, or for the word error rate the words of the reference.
+        name: The measure's name, as in result.json.
+        values: One per answer [num_answers]; the figure is sum(values) / sum(sizes).
+        sizes: The weight of each [num_answers]: 1, or for the word error rate the words of the reference.
     """
 
     name: str
@@ -51,10 +51,10 @@ def score_answers(
     Args:
         names: The metrics, as in `scoring.metrics`.
         answers: The answers.
-        references: The answer of the data to each, with at least one character that is not white space.
+        references: The data's answer to each, with at least one character that is not white space.
 
     Returns:
-        The scores by each measure, of which ROUGE has three, and notes to print.
+        The scores by each measure (ROUGE has three), and notes to print.
     """
     found, notes = list[Metric](), list[str]()
     for name in names:
@@ -65,17 +65,17 @@ def score_answers(
 
 
 def normalized(text: str) -> str:
-    """The text in lower case, without punctuation (ASCII), English articles and superfluous white space."""
+    """The text in lower case, without ASCII punctuation, English articles and superfluous white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """1 if both texts are equal once normalized, else 0."""
+    """1 if both normalized texts are equal, else 0."""
     return float(normalized(answer) == normalized(reference))
 
 
 def word_f1(answer: str, reference: str) -> float:
-    """The F1 of the words that both normalized texts have, each as often as it occurs in both."""
+    """The F1 of the words shared by both normalized texts, with multiplicity."""
     said, wanted = normalized(answer).split(), normalized(reference).split()
     if not said or not wanted:  # such as the reference "The"
         return float(said == wanted)
@@ -96,7 +96,7 @@ def _mean_of_pairs(
 
 
 def _rouge(answers: Sequence[str], references: Sequence[str]) -> _Scored:
-    """F-measures without stemming. The package knows words of a-z and 0-9 only."""
+    """F-measures without stemming. The package supports only words of a-z and 0-9."""
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 
@@ -112,9 +112,9 @@ def _rouge(answers: Sequence[str], references: Sequence[str]) -> _Scored:
 
 
 def _word_error_rate(answers: Sequence[str], references: Sequence[str]) -> _Scored:
-    """All errors divided by all words of the references, as the rate is defined for a corpus.
+    """All errors divided by all reference words, as the rate is defined for a corpus.
 
-    jiwer divides texts at blanks only, so other white space becomes one.
+    jiwer splits texts at spaces only, so other white space is replaced by a space.
     """
     import jiwer
 

@@ -1,4 +1,4 @@
-"""Figures of a classifier, from the class of each text and the probabilities that the model gives to all classes."""
+"""Figures of a classifier, from each text's class and the model's probabilities of all classes."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from fsdp_shard.data import Ints
 from fsdp_shard.evaluation.significance import Floats
 from fsdp_shard.utils import format_table
 
-_MOST_IN_RESULT = 200  # classes whose confusion matrix is in result.json
-_MOST_PRINTED = 20  # classes with a line in the output
+_MOST_IN_RESULT = 200  # maximum number of classes for a confusion matrix in result.json
+_MOST_PRINTED = 20  # maximum number of classes with a line in the output
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class ClassFigures:
     Attributes:
         names: The names of the model's classes [num_classes].
         labels: The class of each text in the data [num_texts].
-        predictions: The most likely class of each under the model [num_texts].
-        losses: Its cross-entropy in nats [num_texts].
+        predictions: The model's most likely class for each text [num_texts].
+        losses: The cross-entropy of each text in nats [num_texts].
     """
 
     names: Sequence[str]
@@ -34,19 +34,19 @@ class ClassFigures:
 
     @cached_property
     def confusion(self) -> Ints:
-        """Texts by their class and the predicted one [num_classes, num_classes]."""
+        """Number of texts by actual and predicted class [num_classes, num_classes]."""
         counts = np.zeros((len(self.names), len(self.names)), np.int64)
         np.add.at(counts, (self.labels, self.predictions), 1)
         return counts
 
     @property
     def correct(self) -> Floats:
-        """1 for each text whose class is predicted, else 0 [num_texts]."""
+        """1 for each correctly predicted text, else 0 [num_texts]."""
         return np.asarray(self.labels == self.predictions, np.float64)
 
     @cached_property
     def _by_class(self) -> tuple[Floats, Floats, Floats, Ints]:
-        """Precision, recall, F1 and support of each class [num_classes each]; 0 where nothing is to be divided."""
+        """Precision, recall, F1 and support of each class [num_classes each]; 0 for an empty denominator."""
         hits, support, predicted = np.diag(self.confusion), self.confusion.sum(1), self.confusion.sum(0)
         parts = [(hits, predicted), (hits, support), (2 * hits, support + predicted)]
         precision, recall, f1 = (part / np.maximum(of, 1) for part, of in parts)
@@ -54,9 +54,9 @@ class ClassFigures:
 
     @property
     def row(self) -> dict[str, Any]:
-        """All figures but the interval, for result.json."""
+        """All figures except the interval, for result.json."""
         precision, recall, f1, support = self._by_class
-        occurs = (support + self.confusion.sum(0)) > 0  # in the data or among predictions, as scikit-learn takes them
+        occurs = (support + self.confusion.sum(0)) > 0  # in the data or among predictions, as in scikit-learn
         classes = [
             {"name": name, "precision": float(p), "recall": float(r), "f1": float(f), "support": int(count)}
             for name, p, r, f, count in zip(self.names, precision, recall, f1, support, strict=True)
@@ -75,7 +75,7 @@ class ClassFigures:
         return row
 
     def lines(self) -> list[str]:
-        """The metrics of each class and the confusion matrix, as tables of text."""
+        """The metrics of each class and the confusion matrix, as text tables."""
         precision, recall, f1, support = self._by_class
         shown = np.flatnonzero(support)[np.argsort(-support[support > 0], kind="stable")][:_MOST_PRINTED]
         header = ["class", "precision", "recall", "F1", "texts", "most often taken for"]
@@ -94,7 +94,7 @@ class ClassFigures:
         return [*format_table([header, *rows]), *([f"and {more:,} other classes, in result.json"] if more else [])]
 
     def _taken(self, number: int) -> str:
-        """The wrong class that texts of a class get most often, and how often."""
+        """The wrong class most often predicted for texts of a class, and how often."""
         wrong = self.confusion[number].copy()
         wrong[number] = 0
         return f"{self.names[int(wrong.argmax())]} ({wrong.max():,})" if wrong.any() else "-"

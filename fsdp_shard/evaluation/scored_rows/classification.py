@@ -1,4 +1,4 @@
-"""`task=classification`: how often a sequence classifier finds the class of a text, on rows as training reads them."""
+"""`task=classification`: how often a sequence classifier predicts a text's class, on rows read as in training."""
 
 import time
 from collections import ChainMap, Counter
@@ -40,7 +40,7 @@ from fsdp_shard.utils import format_count, report_progress
 
 
 class _Prediction(NamedTuple):
-    """What the model says of a text: the most likely class, its probability, and the loss of the text's own class."""
+    """The model's output for a text: the most likely class, its probability, and the loss of the actual class."""
 
     number: int
     probability: float
@@ -49,9 +49,9 @@ class _Prediction(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Classification(EvaluationInputs):
-    """The classes that the model in `settings.checkpoint` finds for `texts`; `names` are those of its classes.
+    """The predictions of the model in `settings.checkpoint` for `texts`; `names` are its class names.
 
-    `length` says how long texts and the context are.
+    `length` describes the length of texts and the context.
     """
 
     texts: LabeledTexts
@@ -59,7 +59,7 @@ class Classification(EvaluationInputs):
     length: str
 
     def describe(self) -> str:
-        """The length of texts and the context, the number of texts, and which rows are left out."""
+        """Describe the length of texts and the context, the number of texts, and the skipped rows."""
         left_out = [(row.where, row.left_out) for row in self.texts.rows() if row.left_out]
         texts = f"{format_count(len(self.texts.samples), 'text')}, {len(self.names)} classes"
         if num_truncated := int(self._is_truncated.sum()):
@@ -119,7 +119,7 @@ class Classification(EvaluationInputs):
         return np.asarray(self.texts.lengths > self.texts.samples.sequence_length)
 
     def _predict(self, model: PreTrainedModel) -> dict[int, _Prediction]:
-        """Run the batches of this rank; the longest texts come first, and those of a batch have similar lengths."""
+        """Run this rank's batches: the longest texts first, with similar lengths in a batch."""
         order, size = np.argsort(-self.texts.lengths, kind="stable"), self.settings.batch_size
         batches = [order[first : first + size] for first in range(0, len(order), size)]
         own, found = batches[self.ranks.rank :: self.ranks.world_size], dict[int, _Prediction]()
@@ -152,7 +152,7 @@ class Classification(EvaluationInputs):
         }
 
     def _rows(self, predictions: list[_Prediction]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Return the rows of predictions.jsonl, and how many are left out by reason."""
+        """Return the rows of predictions.jsonl, and the number of skipped rows by reason."""
         labels, is_truncated, rows = self.texts.labels, self._is_truncated, list[dict[str, Any]]()
         left_out = Counter[str]()
         for index, text in enumerate(self.texts.rows()):
@@ -177,7 +177,7 @@ def open_classification(given: EvaluationInputs) -> Classification:
     """Tokenize the texts.
 
     Raises:
-        DataError: The data cannot be read, has no text with a label, or has a class that the model does not have.
+        DataError: The data cannot be read, has no text with a label, or has a class unknown to the model.
     """
     settings = given.settings
     config = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
@@ -192,7 +192,7 @@ def check_classification(settings: EvaluateSettings) -> None:
     """Check that the model is a classifier, and determine `data.sequence_length`.
 
     Raises:
-        ModelError: The model is no classifier of texts by one class each.
+        ModelError: The model does not classify texts with one class each.
         ConfigError: `data.sequence_length` exceeds the model's context.
     """
     trust = settings.dispatch.trust_remote_code

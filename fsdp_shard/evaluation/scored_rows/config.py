@@ -1,4 +1,4 @@
-"""Settings of the tasks that score rows: classification, reward and generation; imports no torch."""
+"""Settings of the tasks that score rows: classification, reward and generation. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import Parsed, nearest, require_package, setting
 
 EXACT_MATCH, F1, ROUGE, WER = "exact_match", "f1", "rouge", "wer"
-_PACKAGES = {EXACT_MATCH: None, F1: None, ROUGE: "rouge_score", WER: "jiwer"}  # metric -> the package that it needs
+_PACKAGES = {EXACT_MATCH: None, F1: None, ROUGE: "rouge_score", WER: "jiwer"}  # metric -> the required package
 
-# The figures in result.json of which one row of a report is made each, in its order.
+# The figures in result.json that each become a row of a report, in its order.
 MEASURES = (
     *("accuracy", "f1_macro", "f1_weighted", "cross_entropy"),
     *("mean_margin", "mean_reward_chosen", "mean_reward_rejected", "preference_loss"),
@@ -20,10 +20,10 @@ MEASURES = (
 
 
 def parse_metrics(value: Any, setting: str) -> list[str] | None:
-    """Parse the name of a metric or a list of them, in their usual order; None leaves the choice to the program.
+    """Parse a metric name or a list of them, into their usual order; None leaves the choice to the program.
 
     Raises:
-        ConfigError: A name is unknown, or there is none.
+        ConfigError: A name is unknown, or the list is empty.
     """
     if value is None:
         return None
@@ -39,32 +39,32 @@ def parse_metrics(value: Any, setting: str) -> list[str] | None:
 
 @dataclass
 class ScoringConfig:
-    """Settings of `task=classification`, `task=reward` and `task=generation`: how answers are made and scored."""
+    """Settings of `task=classification`, `task=reward` and `task=generation`: how answers are generated and scored."""
 
-    # Any, as a single name on the command line is not a list.
+    # Any, because a single name on the command line is not a list.
     metrics: Any = setting(
         None,
-        "task=generation: some of [exact_match, f1, rouge, wer]. exact_match and f1 (of words) are those of SQuAD, "
-        "rouge is ROUGE-1, -2 and -L by rouge-score, wer the word error rate by jiwer; these two need the extra "
-        "`eval`. Default: those whose package is installed.",
+        "task=generation: some of [exact_match, f1, rouge, wer]. exact_match and f1 (of words) follow SQuAD; rouge is "
+        "ROUGE-1, -2 and -L by rouge-score, wer the word error rate by jiwer; the latter two need the extra `eval`. "
+        "Default: the metrics whose packages are installed.",
     )
-    max_new_tokens: int = setting(64, "task=generation: the most tokens of an answer.", minimum=1)
-    num_resamples: int = setting(10_000, "Resamples of rows for confidence intervals.", minimum=100)
+    max_new_tokens: int = setting(64, "task=generation: maximum number of tokens per answer.", minimum=1)
+    num_resamples: int = setting(10_000, "Number of resamples of rows for confidence intervals.", minimum=100)
 
     asked = Parsed("metrics", parse_metrics)
 
     @property
     def chosen(self) -> list[str]:
-        """The metrics to compute: those that are asked for, or all whose package is installed."""
+        """The metrics to compute: the requested ones, or all with an installed package."""
         return [name for name in _PACKAGES if _is_installed(name)] if self.asked is None else self.asked
 
     @property
     def missing(self) -> list[str]:
-        """The metrics that are not computed as their package is not installed, if the choice is the program's."""
+        """The metrics skipped because their package is missing, if the choice is the program's."""
         return [] if self.asked is not None else [name for name in _PACKAGES if not _is_installed(name)]
 
     def check_packages(self) -> None:
-        """Raise ConfigError if the package of a metric that is asked for is not installed."""
+        """Raise ConfigError if the package of a requested metric is not installed."""
         for name in self.asked or ():
             if (package := _PACKAGES[name]) is not None:
                 require_package(package, "eval", f"scoring.metrics=[{name}]", "leave it out of the list")

@@ -1,4 +1,4 @@
-"""`task=generation`: what a model answers to the prompts of the data, scored against the answers there."""
+"""`task=generation`: scores a model's answers to the data's prompts against the answers in the data."""
 
 import json
 import time
@@ -38,7 +38,7 @@ from fsdp_shard.utils import format_count, format_table, report_progress
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedAnswers(EvaluationInputs):
-    """The answers of the model in `settings.checkpoint` to the questions in `rows`, of which some are left out."""
+    """The answers of the model in `settings.checkpoint` to the questions in `rows`, some of which are skipped."""
 
     rows: tuple[QuestionRow, ...]
 
@@ -47,7 +47,7 @@ class GeneratedAnswers(EvaluationInputs):
         return [(row, row.question) for row in self.rows if row.question is not None]
 
     def describe(self) -> str:
-        """How many prompts there are, which rows are left out, and the metrics."""
+        """Describe the number of prompts, the skipped rows, and the metrics."""
         scoring, asked = self.settings.scoring, self._asked
         missing = f" ({' and '.join(scoring.missing)} need the extra `eval`)" if scoring.missing else ""
         lengths = [len(question.ids) for _, question in asked]
@@ -164,7 +164,7 @@ def open_generation(given: EvaluationInputs) -> GeneratedAnswers:
 
     Raises:
         DataError: The data cannot be read, or no prompt is left.
-        ModelError: The tokenizer is that of another model.
+        ModelError: The tokenizer belongs to another model.
     """
     settings = given.settings
     trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
@@ -188,11 +188,11 @@ def open_generation(given: EvaluationInputs) -> GeneratedAnswers:
 
 
 def check_answering(settings: EvaluateSettings) -> None:
-    """Check that the model generates text from such data, and has room for an answer.
+    """Check that the model can answer such data, and has room for an answer.
 
     Raises:
         ModelError: The model does not generate text.
-        ConfigError: The data does not suit it, or its context has no room.
+        ConfigError: The data does not suit the model, or its context has no room.
     """
     trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
     config = load_config(settings.source.directory, trust)

@@ -1,4 +1,4 @@
-"""Figures of a reward model, from the rewards of the chosen and the rejected answer of each pair."""
+"""Figures of a reward model, from the rewards of each pair's chosen and rejected answers."""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class RewardFigures:
     """The figures.
 
     Attributes:
-        rewards: Of both answers of each pair, the chosen one first [num_pairs, 2].
-        data_margins: The margins that the data states [num_pairs]; None if it states none.
+        rewards: Rewards of each pair's answers, the chosen one first [num_pairs, 2].
+        data_margins: The margins in the data [num_pairs]; None if there are none.
     """
 
     rewards: Floats
@@ -23,17 +23,17 @@ class RewardFigures:
 
     @property
     def margins(self) -> Floats:
-        """The reward of the chosen answer less that of the rejected one [num_pairs]."""
+        """The reward of the chosen answer minus that of the rejected one [num_pairs]."""
         return np.asarray(self.rewards[:, 0] - self.rewards[:, 1])
 
     @property
     def correct(self) -> Floats:
-        """1 for each pair whose chosen answer has the higher reward, else 0, also for equal rewards [num_pairs]."""
+        """1 for each pair whose chosen answer has the higher reward; 0 otherwise and for equal rewards [num_pairs]."""
         return np.asarray(self.margins > 0, np.float64)
 
     @cached_property
     def losses(self) -> Floats:
-        """The loss of each pair in nats, as objective=reward has it without `center` [num_pairs].
+        """The loss of each pair in nats, as in objective=reward without `center` [num_pairs].
 
         It is -log sigmoid(margin - margin of the data) (Bradley-Terry; Ouyang et al., 2022).
         """
@@ -42,7 +42,7 @@ class RewardFigures:
 
     @property
     def row(self) -> dict[str, float | int]:
-        """All figures but intervals, for result.json."""
+        """All figures except intervals, for result.json."""
         means = {
             "accuracy": self.correct,
             "mean_margin": self.margins,

@@ -1,7 +1,7 @@
-"""`task=reward`: how often a reward model gives the better answer of a pair the higher reward, on pairs of the data.
+"""`task=reward`: how often a reward model gives the better answer of a pair the higher reward, on the data's pairs.
 
-The pairs are those that training with objective=reward would read. The rewards of finished batches are kept in the run
-directory, from which an evaluation that was killed goes on to the same figures.
+The pairs are those that training with objective=reward would read. Rewards of finished batches are stored in the run
+directory, so that a killed evaluation can continue to the same figures.
 """
 
 import math
@@ -50,16 +50,16 @@ _REWARDS_FILE = "rewards.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class RewardEvaluation(EvaluationInputs):
-    """The rewards that the model in `settings.checkpoint` gives to both answers of `pairs`.
+    """The rewards of the model in `settings.checkpoint` for both answers of `pairs`.
 
-    `length` says how long texts and the context are.
+    `length` describes the length of texts and the context.
     """
 
     pairs: ComparedPairs
     length: str
 
     def describe(self) -> str:
-        """The length of texts and the context, the number of pairs, and what is left out."""
+        """Describe the length of texts and the context, the number of pairs, and the skipped rows."""
         found, lines = [pair for pair in self.pairs.pairs() if pair.sample is None], [self.length]
         for what in dict.fromkeys(pair.what for pair in found):
             lines += left_out_lines([(pair.where, pair.left_out) for pair in found if pair.what == what], what)
@@ -69,10 +69,10 @@ class RewardEvaluation(EvaluationInputs):
         return "\n".join([*lines, count])
 
     def measure(self, load: LoadModel) -> Figures:
-        """Run all pairs, longest first, as far as the run directory does not have their rewards yet.
+        """Run all pairs without stored rewards, longest first.
 
         Args:
-            load: Loads the model; not called if all rewards are there.
+            load: Loads the model; not called if all rewards are stored.
 
         Returns:
             The figures, on rank 0.
@@ -80,7 +80,7 @@ class RewardEvaluation(EvaluationInputs):
         Raises:
             LossError: A reward is not finite.
             ModelError: The model does not have all tokens, or cannot be run.
-            ConfigError: Another process works in the run directory.
+            ConfigError: Another process uses the run directory.
         """
         batches = self._batches()
         log = run_on_all(self.ranks, lambda: self._open(batches) if self.ranks.is_main else None)
@@ -93,25 +93,25 @@ class RewardEvaluation(EvaluationInputs):
         return np.asarray((self.pairs.lengths > self.pairs.samples.sequence_length).any(axis=1))
 
     def _batches(self) -> list[list[int]]:
-        """Divide the texts, of which pair i has 2i and 2i + 1, so that those of a batch have similar lengths."""
+        """Batch the texts by similar length; pair i has texts 2i and 2i + 1."""
         order, size = np.argsort(-self.pairs.lengths.max(axis=1), kind="stable"), self.settings.batch_size
         texts = np.stack([2 * order, 2 * order + 1], axis=1)
         return [texts[first : first + size].ravel().tolist() for first in range(0, len(order), size)]
 
     def _open(self, batches: Sequence[list[int]]) -> BatchLog:
-        """Open the file with the rewards of finished batches."""
+        """Open the file with rewards of finished batches."""
         known, names = self._provenance, ("texts", "rewards")
         return open_log(self.run_dir / _REWARDS_FILE, names, batches, self.settings.source, known["weights"], known)
 
     def _rewards(self, model: PreTrainedModel, batches: Sequence[list[int]]) -> Generator[BatchValues]:
-        """Run the batches of this rank."""
+        """Run this rank's batches."""
         for texts in batches:
             start = time.perf_counter()
             rewards = self._run(model, np.asarray(texts[::2]) // 2)
             yield BatchValues(texts, rewards, time.perf_counter() - start)
 
     def _run(self, model: PreTrainedModel, numbers: Ints) -> list[float]:
-        """Return the rewards of both answers of some pairs [2 * num_pairs]."""
+        """Return the rewards of both answers of the given pairs [2 * num_pairs]."""
         batch = self.pairs.samples.batch(numbers)
         check_vocabulary(batch.input_ids, model.config)
         inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
@@ -155,7 +155,7 @@ class RewardEvaluation(EvaluationInputs):
         return Figures("\n".join(lines), row)
 
     def _rows(self, figures: RewardFigures) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Return the rows of predictions.jsonl, and how much is left out by reason."""
+        """Return the rows of predictions.jsonl, and the number of skipped rows by reason."""
         rewards, margins, losses = figures.rewards.tolist(), figures.margins.tolist(), figures.losses.tolist()
         is_truncated, rows, left_out = self._is_truncated, list[dict[str, Any]](), Counter[str]()
         for index, pair in enumerate(self.pairs.pairs()):
@@ -172,7 +172,7 @@ class RewardEvaluation(EvaluationInputs):
 
     @cached_property
     def _provenance(self) -> dict[str, Any]:
-        """What the figures depend on, for result.json; reads all weights."""
+        """The inputs of the figures, for result.json; reads all weights."""
         return text_provenance(self, self.pairs.digest)
 
 
@@ -191,7 +191,7 @@ def check_rewards(settings: EvaluateSettings) -> None:
     """Check that the model is a reward model, and determine `data.sequence_length`.
 
     Raises:
-        ModelError: The model is no sequence classifier with one output.
+        ModelError: The model is not a sequence classifier with one output.
         ConfigError: `data.sequence_length` exceeds the model's context.
     """
     trust = settings.dispatch.trust_remote_code

@@ -1,4 +1,4 @@
-"""What the tasks that score rows have in common: intervals, and the file of all rows."""
+"""Shared code of the tasks that score rows: intervals, and the predictions file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,24 +21,24 @@ from fsdp_shard.utils import write_atomically
 
 @dataclass(frozen=True)
 class Intervals:
-    """Makes 95 % intervals over rows by the percentile bootstrap, each with the same draws."""
+    """Computes 95 % percentile bootstrap intervals over rows, all with the same draws."""
 
     num_resamples: int
     seed: int
 
     def of(self, values: Floats, sizes: Floats | None = None) -> tuple[float, float] | None:
-        """Return the interval of sum(values) / sum(sizes), by default of the mean; None for fewer than two rows.
+        """Return the interval of sum(values) / sum(sizes), by default the mean; None for fewer than two rows.
 
         Args:
-            values: Of each row [num_rows].
-            sizes: What they are divided by [num_rows].
+            values: One value per row [num_rows].
+            sizes: The denominators [num_rows].
         """
         return bootstrap_interval(
             values, np.ones(len(values)) if sizes is None else sizes, self.num_resamples, self.seed
         )
 
     def row(self, found: Mapping[str, tuple[float, float] | None]) -> dict[str, Any]:
-        """The intervals of some figures by name, for result.json."""
+        """The intervals of several figures by name, for result.json."""
         if None in found.values():
             return {"confidence_interval": None, "confidence_interval_note": "it needs at least two rows"}
         method = {"level": LEVEL, "method": "percentile bootstrap over rows", "num_resamples": self.num_resamples}
@@ -51,21 +51,21 @@ def interval_text(ends: tuple[float, float] | None) -> str:
 
 
 def write_predictions(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write RUN_DIR/predictions.jsonl, whole or not at all, and return a line about it."""
+    """Write RUN_DIR/predictions.jsonl atomically, and return a line about it."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir / PREDICTIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return f"written to {run_dir / PREDICTIONS}"
 
 
 def text_provenance(given: EvaluationInputs, data_digest: str) -> dict[str, Any]:
-    """Return what the figures of a classifier depend on, for result.json; all weights are read."""
+    """Return the inputs of a classifier's figures, for result.json; reads all weights."""
     settings = given.settings
     settled = {"sequence_length": settings.data.window_length, "num_resamples": settings.scoring.num_resamples}
     return provenance(given, settled, data_digest)
 
 
 def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:
-    """Return the task of a classifier, `settings.checkpoint`, and a note on how long texts and its context are."""
+    """Return the task of the classifier in `settings.checkpoint`, and a note on text lengths and its context."""
     trust, source = settings.dispatch.trust_remote_code, settings.source
     task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
     return task, context_length_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)

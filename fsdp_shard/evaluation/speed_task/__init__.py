@@ -1,1 +1,1 @@
-"""`task=speed`: which sizes are measured, the passes that are timed, the table and the plot."""
+"""`task=speed`: the measured sizes, the timed passes, the table and the plot."""

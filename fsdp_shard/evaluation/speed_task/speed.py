@@ -1,6 +1,6 @@
-"""`task=speed`: how fast a model generates, by batch size and length of the prompts, and the memory that it takes.
+"""`task=speed`: generation speed by batch size and prompt length, and the memory required.
 
-The model is loaded once, with the memory of the largest KV cache reserved, and generates as in `generate`.
+The model is loaded once, with memory reserved for the largest KV cache, and generates as in `generate`.
 """
 
 import platform
@@ -36,7 +36,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class UnmeasuredSize:
-    """A size that is not measured, and why."""
+    """A size that is not measured, and the reason."""
 
     size: Size
     reason: str
@@ -46,30 +46,30 @@ class UnmeasuredSize:
 
     @property
     def row(self) -> dict[str, Any]:
-        """For result.json."""
+        """The entry for result.json."""
         return {**asdict(self.size), "reason": self.reason}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedEvaluation(EvaluationInputs):
-    """The speed of the model in `settings.checkpoint` at `sizes`; `left_out` are those beyond its context."""
+    """The speed of the model in `settings.checkpoint` at `sizes`; `left_out` are sizes beyond its context."""
 
     sizes: tuple[Size, ...]
     left_out: tuple[UnmeasuredSize, ...]
 
     def describe(self) -> str:
-        """The sizes, how often each is measured, and which are left out."""
+        """Describe the sizes, the number of repetitions, and the skipped sizes."""
         speed = self.settings.speed
         sizes = f"{speed.new_tokens} new tokens each for {format_count(len(self.sizes), 'size')} of batch and prompt"
         times = f"measured {format_count(speed.repeats, 'time')} after one time that is not counted"
         return "\n".join([f"{sizes}, {times}", *map(str, self.left_out)])
 
     def measure(self, load: LoadModel) -> Figures:
-        """Load the model, with the memory of the largest KV cache that fits, and measure each size.
+        """Load the model, with memory reserved for the largest KV cache that fits, and measure each size.
 
         Raises:
             PlanError: No size fits in memory.
-            RunError: There was not enough memory for any size.
+            RunError: Memory was insufficient for every size.
         """
         remove_earlier(self.run_dir)
         start = time.perf_counter()
@@ -122,7 +122,7 @@ class SpeedEvaluation(EvaluationInputs):
             return model, plans[-1], [size for size in self.sizes if size in fitting], left_out
 
     def _time(self, timed: TimedModel, sizes: list[Size]) -> tuple[list[SizeFigures], list[UnmeasuredSize]]:
-        """The figures of each size, and the sizes for whose passes there was not enough memory."""
+        """Return the figures of each size, and the sizes without enough memory for their passes."""
         found: list[SizeFigures] = []
         left_out: list[UnmeasuredSize] = []
         passes = 1 + self.settings.speed.repeats
@@ -135,7 +135,7 @@ class SpeedEvaluation(EvaluationInputs):
                         raise
                     left_out.append(UnmeasuredSize(size, f"not enough memory as it ran ({first_line(error)})"))
                 if timed.gpus:
-                    torch.cuda.empty_cache()  # each size begins alike
+                    torch.cuda.empty_cache()  # same starting state for each size
         return found, left_out
 
     def _provenance(self, timed: TimedModel) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def open_speed(given: EvaluationInputs) -> SpeedEvaluation:
         ConfigError: The model's context has room for none of them, or there are several ranks.
     """
     settings, context = given.settings, given.context
-    if context is not None:  # they would disturb each other
+    if context is not None:  # ranks would disturb each other
         raise ConfigError(
             f"task=speed measures one process, and this run has {context.world_size} ranks; remove launch.ranks."
         )
@@ -175,7 +175,7 @@ def sizes_within(speed: SpeedConfig, context_length: ContextLength) -> tuple[lis
     """Return the sizes that a context has room for with the new tokens, and the others.
 
     Raises:
-        ConfigError: There is room for none.
+        ConfigError: None fits.
     """
     wanted = speed.contexts or list(_CONTEXT_LENGTHS)
     room = max(wanted) if context_length.length is None else context_length.length - speed.new_tokens
@@ -197,7 +197,7 @@ def sizes_within(speed: SpeedConfig, context_length: ContextLength) -> tuple[lis
 
 
 def _planned(plan: DevicePlan) -> dict[str, Any]:
-    """Where the weights are, and what else the plan reserves, by device."""
+    """The placement of weights, and the plan's other reservations, by device."""
     streaming = {device_name(plan.main): plan.buffer_bytes, "cpu": plan.staging_bytes}
     if plan.main == "cpu":
         streaming["cpu"] = plan.buffer_bytes
@@ -209,7 +209,7 @@ def _planned(plan: DevicePlan) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """What the system calls the processor."""
+    """The system's name of the processor."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

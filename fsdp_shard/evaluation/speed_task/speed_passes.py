@@ -1,4 +1,4 @@
-"""Times a loaded model as it generates: a batch of random prompts at a time, through the decoder of `generate`."""
+"""Times a loaded model while it generates, one batch of random prompts at a time, with the decoder of `generate`."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from fsdp_shard.evaluation.config import SpeedConfig
 from fsdp_shard.inference import Decoder, DevicePlan, GenerationSettings, device_name
 from fsdp_shard.utils import disk_bytes_read, peak_resident_bytes, reset_peak_resident_bytes, resident_bytes
 
-# Options of a model's own generation config that say where a text may end.
+# Options of a model's own generation config that define where a text may end.
 _ENDS = ("eos_token_id", "forced_eos_token_id", "stop_strings", "max_time", "min_length", "min_new_tokens")
 
 
@@ -32,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure of several passes: its median, and the lowest and highest value."""
+    """A figure over several passes: its median, and its lowest and highest value."""
 
     values: Sequence[float]
 
@@ -42,7 +42,7 @@ class Spread:
         return statistics.median(self.values)
 
     def row(self, name: str) -> dict[str, Any]:
-        """The figure as `name`, and its range, for result.json."""
+        """The figure as `name`, with its range, for result.json."""
         return {name: self.median, f"{name}_range": [min(self.values), max(self.values)]}
 
 
@@ -52,12 +52,12 @@ class SizeFigures:
 
     Attributes:
         size: The size.
-        new_tokens: Tokens that are generated for each text.
+        new_tokens: Number of generated tokens per text.
         first_token: Seconds from the prompts to the first token of each text.
-        decode: Seconds from there to the last token.
-        peak_bytes: The most memory by device while the passes ran; `cpu` is that of the whole process.
+        decode: Seconds from the first to the last token.
+        peak_bytes: Peak memory by device while the passes ran; `cpu` covers the whole process.
         disk_bytes: Bytes read from disk in each pass, without the page cache.
-        digest: The xxh3_128 of the tokens that were generated, so that runs can be compared.
+        digest: The xxh3_128 of the generated tokens, for comparing runs.
     """
 
     size: Size
@@ -70,23 +70,23 @@ class SizeFigures:
 
     @property
     def prefill(self) -> Spread:
-        """Tokens of all prompts per second, up to the first new token."""
+        """Prompt tokens per second over all texts, up to the first new token."""
         num_tokens = self.size.batch_size * self.size.context_length
         return Spread([num_tokens / seconds for seconds in self.first_token.values])
 
     @property
     def decoded(self) -> Spread:
-        """New tokens of all texts per second, after the first of each."""
+        """New tokens per second over all texts, after each first token."""
         return Spread([self.size.batch_size * rate for rate in self.decoded_per_text.values])
 
     @property
     def decoded_per_text(self) -> Spread:
-        """New tokens of one text per second, after the first."""
+        """New tokens per second for one text, after the first."""
         return Spread([(self.new_tokens - 1) / seconds for seconds in self.decode.values])
 
     @property
     def row(self) -> dict[str, Any]:
-        """All of it, for result.json."""
+        """All figures, for result.json."""
         size = self.size
         return {
             "batch_size": size.batch_size,
@@ -104,12 +104,12 @@ class SizeFigures:
 
 
 class TimedModel:
-    """A model that generates `settings.new_tokens` tokens for each text, whatever they are, and is timed.
+    """A timed model that generates `settings.new_tokens` tokens for each text, whatever they are.
 
     Attributes:
-        gpus: Numbers of the GPUs that it uses.
-        cpu_memory_is_peak: Whether the memory of the process is its peak in the passes of a size; if the system cannot
-            count that, it is what the process has after them.
+        gpus: Numbers of the GPUs it uses.
+        cpu_memory_is_peak: Whether the process memory is its peak during the passes of a size; if the system cannot
+            track that, it is the memory after the passes.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class TimedModel:
         self.cpu_memory_is_peak = reset_peak_resident_bytes()
 
     def measure(self, size: Size, count: Callable[[int], None]) -> SizeFigures:
-        """Generate from prompts of one size, once uncounted and `settings.repeats` times timed.
+        """Generate from prompts of one size: once as a warm-up, and `settings.repeats` times timed.
 
         Args:
             size: The size.
@@ -139,7 +139,7 @@ class TimedModel:
             ModelError: The model cannot be run, or ends texts early.
         """
         prompts = self.prompts(size)
-        self._pass(prompts)  # memory is allocated, kernels are chosen, files come into the page cache
+        self._pass(prompts)  # warm-up: allocates memory, selects kernels, fills the page cache
         count(1)
         self._reset_peaks()
         disk, first, rest, digest = disk_bytes_read(), [], [], ""
@@ -154,7 +154,7 @@ class TimedModel:
         return SizeFigures(size, self._settings.new_tokens, Spread(first), Spread(rest), peaks, disk_bytes, digest)
 
     def prompts(self, size: Size) -> list[list[int]]:
-        """Random token ids [batch_size][context_length], by the seed and the size alone."""
+        """Random token ids [batch_size][context_length], determined by the seed and the size alone."""
         generator = torch.Generator().manual_seed(self._seed)
         drawn = torch.randint(len(self._vocabulary), (size.batch_size, size.context_length), generator=generator)
         found: list[list[int]] = self._vocabulary[drawn].tolist()
@@ -195,7 +195,7 @@ class _Pass:
 
 @dataclass
 class _Clock:
-    """Reads the time after the first and after the last token of a pass, when the GPUs have finished their work."""
+    """Reads the time after the first and the last token of a pass, once the GPUs have finished their work."""
 
     gpus: Sequence[int]
     num_tokens: int
@@ -203,13 +203,13 @@ class _Clock:
     num_read: int = 0
 
     def now(self) -> float:
-        """Seconds, once the work that was given to the GPUs is done."""
+        """The time in seconds, once all work queued on the GPUs is done."""
         for gpu in self.gpus:
             torch.cuda.synchronize(gpu)
         return time.perf_counter()
 
     def read(self) -> bool:
-        """Called after each token; False, as generation is to go on."""
+        """Called after each token; returns False to continue generation."""
         self.num_read += 1
         if self.num_read in (1, self.num_tokens):
             self.times.append(self.now())
@@ -217,10 +217,10 @@ class _Clock:
 
 
 def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """The ids [num_tokens] of the vocabulary that model and tokenizer have in common, without special tokens.
+    """The ids [num_tokens] in the vocabularies of both model and tokenizer, without special tokens.
 
     Raises:
-        ModelError: There is none.
+        ModelError: There are none.
     """
     in_model = getattr(model.config.get_text_config(), "vocab_size", None) or len(tokenizer)
     special = set(tokenizer.all_special_ids)

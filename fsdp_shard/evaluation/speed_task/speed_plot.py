@@ -1,4 +1,4 @@
-"""The figures of `task=speed` as one SVG file that asks for nothing else: charts over the length of the prompts."""
+"""Plots the figures of `task=speed` as one self-contained SVG file: charts over the prompt length."""
 
 from collections.abc import Callable, Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -9,7 +9,7 @@ from fsdp_shard.evaluation.report.svg_charts import BOTTOM, HEIGHT, LEFT, RIGHT,
 from fsdp_shard.evaluation.speed_task.speed_passes import SizeFigures
 from fsdp_shard.utils import format_count
 
-# As in the style of the page that `report` writes.
+# As in the style of `report`'s page.
 _COLORS = ("#0b62a8", "#b8480a", "#0a7a55", "#7d3f98", "#7a5c00", "#00788a", "#b0186b", "#55595f")
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 _INK, _QUIET, _RULE = "#1c1e21", "#5a6068", "#d5d9de"
@@ -24,7 +24,7 @@ _CHARTS: tuple[tuple[str, str, Callable[[SizeFigures], float]], ...] = (
 
 
 def speed_plot(figures: Sequence[SizeFigures], title: str) -> str:
-    """Return the SVG: medians over the length of the prompts, a curve for each batch size.
+    """Return the SVG: medians over the prompt length, with a curve per batch size.
 
     Args:
         figures: The figures of each size.

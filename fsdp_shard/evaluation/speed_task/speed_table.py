@@ -1,4 +1,4 @@
-"""The figures of `task=speed` as a table of text."""
+"""Formats the figures of `task=speed` as a text table."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from fsdp_shard.utils import format_size, format_table
 
 
 def speed_table(figures: Sequence[SizeFigures], *, cpu_memory_is_peak: bool) -> list[str]:
-    """Return a line for each size below a header, and what the columns are.
+    """Return a header, a line per size, and an explanation of the columns.
 
     Args:
-        figures: The figures of each size, of the same devices.
-        cpu_memory_is_peak: Whether the memory of the process is its peak; otherwise it is that after the passes.
+        figures: The figures of each size, all for the same devices.
+        cpu_memory_is_peak: Whether the process memory is its peak; otherwise it is the memory after the passes.
     """
     devices = list(figures[0].peak_bytes)
     rates = ("prefill tokens/s", "decode tokens/s", "per text")
@@ -27,12 +27,12 @@ def speed_table(figures: Sequence[SizeFigures], *, cpu_memory_is_peak: bool) -> 
 
 
 def _cell(spread: Spread) -> str:
-    """The median, and the lowest and highest value if there are several."""
+    """The median, with the lowest and highest value if there are several."""
     if len(spread.values) == 1:
         return _number(spread.median)
     return f"{_number(spread.median)} ({_number(min(spread.values))}-{_number(max(spread.values))})"
 
 
 def _number(value: float) -> str:
-    """Three significant digits, or all before the decimal point."""
+    """The value with three significant digits, or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
