@@ -152,7 +152,7 @@ def dispatch_model(
         settings: Devices, budgets, dtype.
         kv_cache: Contents of the KV cache; memory for it is reserved.
         log: Called with the plan before any weight is read, and with stored tensors that the model does not have; with
-            None, these tensors raise a Python warning.
+            None, the latter cause a Python warning.
         context: The ranks of this run, which each hold the model or divide its layers; None for a single process.
         on_plan: Called with the plan before any weight is read, unless ranks divide the layers.
 

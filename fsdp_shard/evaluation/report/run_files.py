@@ -219,7 +219,7 @@ def as_interval(value: Any) -> tuple[float, float] | None:
 
 
 def harness_measures(results: Any) -> Iterator[HarnessMeasure]:
-    """Yield the harness's measures, such as `acc,none` with its error `acc_stderr,none`, without others (`sample_len`)."""
+    """Yield the measures: `acc,none` with its error `acc_stderr,none`; other entries are none (`sample_len`)."""
     for task, measures in as_map(results).items():
         for name, value in as_map(measures).items():
             measure, comma, filtered = name.partition(",")

@@ -19,7 +19,6 @@ def to_csv(report: Report) -> str:
 
     Numbers are not rounded, and sizes are in bytes. Text that a spreadsheet would read as a formula starts with an
     apostrophe.
-    apostrophe.
     """
     tables = {table.key: table for table in report.tables}
     of_runs = [tables[key] for key in ("runs", "speed") if key in tables]

@@ -37,7 +37,7 @@ class HiddenStateFile:
         self.num_bytes_moved = 0
         self._directory = directory
         with name_in_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)  # the first rank's directory, created on its machine
+            directory.mkdir(parents=True, exist_ok=True)  # the first rank creates it on its machine only
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - __exit__ closes it
         self._segment, self._address = mmap.mmap(-1, 1), 0
         self._end = self._used = 0  # end of the file, and used bytes of the last segment

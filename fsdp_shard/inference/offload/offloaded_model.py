@@ -1,7 +1,7 @@
 """Keeps an offloaded model correct where transformers would read or change weights that are not in memory.
 
 `model.device` is the device that computes, even if the first parameter is on meta. transformers creates tensors there
-(such as a decoder's first tokens), with a property that looks at that parameter. Operations that need the weights, a
+(such as a decoder's first tokens), but its own property looks at that parameter. Operations that need the weights, a
 cast or `save_pretrained`, are rejected. Only a subclass can override a property, so a model's class is replaced, here
 and nowhere else. An empty first parameter on the right device would also fix the device, but it would appear in
 `named_parameters()` and `state_dict()`.

@@ -69,7 +69,6 @@ class Amount:
 
     Attributes:
         terms: Coefficients by (power of the length, power of the decoder's length); missing ones are 0.
-            missing are 0.
         attention: Attention, counted by its own formula.
     """
 

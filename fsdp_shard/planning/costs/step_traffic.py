@@ -31,6 +31,7 @@ class Traffic:
     Attributes:
         collective: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, or `send` to a neighbor.
         over: The mesh dimension: `shard`, `replicate`, `tensor`, `expert` or `context`; `expert shard` for
+            ranks with the same experts; `reshard` for the neighboring ranks of `shard.reshard_after_forward=N`.
         num_ranks: Number of participating ranks.
         stride: Distance between neighbors among them.
         payload_bytes: Bytes of the whole tensor that is gathered or reduced; of everything one rank contributes to an

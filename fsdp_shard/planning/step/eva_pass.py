@@ -1,4 +1,4 @@
-"""Memory of `adapter.init=eva` before training, measured on fake tensors as `fill_eva` works."""
+"""Memory of `adapter.init=eva` before training, measured by steps as in `fill_eva` on fake tensors."""
 
 from __future__ import annotations
 

@@ -275,7 +275,6 @@ def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     are the positions of the rank's tokens and of all tokens, and a mask of ones; if the whole sequences are kept, also
     their tokens, labels and counts. Predictions that are not planned individually add their labels and
     log-probabilities. A teacher that ran before training adds a log-probability and an id for each of its tokens.
-    and log-probabilities too. Of a teacher that ran before, a log-probability and an id of each of its tokens.
     """
     config: Any = model.config
     divided = 2 + size.num_parts * (4 if size.keeps_whole else 1) if size.num_parts > 1 else 0

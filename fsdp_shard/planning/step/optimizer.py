@@ -160,7 +160,7 @@ def exchange_bytes(
         sent = sum(held.get(name, 0) for name in names if name is not None)
         whole = 0 if own is None else prod(shapes[own]) * dtypes[own].itemsize
         update = 0 if own is None else updates[own]
-        # The gradient still exists while the new values are sent: as copies for all ranks, flat, and received.
+        # While the new values are sent, the gradient still exists, and so do the flat copies that are exchanged.
         most = max(most, values * whole + update, 3 * whole + sent)
     return most
 

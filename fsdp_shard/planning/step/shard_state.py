@@ -17,8 +17,8 @@ from fsdp_shard.planning.step.unit_bytes import padded_elements
 from fsdp_shard.planning.step.unit_holdings import UnitShards
 from fsdp_shard.utils import balanced_partition
 
-# A copy for a save has up to seven tensors per parameter: its weights, their average, and its optimizer state, which is
-# largest in `adamw8bit`. Each starts at a multiple of 64 bytes (`checkpoint/sharded_state/staging.py`).
+# A copy for a save has up to seven tensors per parameter: its weights, their average, and its optimizer state
+# (most tensors in `adamw8bit`). Each starts at a multiple of 64 bytes (`checkpoint/sharded_state/staging.py`).
 _STAGED_APART = 7 * 64
 _AVERAGE_SIZE = 4  # float32
 
