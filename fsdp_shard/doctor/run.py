@@ -55,7 +55,7 @@ DataFunction = Callable[[], PreparedData | None]
 
 
 def check_run_directory(config: FinetuneConfig) -> Iterator[Finding]:
-    """Check that the run may use its directory, and find its starting point. Does not access a remote store."""
+    """Check that the run may use its directory, and find its starting point. Fetches nothing from a remote store."""
     run_dir, train = config.run_dir, config.train
     if (other := training.holder(Path(run_dir))) is not None:
         yield problem(f"run_dir={run_dir} is in use by another run ({other}); wait for it, or give another run_dir.")

@@ -107,9 +107,8 @@ def _fill(
     Except with `sequential`, GPUs that hold the whole model receive equal parts. With `balanced_low_0`, GPU 0 then
     receives as little as the other budgets allow, which leaves memory for what `generate` keeps there. If blocks must
     be streamed, the buffer is as small as possible: for each possible size, the blocks that do not fit into it are
-        assigned first, and
-    the smallest size at which those fit is used. Prefetched blocks use at most half of the memory, because each buffer
-    could have held a resident block.
+    assigned first, and the smallest size at which those fit is used. Prefetched blocks use at most half of the memory,
+    because each buffer could have held a resident block.
 
     Args:
         groups: Tied blocks, in module order.

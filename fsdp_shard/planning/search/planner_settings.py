@@ -42,10 +42,7 @@ def planner_for(
         if candidate.on_gpu and isinstance(candidate.objective, DistillConfig):
             check_budgets(candidate.objective, candidate.num_ranks // config.launch.min_nodes)
 
-    on_gpu = "cpu" not in (
-        config.launch.device,
-        config.device.planned_kind,
-    )  # otherwise the plan is for GPUs of other machines
+    on_gpu = "cpu" not in (config.launch.device, config.device.planned_kind)  # else the plan is for GPUs elsewhere
     planner = Planner(model_config, on_gpu=on_gpu, check_together=check_together, host=host)
 
     def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float | None:

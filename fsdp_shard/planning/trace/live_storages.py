@@ -88,10 +88,9 @@ class LiveStorages(TorchDispatchMode):
     """Runs operators inside on fake tensors, and logs the storages that come and go.
 
     Values do not exist: reading a tensor gives 1, and every element counts as nonzero; with `follows_values` some are
-        known
-    (`known_values.py`). While the model is built (`phase` is "load"), the mode `fake` must be active too; it may be
-    left temporarily, as device meshes do. Afterwards it must not be active: DTensor would use it to compute shapes of
-    whole tensors, whereas now DTensor has its own mode, whose tensors do not count.
+    known (`known_values.py`). While the model is built (`phase` is "load"), the mode `fake` must be active too; it may
+    be left temporarily, as device meshes do. Afterwards it must not be active: DTensor would use it to compute shapes
+    of whole tensors, whereas now DTensor has its own mode, whose tensors do not count.
 
 
     Attributes:
