@@ -24,9 +24,9 @@ class LightningCheckpoint(Checkpoint):
     """Saves the steps of `Trainer.fit` with a `Checkpointer`, and resumes from the last one.
 
     It resumes whenever the run directory contains a step: call `fit` the same way each time, without `ckpt_path`. The
-    last step is always saved. When asked to stop (SIGTERM, SIGINT, SIGUSR1 or SIGHUP), the run saves one more step and ends
-    with `Interrupted`. The callback works with every strategy whose parameters `Checkpointer` supports: one device,
-    DDP, ModelParallelStrategy (FSDP2, tensor parallelism) and FSDPStrategy with `use_orig_params=True`.
+    last step is always saved. When asked to stop (SIGTERM, SIGINT, SIGUSR1 or SIGHUP), the run saves one more step and
+    ends with `Interrupted`. The callback works with every strategy whose parameters `Checkpointer` supports: one
+    device, DDP, ModelParallelStrategy (FSDP2, tensor parallelism) and FSDPStrategy with `use_orig_params=True`.
 
     Args:
         path: The run directory.
