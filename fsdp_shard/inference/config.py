@@ -160,7 +160,7 @@ class DispatchConfig:
         choices=("none", *QUANTIZATIONS),
     )
     trust_remote_code: bool = setting(
-        False, "Run Python code that comes with the model. Only for sources you trust.", warning=REMOTE_CODE
+        False, "Run Python code that comes with the model. Use only with sources you trust.", warning=REMOTE_CODE
     )
 
     assignment = Parsed("device_map", parse_device_map)

@@ -15,7 +15,7 @@ _NOT_COUNTED = (
     "Planned for ranks on CPUs. Not counted: what is not a tensor, such as Python and libraries. For GPUs, set "
     "launch.device=cuda or a preset such as device=h100."
 )
-_MAX_UNEVEN = 3  # that are named
+_MAX_UNEVEN = 3  # to name
 _UNEVEN_RATIO = 1.005
 
 

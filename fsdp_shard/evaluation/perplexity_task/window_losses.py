@@ -23,7 +23,7 @@ def window_losses(model: PreTrainedModel, text: ScoredText, windows: Sequence[in
 
     Args:
         model: A causal language model.
-        text: What is scored.
+        text: The scored text.
         windows: The indices of the windows.
 
     Returns:
@@ -53,7 +53,7 @@ def batch_losses(
 
     Args:
         model: A causal language model.
-        text: What is scored.
+        text: The scored text.
         batches: The window indices of each batch.
         schedule: The schedule, made for the model and these batches.
         run_dir: Directory for temporary files.

@@ -83,7 +83,7 @@ class _Compared:
         number, k, is_given = len(batch.counted), self.num_targets, self.targets_of_batch is not None
         if self.targets_of_batch is not None and batch.sequence is None:
             return self.targets_of_batch
-        # Of divided sequences a rank chooses those of its own tokens. A teacher that runs alongside gives those of all:
+        # If sequences are divided, a rank selects outputs of its own tokens. A teacher that runs alongside returns all:
         # log-probabilities and ids in one float32 array, and a copy of the ids.
         of_all = batch.labels.numel() if is_given else self.num_predictions
         values = torch.zeros((of_all, k if is_given else 2 * k))
