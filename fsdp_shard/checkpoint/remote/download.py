@@ -26,17 +26,20 @@ from fsdp_shard.utils import format_size, fsync_path, read_bounded, user_cache, 
 def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
     """Download the latest step of a remote store unless `store` has it or a later one; return the remote's step.
 
+    The best step comes too, and first: without it, the next step would be the best, and retention would delete it.
+
     Raises:
         ConfigError: Both have steps, which are of different runs.
     """
     check_same_run(remote, store)
     latest, local = remote.latest(), store.latest()
     if latest is not None and (local is None or local < latest):
+        best = remote.best()
+        if best is not None and remote.has(best):
+            fetch_step(remote, best, store.path(best), replace=False)
+            store.set_best(best)
         fetch_step(remote, latest, store.path(latest), replace=False)
         store.set_latest(latest)
-        best = remote.best()
-        if best is not None and best in store.steps():
-            store.set_best(best)
     return latest
 
 

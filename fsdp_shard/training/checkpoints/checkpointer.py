@@ -322,8 +322,11 @@ class Checkpointer:
             return self._fill(stored, model, optimizer, states)
 
     def _find(self, step: int | str) -> int | None:
-        if (remote := self._config.remote) is not None:
-            checkpoint.fetch_latest(RemoteStore(remote), self._store)
+        if self._config.remote is not None:
+            remote = RemoteStore(self._config.remote)
+            checkpoint.fetch_latest(remote, self._store)
+            if isinstance(step, int) and step not in self._store.steps() and remote.has(step):
+                checkpoint.fetch_step(remote, step, self._store.path(step), replace=False)
         steps = self._store.steps()
         if step == "latest":
             return max(steps, default=None)

@@ -204,10 +204,18 @@ def test_steps_of_another_run_are_neither_fetched_nor_added_to(tmp_path: Path) -
     assert store.steps() == remote.steps() == [2]
 
 
-def test_what_is_fetched_is_the_best_if_it_is_there(tmp_path: Path) -> None:
+def _upload_two(context: DistributedContext, place: Path, url: str) -> None:
+    save_on(context, place / "run", range(1, 4), layout="sharded", small=True)
+    for step in (2, 3):
+        upload_step(context, RemoteStore(url), step, Store(place / "run").path(step))
+
+
+@pytest.mark.parametrize(("best", "fetched"), [(3, [3]), (2, [2, 3]), (1, [3])], ids=["latest", "earlier", "gone"])
+def test_the_best_step_is_fetched_with_the_latest(tmp_path: Path, best: int, fetched: list[int]) -> None:
     url = shelf(tmp_path) + "/run"
-    on_ranks(WORLD_SIZE, _save_runs, tmp_path, url)
-    RemoteStore(url).set_best(2)
+    on_ranks(WORLD_SIZE, _upload_two, tmp_path, url)
+    RemoteStore(url).set_best(best)
     store = Store(tmp_path / "other")
-    assert fetch_latest(RemoteStore(url), store) == 2
-    assert store.best() == 2
+    assert fetch_latest(RemoteStore(url), store) == 3
+    assert (store.steps(), store.latest()) == (fetched, 3)
+    assert store.best() == (best if best in fetched else None)
