@@ -20,7 +20,7 @@ from fsdp_shard import checkpoint, config as configs
 from fsdp_shard.cli.error_file import remove_error, write_error
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.cli.machine_check import MachineCheck
-from fsdp_shard.cli.sweep_table import changed_settings_of, refuse_other_sweep, sweep_table
+from fsdp_shard.cli.sweep_table import changed_settings_of, refuse_other_sweep, refuse_shared, sweep_table
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.utils import RESULT, check_writable, shipped, walk, warnings_of
@@ -139,6 +139,7 @@ def run_jobs(
             settle(job.config)
         if len(jobs) > 1:
             _check_sweep(schema, jobs)
+            refuse_shared(jobs)
         if joined_rank() == 0:
             for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
                 print(line, file=sys.stderr, flush=True)

@@ -15,6 +15,12 @@ if TYPE_CHECKING:  # `Job` brings Hydra, which --help does without
     from fsdp_shard.config import Job, RunConfig
 
 _WIDTH = 40  # of a value
+# Settings that name what a run writes to, and what a later run of the sweep would do there.
+_WRITTEN = {
+    "checkpoint.remote": "resume from the checkpoints of the one before",
+    "target": "replace the checkpoint of the one before",
+    "output": "find the completions of the one before",
+}
 
 
 def changed_settings_of(jobs: Sequence[Job[Any]]) -> list[dict[str, str]]:
@@ -48,6 +54,22 @@ def refuse_other_sweep(jobs: Sequence[Job[Any]]) -> None:
                 f"Run {_number(job)} of this sweep would continue the run in run_dir={config.run_dir}, whose settings "
                 f"were others ({', '.join(other)}), and the table would show figures of both as of one. Give the sweep "
                 f"another run_dir."
+            )
+
+
+def refuse_shared(jobs: Sequence[Job[Any]]) -> None:
+    """Raise ConfigError if runs write to the same place other than run_dir, which has the number of each run.
+
+    Args:
+        jobs: The runs, before the first begins.
+    """
+    for name, effect in _WRITTEN.items():
+        settings = [{key: value for key, _, value in walk(job.config)} for job in jobs]
+        given = [value.rstrip("/") for values in settings if (value := values.get(name)) is not None]
+        if shared := [value for value in given if given.count(value) > 1]:
+            raise ConfigError(
+                f"{name}={shared[0]} is that of {len(shared)} runs of this sweep, and each would {effect}. Start these "
+                f"runs one by one, each with another {name}."
             )
 
 

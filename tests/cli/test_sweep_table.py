@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.checkpoint import CHECKPOINTS, MANIFEST, RUN_CONFIG, Store
-from fsdp_shard.cli.sweep_table import refuse_other_sweep, sweep_table
-from fsdp_shard.config import EvaluateConfig, FinetuneConfig, Job, compose_jobs
+from fsdp_shard.cli.sweep_table import refuse_other_sweep, refuse_shared, sweep_table
+from fsdp_shard.config import (
+    ConvertConfig,
+    EvaluateConfig,
+    FinetuneConfig,
+    GenerateConfig,
+    Job,
+    RunConfig,
+    compose_jobs,
+)
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import write_result
 
@@ -42,3 +50,36 @@ def test_a_run_of_another_sweep_is_not_continued(tmp_path: Path) -> None:
     refuse_other_sweep(first)  # goes on
     with pytest.raises(ConfigError, match=r"^Run 1 .*/1, whose settings were others \(optim.lr 0.01 -> 1.0\)"):
         refuse_other_sweep(jobs("0.1,1", 4))
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "said"),
+    [
+        (
+            FinetuneConfig,
+            "model.path=m data.path=d optim.lr=0.1,0.2 checkpoint.remote=s3://b/run",
+            r"^checkpoint.remote=s3://b/run is that of 2 runs .* each with another checkpoint\.remote\.$",
+        ),
+        (
+            ConvertConfig,
+            'source=m target="a","a/" dtype=float32,bfloat16 overwrite=true',
+            r"^target=a is that of 4 runs ",
+        ),
+        (
+            GenerateConfig,
+            "checkpoint=m prompt=p output=o.jsonl generation.max_new_tokens=2,3",
+            r"^output=o.jsonl is that of 2 ",
+        ),
+    ],
+)
+def test_runs_that_write_to_one_place_are_refused(
+    tmp_path: Path, schema: type[RunConfig], given: str, said: str
+) -> None:
+    jobs = compose_jobs(schema, ["-m", *given.split(), f"run_dir={tmp_path}"], schema.command)
+    with pytest.raises(ConfigError, match=said):
+        refuse_shared(jobs)
+
+
+def test_runs_that_write_to_places_of_their_own_are_a_sweep(tmp_path: Path) -> None:
+    given = ["-m", "model.path=m", "data.path=d", f"run_dir={tmp_path}", 'checkpoint.remote="s3://b/0","s3://b/1"']
+    refuse_shared(compose_jobs(FinetuneConfig, given, "finetune"))
