@@ -108,6 +108,12 @@ from .remote.push_files import (
     model_to_push as model_to_push,
 )
 from .remote.push_requests import require_hub as require_hub
+from .remote.same_run import (
+    RUN_ID as RUN_ID,
+    new_run_id as new_run_id,
+    remote_run_id as remote_run_id,
+    run_id_of as run_id_of,
+)
 from .remote.store import RemoteStore as RemoteStore, is_remote as is_remote, refuse_remote as refuse_remote
 from .remote.upload import catch_up as catch_up, prune_remote as prune_remote, upload_step as upload_step
 from .sharded_state.load_shards import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import RemoteStore, Store, convert, local_copy, verify
+from fsdp_shard.checkpoint import RemoteStore, Store, convert, local_copy, run_id_of, verify
 from fsdp_shard.cli import run_command
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, RemoteError
@@ -171,3 +171,22 @@ def catching_up(context: DistributedContext, run_dir: Path, address: str) -> int
 
 def test_what_is_uploaded_later_is_the_best_there_too(tmp_path: Path) -> None:
     assert on_ranks(2, catching_up, tmp_path / "run", shelf(tmp_path) + "/run") == [1, 1]
+
+
+def in_three_directories(context: DistributedContext, place: Path, address: str) -> list[bytes | None]:
+    """The ids of a run, of its continuation in another directory, by `resume=`, and of a run of its own."""
+    found = []
+    for step, (name, remote) in enumerate((("one", address), ("two", address), ("other", None)), start=1):
+        run = Training(context, place / name, remote=remote)
+        run.state.step = step - 1
+        run.step()
+        run.saver.save(run.state)
+        run.saver.finish()
+        found.append(run_id_of(run.store))
+    return found
+
+
+def test_a_run_keeps_its_id_in_another_directory(tmp_path: Path) -> None:
+    first, continued, other = on_ranks(2, in_three_directories, tmp_path, shelf(tmp_path) + "/run")[0]
+    assert first == continued != other
+    assert None not in (first, other)

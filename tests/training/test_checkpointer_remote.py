@@ -11,7 +11,7 @@ from torch import nn
 
 import fsdp_shard as fs
 from fsdp_shard.checkpoint import RemoteStore
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from tests.checkpoint.remotes import shelf
 
 
@@ -51,3 +51,27 @@ def test_any_step_of_the_remote_store_can_be_restored(tmp_path: Path, wanted: in
         assert torch.equal(next(model.parameters()), torch.full((1, 2), float(step)))
         with pytest.raises(CheckpointError, match="has no step 3"):
             checkpointer.restore(model, step=3)
+
+
+def test_steps_of_another_run_are_not_mixed_with_those_of_this_one(tmp_path: Path) -> None:
+    address, model = shelf(tmp_path) + "/run", nn.Linear(2, 1)
+    with fs.Checkpointer(tmp_path / "one", keep_last=1, remote=address) as checkpointer:
+        _save(checkpointer, model, {1: 0.0, 2: 0.0})
+    with fs.Checkpointer(tmp_path / "other", keep_last=1, remote=address) as checkpointer:
+        with pytest.raises(SaveError, match=r"Step 7 was not saved: remote=.*/run has steps up to 2 .* restore\(\)"):
+            _save(checkpointer, model, {7: 0.0})
+        assert checkpointer.steps == []
+    for step in (1, 7):  # before and after those of the other run
+        with fs.Checkpointer(tmp_path / f"from-{step}", keep_last=1) as checkpointer:
+            _save(checkpointer, model, {step: 0.0})
+        with pytest.raises(ConfigError, match=rf"2 is of another run than .*step-0000000{step}: their run_id\.json "):
+            fs.Checkpointer(tmp_path / f"from-{step}", keep_last=1, remote=address)
+    assert RemoteStore(address).steps() == [2]
+
+
+def test_steps_of_one_run_need_none_in_common(tmp_path: Path) -> None:
+    address, run_dir, model = shelf(tmp_path) + "/run", tmp_path / "run", nn.Linear(2, 1)
+    for remote, step in ((address, 1), (None, 2), (address, 3)):
+        with fs.Checkpointer(run_dir, keep_last=1, remote=remote) as checkpointer:
+            _save(checkpointer, model, {step: 0.0})
+    assert RemoteStore(address).steps() == [3]

@@ -145,6 +145,7 @@ def test_peft_loads_what_the_ranks_saved(
         "adapter_model.safetensors",
         "manifest.json",
         "run_config.yaml",
+        "run_id.json",
         "trainer.json",
     ]
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), step).eval()

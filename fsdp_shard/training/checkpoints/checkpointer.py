@@ -140,10 +140,10 @@ class Checkpointer:
         with ExitStack() as opening:
             opening.enter_context(run_lock(os.fspath(self.path), self._ranks))
             run_on_main(self._ranks, self._clean)
-            committer = StepCommitter(self._ranks, self._store, self._config, is_adapter=False)
-            committer.upload_missing()
+            self._committer = StepCommitter(self._ranks, self._store, self._config, is_adapter=False)
+            self._committer.upload_missing()
             self._log = _Log(self._ranks)
-            self._saver = StepSaver(self._ranks, self._config, committer, self._log, prefix="")
+            self._saver = StepSaver(self._ranks, self._config, self._committer, self._log, prefix="")
             self._opened = opening.pop_all()
         self._signal: StopSignal | None = None
         self._is_closed = self._has_warned = False
@@ -399,9 +399,15 @@ class Checkpointer:
             self._store.set_latest(latest)
 
     def _require_own(self, step: int) -> None:
-        """Reject a step that exists, or a directory with another kind of run, whose steps retention would delete."""
+        """Reject a step that exists, and the directory of another run, whose steps retention would delete."""
         self._store.require_new(step)
         latest = self._store.latest()
+        if latest is None and (uploaded := self._committer.not_fetched) is not None:
+            raise SaveError(
+                f"Step {step} was not saved: remote={self._config.remote} has steps up to {uploaded} and "
+                f"{self._store.root} has none, so keep_last would delete the steps of another run. Call restore() "
+                f"before the first save to go on from them, or give another remote."
+            )
         if latest is None or has_loop_state(directory := self._store.path(latest)):
             return
         whose = "`fsdp-shard finetune`" if (directory / RUN_CONFIG).is_file() else "something else"

@@ -1,6 +1,7 @@
 """Commits steps of a run, deletes those that retention does not keep, and does both on a remote store too."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class StepCommitter:
     Attributes:
         store: The checkpoints of the run.
         remote: Those at `checkpoint.remote`, if any.
+        not_fetched: The latest step there, if there was none in the run directory when `upload_missing` was called.
     """
 
     def __init__(self, context: Communicator, store: Store, config: CheckpointConfig, *, is_adapter: bool) -> None:
@@ -40,6 +42,8 @@ class StepCommitter:
         self._layout = "gathered" if is_adapter else config.layout
         self._max_shard_bytes = None if is_adapter else config.max_shard_bytes
         self._best: dict[Store | RemoteStore, int] = {}  # of the steps that this process has committed
+        self.not_fetched: int | None = None
+        self._run_id: bytes | None = None
 
     def commit(self, step: int, state: RunState, *, is_best: bool) -> SavedStep:
         """Commit a step, apply retention (`checkpoint.keep_*`), then upload the step and do the same there.
@@ -54,6 +58,8 @@ class StepCommitter:
             StorageError: A disk is full or fails; nothing was committed.
             SaveError: The step could not be committed for another reason, or does not read back as it was written.
         """
+        self._run_id = run_on_main(self._context, self._current_run_id)
+        state = replace(state, model_files={**state.model_files, checkpoint.RUN_ID: self._run_id})
         directory = checkpoint.save_step(
             self._context, self.store, step, state, layout=self._layout, max_shard_bytes=self._max_shard_bytes
         )
@@ -67,7 +73,15 @@ class StepCommitter:
 
     def upload_missing(self) -> int | None:
         """Upload the latest step if an earlier part of the run could not; returns it."""
-        return None if self.remote is None else checkpoint.catch_up(self._context, self.remote, self.store)
+        if (remote := self.remote) is None:
+            return None
+
+        def not_fetched() -> tuple[int | None, bytes | None]:
+            latest = remote.latest() if self.store.latest() is None else None
+            return latest, None if latest is None else checkpoint.remote_run_id(remote, latest)
+
+        self.not_fetched, self._run_id = run_on_main(self._context, not_fetched)
+        return checkpoint.catch_up(self._context, remote, self.store)
 
     def apply_retention(self) -> StorageError | None:
         """Delete the steps that `checkpoint.keep_*` do not keep, of a run that was stopped, perhaps by a full disk.
@@ -82,6 +96,10 @@ class StepCommitter:
         for store in (self.store, self.remote):
             if store is not None and step in store.steps():  # it may be of another run
                 store.set_best(step)
+
+    def _current_run_id(self) -> bytes:
+        """That of the saved steps or, with `resume=` of a step that the remote store has, of the steps there."""
+        return checkpoint.run_id_of(self.store) or self._run_id or checkpoint.new_run_id()
 
     def _try_on_main(self, work: Callable[[], None]) -> StorageError | None:
         """Do something that the checkpoint does not depend on, and return the error if it fails."""
