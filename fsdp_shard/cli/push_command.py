@@ -5,15 +5,16 @@ could load it, with a model card made from its run.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
@@ -31,7 +32,7 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.config import OPTIONS, FinetuneConfig
 from fsdp_shard.errors import ConfigError, RemoteError, one_line
 from fsdp_shard.evaluation import CardSubject
-from fsdp_shard.utils import in_yaml, read_bounded, say, shipped, user_cache, walk, write_atomically
+from fsdp_shard.utils import in_yaml, read_bounded, say, shipped, try_lock, user_cache, walk, write_atomically
 
 _MESSAGE, _LONGEST_MESSAGE = "Push {} with fsdp-shard", 200  # of the commit, in characters
 
@@ -159,18 +160,31 @@ def _convert_and_upload(
     """Push a checkpoint that only fsdp-shard can load: converted to a directory that is kept if the push fails."""
     states = json.dumps([str(location.weights.resolve()), location.file_states()])
     work = user_cache("push") / hashlib.blake2b(states.encode(), digest_size=12).hexdigest()
-    if work.exists():
-        say(f"going on with {work}")
-    else:
-        say(checkpoint.convert_location(location, work).describe(str(work)))
-    try:
-        pushed = checkpoint.locate(work)
-        report = _upload(repository, {**checkpoint.model_to_push(pushed)}, subject.of_pushed(pushed), message)
-    except BaseException:
-        say(f"{work} is kept for the next push", sys.stderr)
-        raise
-    shutil.rmtree(work, ignore_errors=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    # Pushes of one source to several repositories at once share the directory; the lock file stays.
+    with (work.parent / f".{work.name}.lock").open("a") as lock:
+        _wait_for_lock(lock, fcntl.LOCK_SH)
+        if not work.exists():
+            _wait_for_lock(lock, fcntl.LOCK_EX)  # another push may be converting
+        if work.exists():
+            say(f"going on with {work}")
+        else:
+            say(checkpoint.convert_location(location, work).describe(str(work)))
+        _wait_for_lock(lock, fcntl.LOCK_SH)
+        try:
+            pushed = checkpoint.locate(work)
+            report = _upload(repository, {**checkpoint.model_to_push(pushed)}, subject.of_pushed(pushed), message)
+        except BaseException:
+            say(f"{work} is kept for the next push", sys.stderr)
+            raise
+        if try_lock(lock.fileno(), fcntl.LOCK_EX):  # the last one deletes it
+            shutil.rmtree(work, ignore_errors=True)
     return report
+
+
+def _wait_for_lock(file: IO[str], kind: int) -> None:
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, kind)
 
 
 def _upload(

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -232,6 +233,30 @@ def test_a_push_that_is_killed_in_a_file_goes_on(trained: Path, hub: HubStandIn,
     assert hub.repositories["org/name"].files[_MODEL] == content
     sent = {digest: count - before.get(digest, 0) for digest, count in hub.put.items()}
     assert {digest: count for digest, count in sent.items() if count} == {large: len(content)}, "only what was missing"
+
+
+def test_two_pushes_of_a_run_at_once_share_its_conversion(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str, count: int) -> None:
+        if "org/first/commit" in path or "org/first/preupload" in path:
+            waits.set()
+            goes_on.wait(60)
+
+    hub.fail = hold
+    command = [*map(str, FSDP_SHARD), "push", f"{trained / 'run'}@best", "org/first"]
+    variables = environment() | push_variables(hub, tmp_path)
+    with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL) as process:
+        assert waits.wait(60)
+        (kept,) = work_directories(tmp_path)
+        second = push(hub, tmp_path, f"{trained / 'run'}@best", "org/second")
+        assert second.status == 0, second.err
+        assert f"going on with {kept}" in second.out
+        assert kept.exists(), "the first push still needs it"
+        goes_on.set()
+        assert process.wait(60) == 0
+    assert work_directories(tmp_path) == []
+    assert hub.repositories["org/first"].files[_MODEL] == hub.repositories["org/second"].files[_MODEL]
 
 
 @pytest.mark.slow  # huggingface_hub makes six attempts, in 23 s
