@@ -235,6 +235,7 @@ def test_a_push_that_is_killed_in_a_file_goes_on(trained: Path, hub: HubStandIn,
     assert {digest: count for digest, count in sent.items() if count} == {large: len(content)}, "only what was missing"
 
 
+@pytest.mark.long
 def test_two_pushes_of_a_run_at_once_share_its_conversion(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     waits, goes_on = threading.Event(), threading.Event()
 

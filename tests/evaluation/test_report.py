@@ -20,7 +20,7 @@ from fsdp_shard.evaluation.report.html_page import to_html
 from fsdp_shard.evaluation.report.report_command import ReportFiles, report_runs
 from fsdp_shard.evaluation.report.report_data import Report, Table
 from fsdp_shard.evaluation.report.run_charts import thinned
-from fsdp_shard.evaluation.report.run_files import read_run
+from fsdp_shard.evaluation.report.run_files import find_runs, read_run
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
 from fsdp_shard.evaluation.report.setting_changes import SettingChange
 from fsdp_shard.evaluation.report.svg_charts import nice_ticks, style_of
@@ -323,6 +323,13 @@ def test_files_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFix
         report_runs([str(path)], ReportFiles(html=str(path / "result.json")))
     with pytest.raises(InputError, match="there is no directory"):
         report_runs([str(path)], ReportFiles(csv=str(tmp_path / "no" / "a.csv")))
+
+
+def test_a_run_that_is_given_twice_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [_run(tmp_path / "runs" / name) for name in ("b", "a")]
+    (tmp_path / "link").symlink_to(runs[0])
+    monkeypatch.chdir(tmp_path)
+    assert find_runs(["runs/b", str(runs[0]), "link", "runs"]) == [Path("runs/b"), Path("runs/a")]
 
 
 def test_the_command_names_what_is_no_run(tmp_path: Path) -> None:

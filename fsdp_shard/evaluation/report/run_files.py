@@ -110,7 +110,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
     Raises:
         InputError: A path neither is nor contains a run, or there are too many.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}  # by its path without links: a run that is given twice is one
     for given in paths:
         path = Path(given).expanduser()
         if not path.is_dir():
@@ -121,10 +121,11 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
                 f"{given} is not a run, and has none in it: there is no {CONFIG_FILE} of fsdp-shard, {RESULT} or "
                 f"{METRICS}. Give the run_dir of a run, or the directory of a sweep."
             )
-        found |= dict.fromkeys(inside)
+        for run in inside:
+            found.setdefault(run.resolve(), run)
     if len(found) > _MAX_RUNS:
         raise InputError(f"There are {len(found):,} runs in what was given; a report shows up to {_MAX_RUNS}.")
-    return list(found)
+    return list(found.values())
 
 
 def is_run(path: Path) -> bool:
