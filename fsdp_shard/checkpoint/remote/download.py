@@ -19,7 +19,7 @@ from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, parse_manifest
 from fsdp_shard.checkpoint.steps.step_reference import choose_step
 from fsdp_shard.checkpoint.steps.step_store import Store, parse_step, step_name
-from fsdp_shard.errors import CheckpointError, SaveError
+from fsdp_shard.errors import CheckpointError, RemoteError, SaveError
 from fsdp_shard.utils import format_size, fsync_path, read_bounded, user_cache, write_file
 
 
@@ -46,6 +46,8 @@ def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
 def local_copy(url: str, wanted: str | None = None) -> Path:
     """Download a remote run (its latest step) or step to the cache, unless it is cached.
 
+    If a running training deletes the latest step meanwhile, the next latest is downloaded.
+
     Args:
         url: Address of the run or the step.
         wanted: Another step of the run: the part after the @ in RUN@best.
@@ -61,16 +63,21 @@ def local_copy(url: str, wanted: str | None = None) -> Path:
     parent, _, name = url.rstrip("/").rpartition("/")
     step = parse_step(name)
     remote = RemoteStore(url if step is None else parent, setting="")
-    found = remote.latest() if step is None else step if remote.has(step) else None
-    if wanted is not None:
-        found = choose_step(wanted, remote.steps(), remote.best(), url)
-    if found is None:
-        raise CheckpointError(
-            f"{url} has no finished checkpoint of fsdp-shard: no step there has a {MANIFEST}. Copy checkpoints of "
-            "other programs to this machine, and give that directory."
-        )
     key = hashlib.blake2b(remote.url.encode(), digest_size=12).hexdigest()
-    return fetch_step(remote, found, user_cache("remote") / key / step_name(found), replace=True)
+    while True:
+        found = remote.latest() if step is None else step if remote.has(step) else None
+        if wanted is not None:
+            found = choose_step(wanted, remote.steps(), remote.best(), url)
+        if found is None:
+            raise CheckpointError(
+                f"{url} has no finished checkpoint of fsdp-shard: no step there has a {MANIFEST}. Copy checkpoints of "
+                "other programs to this machine, and give that directory."
+            )
+        try:
+            return fetch_step(remote, found, user_cache("remote") / key / step_name(found), replace=True)
+        except RemoteError:
+            if step is not None or remote.has(found):
+                raise
 
 
 def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -> Path:

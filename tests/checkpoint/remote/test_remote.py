@@ -105,6 +105,27 @@ def test_steps_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
     assert remote._all_steps() == [2]
 
 
+def test_the_next_latest_is_read_if_a_step_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = shelf(tmp_path) + "/run"
+    on_ranks(WORLD_SIZE, save, tmp_path / "checkpoints", url)
+    fetch, fetched = RemoteStore.fetch, list[int]()
+
+    def deleting(remote: RemoteStore, step: int, name: str, target: Path) -> None:
+        fetched.append(step)
+        if len(fetched) == 2:
+            remote.delete(2)
+        fetch(remote, step, name, target)
+
+    monkeypatch.setattr(RemoteStore, "fetch", deleting)
+    assert local_copy(url).name == "step-00000001"
+    assert fetched[:3] == [2, 2, 1]
+    with pytest.raises(CheckpointError, match="step-00000002 has no finished checkpoint"):
+        local_copy(f"{url}/step-00000002")
+
+
 @pytest.mark.long
 def test_what_was_changed_there_is_refused(url: str, tmp_path: Path) -> None:
     remote = RemoteStore(url)
