@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import setting
@@ -82,8 +82,12 @@ class LaunchConfig:
 
 
 class Launchable(Protocol):
-    """The config of a run that may have several ranks."""
+    """The config of a run that may have several ranks.
+
+    Machines may differ in the settings here, and in those that `of_a_machine` lists.
+    """
 
     run_dir: str
     launch: LaunchConfig
     debug: bool
+    of_a_machine: ClassVar[tuple[str, ...]]

@@ -4,6 +4,7 @@ Also sets the environment variables of torch and NCCL for ranks. torch is import
 or joined.
 """
 
+import json
 import os
 import re
 import socket
@@ -17,11 +18,12 @@ from fsdp_shard.distributed.config import Launchable, LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus, num_cores
 from fsdp_shard.distributed.numa_binding import can_bind
 from fsdp_shard.errors import ConfigError, RunError
-from fsdp_shard.utils import first_line, format_count, refuse_changed, set_environment
+from fsdp_shard.utils import first_line, format_count, in_yaml, redact_setting, refuse_changed, set_environment, walk
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+_SETTINGS = "fsdp-shard/settings"
 _CHECKED = "fsdp-shard/checked"
 _TIME_TO_CHECK = timedelta(days=1)  # a check may download a model; launchers notice the death of a rank
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the rank that serves their store exits
@@ -64,8 +66,8 @@ def launch(
 ) -> None:
     """Call `work(config)` on every rank of the run that `config.launch` and the environment describe.
 
-    Ranks that others started (torchrun, srun, or this launcher on several machines) have each composed the same config,
-    except for a run_dir named after the time: all use rank 0's.
+    Ranks that others started (torchrun, srun, or this launcher on several machines) have each composed a config. They
+    compare its settings, and all use rank 0's run_dir, because a run_dir named after the time differs.
 
     Args:
         work: What each rank does; must be picklable if ranks are spawned.
@@ -146,6 +148,7 @@ def _join_ranks(
             f"Not all of {world_size} ranks have met at {_meeting(config.launch, error)} {_why_alone(world_size)}"
         ) from error
     try:
+        _refuse_other_settings(config, store, rank, world_size)
         if check is not None:
             _check_once_a_machine(check, config, store, world_size)
         if rank == 0:
@@ -185,6 +188,31 @@ def _why_alone(world_size: int) -> str:
 def is_allocation_only(environment: Mapping[str, str]) -> bool:
     """Return whether Slurm gives the number of tasks of an allocation, but srun has not started them."""
     return "SLURM_PROCID" in environment and not {"SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID"} & environment.keys()
+
+
+def _refuse_other_settings(config: Launchable, store: "Store", rank: int, world_size: int) -> None:
+    """Raise ConfigError on all ranks if one has other settings than rank 0: each would train with its own."""
+    own = {
+        name: redact_setting(name, in_yaml(value))
+        for name, _, value in walk(config)
+        if name not in ("run_dir", "debug", *config.of_a_machine) and not name.startswith("launch.")
+    }
+    if rank == 0:
+        store.set(_SETTINGS, json.dumps(own))
+    first: dict[str, str] = json.loads(_wait_for(store, _SETTINGS))
+    differing = [name for name in {**first, **own} if own.get(name) != first.get(name)]
+    if differing:
+        name, host = differing[0], socket.gethostname()
+        error = (
+            f"Rank {rank} on {host} has {name}={own.get(name)}, but rank 0 has {name}={first.get(name)}; start all "
+            f"ranks with the same settings."
+        )
+        store.set(f"{_SETTINGS}/error", error)
+    if store.add(f"{_SETTINGS}/ranks", 1) == world_size:
+        has_error = store.check([f"{_SETTINGS}/error"])
+        store.set(f"{_SETTINGS}/result", store.get(f"{_SETTINGS}/error").decode() if has_error else "")
+    if error := _wait_for(store, f"{_SETTINGS}/result"):
+        raise ConfigError(error)
 
 
 def _check_once_a_machine(check: Check[C], config: C, store: "Store", world_size: int) -> None:

@@ -597,6 +597,32 @@ def test_the_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
     _one_run(tmp_path, 2)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("starter", ["srun", "machines"])
+def test_ranks_with_other_settings_are_refused(starter: str, tmp_path: Path) -> None:
+    """Each would train with its own; what belongs to a machine may differ."""
+    (tmp_path / "text.txt").write_text("text")
+    machines = ["launch.nodes=2", f"launch.rendezvous=localhost:{_free_port()}"] if starter == "machines" else []
+    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    slurm["MASTER_PORT"] = str(_free_port())
+
+    def start(rank: int, *settings: str) -> subprocess.Popen[str]:
+        task = {} if machines else {**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        return _start(tmp_path, *machines, *settings, **task)
+
+    first, second = start(0, "optim.lr=1e-2"), start(1, "optim.lr=1e-5", "data.cache_dir=b", "launch.ranks=1")
+    said, status = first.communicate(timeout=200)[1], first.returncode
+    if not machines:
+        second.kill()  # it would say the same later
+    second.communicate(timeout=200)
+    rates = r"optim\.lr=(0\.01|1e-05)"
+    assert re.fullmatch(
+        rf"error: Rank 1 on \S+ has {rates}, but rank 0 has {rates}; start all ranks with the same settings\.\n", said
+    )
+    assert status == 2
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_only_the_directory_of_a_killed_launcher_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of one that lives, nor what others have made, nor what a link leads to."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
