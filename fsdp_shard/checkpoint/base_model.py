@@ -35,6 +35,7 @@ _NOT_COMPUTED = CLASSIFIER_ENTRIES | {
     *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "torchscript"),
     *("attn_implementation", "gradient_checkpointing", "use_bfloat16", "pretraining_tp"),
 }
+_CLASSES = CLASSIFIER_ENTRIES - {"architectures"}  # of a classifier, they say which score is of which class and token
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,18 @@ def is_base_model(index: TensorIndex, recorded: BaseModel, directory: Path) -> b
 
 
 def computation(directory: Path) -> dict[str, Any] | None:
-    """Return the entries of config.json in a directory that change what its model computes; None without one."""
+    """Return the entries of config.json in a directory that change what its model computes; None without one.
+
+    For a classifier, these include its classes and its padding token, which determines where its head reads a text.
+    """
     config = read_config(directory)
     return _computed(config) if config else None
 
 
 def _computed(values: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in values.items() if key not in _NOT_COMPUTED and not key.startswith("_")}
+    is_classifier = "ForSequenceClassification" in str(values.get("architectures"))
+    dropped = _NOT_COMPUTED - _CLASSES if is_classifier else _NOT_COMPUTED
+    kept = {key: value for key, value in values.items() if key not in dropped and not key.startswith("_")}
     return {key: _computed(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
@@ -149,8 +155,12 @@ def config_changes(recorded: BaseModel, directory: Path) -> list[str]:
     Returns:
         `name before -> now` for each entry that changes the computation; empty if nothing is recorded.
     """
-    now = computation(directory)
-    return [] if recorded.config is None or now is None else sorted(_differences(recorded.config, now, ""))
+    before, now = recorded.config, computation(directory)
+    if before is None or now is None:
+        return []
+    if recorded.head is not None:  # it has classes and a padding token of its own
+        before = {key: value for key, value in before.items() if key not in _CLASSES}
+    return sorted(_differences(before, now, ""))
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,30 @@ def test_of_a_run_that_trained_it(classifier: Path, rows: Path, tmp_path: Path) 
     before = figures(*plain_loop(classifier, rows))
     assert ended.result["cross_entropy"] != pytest.approx(before["cross_entropy"], rel=1e-3)
     assert ended.result["num_texts"] == 18
+
+
+@pytest.mark.long
+def test_an_adapter_does_not_follow_other_classes_or_padding_of_its_base(
+    classifier: Path, rows: Path, tmp_path: Path
+) -> None:
+    """The head of the base is the adapter's own: its scores would get other names, or be read elsewhere."""
+    base = shutil.copytree(classifier, tmp_path / "base")
+    settings = [f"model.path={base}", f"data.path={rows}", "model.task=sequence_classification", "adapter=lora"]
+    settings += ["adapter.modules_to_save=[score]", "train.global_batch_size=4"]
+    trained = run_recipe("finetune", tmp_path / "run", *settings, "train.steps=1")
+    assert trained.status == 0, trained.err
+    config = json.loads((base / "config.json").read_text())
+    names = config["id2label"]
+    given = [f"checkpoint={tmp_path / 'run'}", "task=classification", f"data.path={rows}"]
+    for name, value, change in (
+        ("id2label", {**names, "0": names["1"], "1": names["0"]}, 'id2label.0 "bug" -> "feature"'),
+        ("pad_token_id", 97, "pad_token_id 256 -> 97"),
+    ):
+        (base / "config.json").write_text(json.dumps(config | {name: value}))
+        ended = run_recipe("evaluate", tmp_path / name, *given)
+        assert (ended.status, f"has other values than that had: {change}" in ended.err) == (2, True), ended.err
+        resumed = run_recipe("finetune", tmp_path / "run", *settings, "train.steps=2")
+        assert (resumed.status, f"has other values than that had: {change}" in resumed.err) == (2, True), resumed.err
 
 
 def test_logits_that_are_not_finite_are_an_error(classifier: Path, rows: Path, tmp_path: Path) -> None:
