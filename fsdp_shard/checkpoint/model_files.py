@@ -179,6 +179,7 @@ def set_classes(content: bytes, entries: Mapping[str, Any]) -> bytes:
     if not isinstance(config, dict):
         raise CheckpointError(f"{CONFIG} is not a JSON object, so it is not the config of a model.")
     config.pop("num_labels", None)  # would be read instead of the names
+    config.pop("problem_type", None)  # of the earlier head
     return (json.dumps(config | dict(entries), indent=2, ensure_ascii=False) + "\n").encode()
 
 

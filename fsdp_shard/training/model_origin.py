@@ -83,6 +83,7 @@ def origin_config(config: ModelConfig, source: Location) -> PretrainedConfig:
         model.architectures = [classifier_name(model)]
         model.id2label = dict(enumerate(config.labels))
         model.label2id = {name: number for number, name in enumerate(config.labels)}
+        model.problem_type = None  # of the earlier head
         if pad_token(model) is None:
             end = getattr(model.get_text_config(), "eos_token_id", None)
             model.get_text_config().pad_token_id = end[0] if isinstance(end, list) else end
@@ -227,7 +228,7 @@ def decoder_start(model: PreTrainedModel) -> int:
 
 
 def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) -> None:
-    """Raise ModelError if a classifier has too few classes, or cannot find the end of a padded text.
+    """Raise ModelError if a classifier has too few classes, several a text, or cannot find the end of a padded text.
 
     Args:
         model: Its config.
@@ -243,6 +244,12 @@ def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) 
         raise ModelError(
             f"The model has num_labels={num_labels} in its config.json, and with one class there is nothing to learn; "
             f"set two or more, or model.labels for a new head."
+        )
+    problem = getattr(model, "problem_type", None)
+    if problem not in (None, "single_label_classification") and not is_reward_model:
+        raise ModelError(
+            f"The model has problem_type={problem} in its config.json, but a text has one class here; set problem_type "
+            f"to single_label_classification there if that is meant, or set model.labels of finetune for a new head."
         )
     if pad_token(model) is None:
         raise ModelError(

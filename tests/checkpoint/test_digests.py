@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from fsdp_shard.checkpoint import digests
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, chunk_digests, digest_chunks, tensor_digest
+from fsdp_shard.checkpoint.integrity.content_digest import config_digest
 from fsdp_shard.checkpoint.location import open_checkpoint
 from tests.checkpoint.files import random_tensor, raw_bytes, write_huggingface
 
@@ -47,3 +48,17 @@ def test_chunks_hashed_in_parts_make_up_the_whole(data: st.DataObject) -> None:
         for start, stop in itertools.pairwise(cuts):
             complete = {n: d for n, d in expected.items() if start <= n * 100 and min(n * 100 + 100, size) <= stop}
             assert chunk_digests(memoryview(content)[start:stop], start, size) == complete
+
+
+def test_the_digest_of_a_config_covers_the_code_that_it_names(tmp_path: Path) -> None:
+    """What earlier runs computed with a model is kept by it."""
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoModel": "modeling_own.Own"}}')
+    found = []
+    for scale in (1, 3, 1):
+        (tmp_path / "modeling_own.py").write_text(f"SCALE = {scale}\n")
+        found.append(config_digest(tmp_path))
+    assert found[0] == found[2] != found[1]
+    (tmp_path / "config.json").write_text("{}")
+    plain = config_digest(tmp_path)
+    (tmp_path / "modeling_own.py").unlink()
+    assert config_digest(tmp_path) == plain

@@ -34,7 +34,13 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.finetune_checks import check_model
-from fsdp_shard.training.model_origin import data_task, layer_drop_notes
+from fsdp_shard.training.model_origin import (
+    check_classifier,
+    collect_model_files,
+    data_task,
+    layer_drop_notes,
+    origin_config,
+)
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.lora import inject_lora
 from fsdp_shard.utils import check
@@ -179,6 +185,20 @@ def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:
         look(none)
     with pytest.raises(ModelError, match=r"num_labels=1 in its config\.json"):
         look(one)
+
+
+def test_a_classifier_of_several_classes_a_text_needs_a_new_head(tmp_path: Path) -> None:
+    """transformers takes the sigmoid of its scores, and `finetune` trains their softmax."""
+    config = LlamaConfig(**SIZES, intermediate_size=8, pad_token_id=2, problem_type="multi_label_classification")
+    saved = save(tmp_path / "model", config, AutoModelForSequenceClassification)
+    model = replace(saved, task="sequence_classification")
+    source = locate(model.path)
+    with pytest.raises(ModelError, match="problem_type=multi_label_classification in its config"):
+        check_classifier(origin_config(model, source))
+    relabeled = replace(model, labels=["bad", "good"])
+    check_classifier(origin_config(relabeled, source))
+    files = collect_model_files(source, relabeled, DataConfig(path="x"))
+    assert json.loads(files["config.json"]).get("problem_type") is None
 
 
 @pytest.mark.parametrize(

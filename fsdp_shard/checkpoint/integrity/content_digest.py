@@ -10,7 +10,7 @@ from fsdp_shard.checkpoint.digests import read_chunks
 from fsdp_shard.checkpoint.formats.peft import read_adapter_config
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.location import Location
-from fsdp_shard.utils import json_digest, read_json, report_progress
+from fsdp_shard.utils import json_digest, read_bounded, read_json, report_progress
 
 # Entries of adapter_config.json that do not change the adapter: where the base is, and who wrote it for what.
 _NOT_OF_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
@@ -53,9 +53,15 @@ def _adapter_digest(source: Location) -> str:
 
 
 def config_digest(directory: Path, name: str = "config.json") -> str:
-    """Return the xxh3_128 of a model's config, without entries that change no figure: its writer and origin."""
+    """Return the xxh3_128 of a model's config, without entries that change no figure: its writer and origin.
+
+    If the config names code of the model's own, the digest covers that code too.
+    """
     found = read_json(directory / name)
     kept = {key: value for key, value in found.items() if key not in _OF_WRITERS} if isinstance(found, dict) else found
+    if isinstance(found, dict) and "auto_map" in found:
+        code = sorted(directory.glob("*.py"))
+        kept["code"] = {path.name: xxhash.xxh3_128_hexdigest(read_bounded(path, "tokenizer_bytes")) for path in code}
     return json_digest(kept)
 
 

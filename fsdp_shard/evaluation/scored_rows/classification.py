@@ -206,9 +206,4 @@ def check_classification(settings: EvaluateSettings) -> None:
             f"checkpoint that was trained with model.task={SEQUENCE_CLASSIFICATION}."
         ) from error
     check_classifier(config)
-    if (problem := getattr(config, "problem_type", None)) not in (None, "single_label_classification"):
-        raise ModelError(
-            f"{config_file(config)} has problem_type={problem}, and task={CLASSIFICATION} scores one class for each "
-            f"text; give a classifier of problem_type=single_label_classification."
-        )
     settle_length(settings.data, context_length_of(config, trust))
