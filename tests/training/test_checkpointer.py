@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -30,6 +31,7 @@ from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
 from fsdp_shard.training.checkpoints.loop_state import bits_sum
+from tests.support.commands import run as run_command
 from tests.support.ranks import on_ranks
 from tests.support.stateful import Stateful
 from tests.support.tiny import byte_tokenizer, llama, token_batch
@@ -635,3 +637,40 @@ def test_two_at_once(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match="is closed"):
         checkpointer.wait()
+
+
+_FORGETFUL = """
+import time, torch, fsdp_shard as fs
+from fsdp_shard.checkpoint import FAULTS
+
+FAULTS.hook = lambda point: time.sleep(point == "staged")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+def train():
+    checkpointer = fs.Checkpointer("run")
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    restored = checkpointer.restore(model, optimizer)
+    checkpointer.save(restored.step + 1 if restored else 1, model, optimizer)
+    return checkpointer
+
+
+train()
+train()
+print(fs.Checkpointer("run").steps)
+kept = train()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_of_what_nobody_closes_ends(fails: bool, tmp_path: Path) -> None:
+    """Where the Checkpointer is collected, before another one uses the directory, and at the end of the process."""
+    script = _FORGETFUL + ("raise ValueError('x')" if fails else "")
+    done = run_command([sys.executable, "-c", script], tmp_path)
+    assert done.out.splitlines()[0] == "[1, 2]"
+    assert done.status == int(fails)
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.steps == [1, 2, 3]

@@ -8,6 +8,8 @@ import dataclasses
 import logging
 import math
 import os
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -145,6 +147,7 @@ class Checkpointer:
             self._log = _Log(self._ranks)
             self._saver = StepSaver(self._ranks, self._config, self._committer, self._log, prefix="")
             self._opened = opening.pop_all()
+        self._forgotten = weakref.finalize(self, _end_forgotten, self._saver, self._opened, os.getpid())
         self._signal: StopSignal | None = None
         self._is_closed = self._has_warned = False
 
@@ -276,6 +279,7 @@ class Checkpointer:
     ) -> None:
         if self._is_closed:
             return
+        self._forgotten.detach()
         try:
             if error is None:
                 self._saver.finish()
@@ -445,6 +449,14 @@ def check_settings(
     config = CheckpointConfig(**{"max_failures": 1, **settings, "every": 1})
     check(config)
     return config
+
+
+def _end_forgotten(saver: StepSaver, opened: ExitStack, process: int) -> None:
+    """End the save of a Checkpointer that nobody has closed, when it is collected or the process exits."""
+    if os.getpid() != process:  # a fork has neither the save nor the lock
+        return
+    saver.abandon(is_failing=getattr(sys, "last_value", None) is not None)
+    opened.close()
 
 
 class _Log:

@@ -137,6 +137,25 @@ class StepSaver:
         if self._failed is not None:
             raise self._failed
 
+    def abandon(self, *, is_failing: bool) -> None:
+        """Wait for the save in the background where the ranks no longer agree on anything, and report how it ended.
+
+        Args:
+            is_failing: Wait for a short time only: another rank may be lost.
+        """
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        concurrent.futures.wait([running.outcome], _GRACE_SECONDS if is_failing else None)
+        if not running.outcome.done():
+            self._log.warn(
+                f"Step {running.step} was not saved: it took longer than the process waits for it at its end."
+            )
+        elif (error := running.outcome.exception()) is not None:
+            self._log.warn(f"Step {running.step} could not be saved. {error}")
+        else:
+            self._log.saved(running.outcome.result().directory)
+
     def _conclude(self, step: int, result: Callable[[], SavedStep]) -> None:
         """Act on the outcome of a save, as all ranks agree on it."""
         try:
