@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,6 +16,8 @@ from fsdp_shard.config import COMMANDS, GenerateConfig, RunConfig
 from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.utils import RESULT, shipped
+
+_running = threading.RLock()  # what a run uses is the process's: generators of random numbers, the group of its ranks
 
 
 def finetune(settings: Sequence[str]) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
             config.run_dir, config.is_default_run_dir = run_dir, False
 
     try:
-        with _as_in_a_process_of_its_own():
+        with _running, _as_in_a_process_of_its_own():
             jobs = run_jobs(
                 COMMANDS[command], lambda: load_recipe(file), settings, command, is_program=False, settle=settle
             )
@@ -134,8 +137,8 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
 def _as_in_a_process_of_its_own() -> Iterator[None]:
     """Run with torch's defaults, whatever the caller has set, and leave the caller's random numbers as they were.
 
-    A command is what its settings say: its figures do not depend on the default dtype or device of who calls it, and
-    it seeds all generators.
+    A command is what its settings say: its figures do not depend on the default dtype or device of who calls it, nor
+    on autocast, and it seeds all generators.
     """
     import numpy as np
     import torch
@@ -147,6 +150,8 @@ def _as_in_a_process_of_its_own() -> Iterator[None]:
         torch.random.fork_rng(devices=on_gpus),
         torch.inference_mode(False),
         torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
         nullcontext() if device.type == "cpu" else torch.device("cpu"),
     ):
         torch.set_default_dtype(torch.float32)

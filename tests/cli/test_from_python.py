@@ -116,6 +116,22 @@ def test_in_a_thread_signals_stay_with_the_program(tiny_model: Path, texts: Path
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.long
+def test_threads_take_turns(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    """Each samples from its own seed, and trains with a process group of its own."""
+
+    def sample(seed: int) -> str:
+        given = ["prompt=Once", "generation.max_new_tokens=24", "generation.do_sample=true", f"seed={seed}"]
+        return str(fs.generate([f"checkpoint={tiny_model}", *given])["completions"][0]["completion"])
+
+    seeds = [1, 2, 3]
+    alone = [sample(seed) for seed in seeds]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(sample, seeds)) == alone
+        runs = pool.map(lambda n: fs.finetune(settings(tiny_model, texts, tmp_path / f"run{n}"))["final_loss"], seeds)
+        assert len(set(runs)) == 1
+
+
 def test_what_the_caller_has_set_changes_no_figures_and_stays(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     lora = ["adapter=lora", "train.neftune_alpha=5"]
     losses = []
@@ -130,7 +146,7 @@ def test_what_the_caller_has_set_changes_no_figures_and_stays(tiny_model: Path, 
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=number > 0):
                 figures = fs.finetune(settings(tiny_model, texts, tmp_path / f"run{number}", *lora))
             assert torch.get_default_dtype() == dtype
         finally:
