@@ -179,6 +179,13 @@ def labeled(prompt: str, completion: str, label: bool) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion, "label": label}
 
 
+def test_the_answers_of_one_row_have_no_other_to_compare_with(tmp_path: Path) -> None:
+    """Each would be its own, or that of the same prompt."""
+    for rows in ([labeled("a", "1", True)], [{"prompt": "p", "chosen": "good", "rejected": "bad"}]):
+        with pytest.raises(DataError, match=r"without another prompt's answer .* nothing is left to train on"):
+            opened(tmp_path, rows, LABELED)
+
+
 def test_labeled_answers_come_with_the_answer_before(tmp_path: Path) -> None:
     rows = [labeled("a", "1", True), labeled("bb", "22", False), labeled("b", "", True), labeled("ccc", "333", True)]
     samples = opened(tmp_path, rows, LABELED)

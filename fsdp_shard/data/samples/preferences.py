@@ -31,6 +31,7 @@ PROMPT_FILLS, EQUAL_WHEN_CUT = (
     " whose prompt fills the first {} tokens",
     " whose answers are equal in the first {} tokens",
 )
+NO_OTHER = " without another prompt's answer to compare with"
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,14 @@ def cut_answers(
         kept = np.setdiff1d(answers[usable[answers]], np.concatenate(left_out))[:, None]
     counts.append(LeftOut(num_filled, noun, PROMPT_FILLS.format(longest)))
     counts.append(LeftOut(int(np.count_nonzero(are_equal)), "pair", EQUAL_WHEN_CUT.format(longest)))
+    if task.samples != PAIRS:
+        row_of = np.cumsum(chosen | desirable | undesirable)
+        if len(np.unique(row_of[kept])) == 1:  # as of a last block of a stream with one row
+            counts.append(LeftOut(len(kept), noun, NO_OTHER))
+            num_unlike, kept = num_unlike + len(kept), kept[:0]
     num_truncated, num_dropped = int(np.count_nonzero(longer[kept].any(axis=1))), sum(one.number for one in counts)
     if task.samples != PAIRS:
-        kept = _with_others(kept[:, 0], np.cumsum(chosen | desirable | undesirable))
+        kept = _with_others(kept[:, 0], row_of)
     reasons = tuple(one for one in counts if one.number)
     number = int(np.count_nonzero(examples.first[kept[:, 0]] == 0))
     notes = (f"{format_count(number, noun)} without a prompt",) if number else ()
