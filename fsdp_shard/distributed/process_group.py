@@ -283,20 +283,31 @@ def init_distributed(
     Yields:
         The ranks, the device of this rank and its mesh.
 
+    Raises:
+        ConfigError: The ranks cannot be divided as asked, or the environment does not say which rank this is.
+
     Example:
         >>> with fsdp_shard.init_distributed() as context:  # doctest: +SKIP
         ...     print(context.rank, context.world_size, context.device)
     """
-    rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _SINGLE_RANK.items())
+    rank, world_size, local_rank = (_number(name, default) for name, default in _SINGLE_RANK.items())
     if is_joined := dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
+    else:
+        _refuse_unnumbered()
     parallel = (tensor_parallel, expert_parallel, context_parallel)
     if parallel.count(1) < 2:
         raise ConfigError(
             f"tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and context_parallel="
             f"{context_parallel} do not go together yet; set one of them only."
         )
-    assert world_size % (replicas * math.prod(parallel)) == 0, (world_size, replicas, *parallel)
+    sizes = (replicas, *parallel)
+    if min(sizes) < 1 or world_size % math.prod(sizes):
+        raise ConfigError(
+            f"replicas={replicas}, tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and "
+            f"context_parallel={context_parallel} do not divide {world_size} ranks; give numbers of at least 1 whose "
+            f"product divides the number of ranks."
+        )
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
     if is_joined:
         _check_backend(torch_device)
@@ -390,6 +401,32 @@ def _own_group(lines: list[list[int]], timeout: timedelta) -> Any:
 
 
 _SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def _number(name: str, default: str) -> int:
+    """The number in an environment variable."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text} is not a number, as torchrun would set it; correct it, or unset it.")
+    return int(text)
+
+
+def _refuse_unnumbered() -> None:
+    """Raise ConfigError for one of several processes whose environment does not say which rank it is."""
+    if "RANK" in os.environ:
+        return
+    if _number("WORLD_SIZE", "1") > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but RANK is not set; start the ranks with torchrun, or unset "
+            f"WORLD_SIZE for a single one."
+        )
+    if (num_tasks := _number("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise ConfigError(
+            f"srun has started {num_tasks} tasks, but RANK is not set, so that each would be the only rank; start the "
+            f"program with torchrun on each machine, or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
+            f"LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT. For tasks that have nothing to do with each "
+            f"other, set RANK=0."
+        )
 
 
 def init_device(device: str, local_rank: int) -> torch.device:

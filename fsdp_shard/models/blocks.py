@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_shard.errors import ModelError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models.file_errors import config_file
 from fsdp_shard.models.transformers_private import no_split_modules
 from fsdp_shard.utils import nearest
@@ -56,6 +56,7 @@ def no_split_blocks(model: nn.Module, names: Sequence[str] | None = None) -> lis
 
     Raises:
         ModelError: A class in `names` is not in the model, or nothing repeats. The message lists the candidates.
+        ConfigError: `names` is no list of names.
 
     Example:
         >>> no_split_blocks(model)[1]
@@ -85,6 +86,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     if names:
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"Blocks are a list of class names, such as ['LlamaDecoderLayer'], not {names!r}.")
         for name in names:
             if next(_outermost(model, {name}), None) is None:
                 known = _candidates(model)

@@ -31,7 +31,7 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
         The norm before, a scalar [], the same on all ranks.
 
     Raises:
-        ConfigError: `max_norm` is negative or NaN.
+        ConfigError: `max_norm` is negative or NaN, or `model` is no model, such as its parameters.
         ModelError: Parts of the model are in FullyShardedDataParallel, but the whole is not.
 
     Example:
@@ -43,6 +43,10 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
     """
     if not max_norm >= 0.0:
         raise ConfigError(f"max_norm={max_norm} is not a norm: give a number of at least 0.")
+    if not isinstance(model, nn.Module) and not hasattr(model, "clip_grad_norm_"):
+        raise ConfigError(
+            f"clip_grad_norm_ takes the model, not {type(model).__name__}: the norm is that of all ranks."
+        )
     if not isinstance(model, nn.Module):
         return model.clip_grad_norm_(max_norm)
     if FullyShardedDataParallel.fsdp_modules(model):

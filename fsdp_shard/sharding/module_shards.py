@@ -59,7 +59,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
 
     Raises:
         ModelError: A parameter is on meta, is not contiguous in memory, or is kept in a way that does not say which
-            part a rank has.
+            part a rank has; or elements of a buffer share memory.
     """
     if not isinstance(module, nn.Module) and not isinstance(getattr(module, "module", None), nn.Module):
         raise ModelError(f"{module!r} is no torch.nn.Module, nor what `shard` returns.")
@@ -97,6 +97,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         if isinstance(buffer, DTensor):
             shards[clean_fqn(raw)] = shard_of(buffer, writes=is_first(buffer.device_mesh, buffer.placements))
         else:
+            _refuse_expanded(clean_fqn(raw), buffer)
             whole = (0, tuple(buffer.shape))
             shards[clean_fqn(raw)] = LocalShard(buffer, buffer.detach().reshape(-1), *whole, writes=ranks.is_main)
     return ModuleShards(shards, aliases, replicated)
@@ -174,6 +175,15 @@ def _refuse_strided(name: str, param: nn.Parameter) -> None:
             f"{name} of shape {list(param.shape)} is not contiguous in memory (strides {list(param.stride())}), as of "
             f"channels_last or transposed weights, so that it cannot be saved or filled; make it so by "
             f"`param.data = param.data.contiguous()`."
+        )
+
+
+def _refuse_expanded(name: str, buffer: torch.Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+        raise ModelError(
+            f"{name} of shape {list(buffer.shape)} is a buffer whose elements share memory (strides "
+            f"{list(buffer.stride())}), as of `expand`, so that it cannot be filled; register `buffer.clone()`, or "
+            f"make it persistent=False."
         )
 
 

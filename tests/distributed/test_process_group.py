@@ -108,3 +108,25 @@ def test_ranks_of_a_machine_are_those_that_were_started_there(monkeypatch: pytes
     assert OnlyRank().local_world_size == 1
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert Communicator(rank=5, world_size=8).local_world_size == 8, "nobody says otherwise"
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "words"),
+    [
+        ({}, {"replicas": 2}, "replicas=2, tensor_parallel=1, .* do not divide 1 ranks"),
+        ({}, {"tensor_parallel": 2}, "tensor_parallel=2, .* do not divide 1 ranks"),
+        ({}, {"replicas": 0}, "numbers of at least 1"),
+        ({"RANK": "abc"}, {}, "RANK=abc is not a number"),
+        ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE=2, but RANK is not set; start the ranks with torchrun"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, {}, "srun has started 2 tasks, but RANK is not set"),
+    ],
+)
+def test_ranks_that_cannot_be_are_an_error(
+    variables: dict[str, str], arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words), init_distributed("cpu", **arguments):
+        pass

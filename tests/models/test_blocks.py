@@ -18,7 +18,7 @@ from transformers import (
     ViltModel,
 )
 
-from fsdp_shard.errors import ModelError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import no_split_blocks, tied_names
 from tests.support.tiny import llama, llama_config
 
@@ -77,6 +77,12 @@ class Residual(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
         self.shortcut = nn.Conv2d(4, 4, 1)
+
+
+def test_names_of_blocks_are_a_list() -> None:
+    for names in ("Linear", [nn.Linear]):
+        with pytest.raises(ConfigError, match="Blocks are a list of class names"):
+            no_split_blocks(nn.Sequential(nn.Linear(2, 2)), names)  # type: ignore[arg-type]
 
 
 def test_structure_keeps_residual_blocks_and_recurrent_cells_whole() -> None:

@@ -384,6 +384,12 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
     return work
 
 
+def _expanded() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("mask", torch.ones(4)[None].expand(3, -1))
+    return model
+
+
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
@@ -404,6 +410,7 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
         ("is no torch.optim.Optimizer", {"optimizer": lambda context: Stateful({})}),
         ("is on the meta device", {"model": lambda context: Net().to("meta"), "optimizer": None}),
         ("None is no torch.nn.Module", {"model": None}),
+        ("mask .* is a buffer whose elements share memory", {"model": lambda _: _expanded(), "optimizer": None}),
         (
             "a.b.weight is the name of a parameter or buffer of both models 'a' and 'a.b'",
             {"model": {"a": nn.ModuleDict({"b": nn.Linear(2, 1)}), "a.b": nn.Linear(2, 1)}, "optimizer": None},
