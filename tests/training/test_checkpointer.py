@@ -401,6 +401,12 @@ def _expanded() -> nn.Module:
         ),
         ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
         ("extra.path is a pathlib.*which is no data", {"extra": {"path": Path("x")}}),
+        ("extra.w is a tensor that is on the meta device", {"extra": {"w": torch.ones(2, device="meta")}}),
+        ("extra.w is a tensor that is sparse", {"extra": {"w": torch.eye(2).to_sparse()}}),
+        (
+            "odd.w is a tensor that is nested",
+            {"odd": Stateful({"w": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)})},
+        ),
         ("odd.fn is a builtins.function", {"odd": Stateful({"fn": lambda: 0})}),
         ("differ in odd", {"odd": lambda context: Stateful({"n": context.rank})}),
         (

@@ -59,6 +59,9 @@ def _encode(value: Any, name: str, add: _Add, depth: int) -> Any:
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
+        if value.is_meta or value.is_nested or value.layout is not torch.strided:
+            found = "on the meta device" if value.is_meta else "nested" if value.is_nested else "sparse"
+            raise SaveError(f"{_shown(name)} is a tensor that is {found}, which cannot be saved: give a dense one.")
         return {"$tensor": add(name, value)}
     if kind in (list, tuple):
         items = [_encode(item, f"{name}.{number}", add, depth + 1) for number, item in enumerate(value)]
