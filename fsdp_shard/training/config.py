@@ -1,4 +1,4 @@
-"""The settings of `train.*`, what training needs of a run's config, and the rules for the batch size.
+"""The `train.*` settings, the part of a run's config that training needs, and the rules for batch sizes.
 
 Imports no torch.
 """
@@ -159,7 +159,7 @@ class TrainConfig:
             raise ConfigError(
                 f"{prefix}profile={list(self.profile)} names step {outside[0]}, but steps go from 1 to {steps}."
             )
-        if self.warmup_steps >= max(last, 1):  # the first step has a rate of 0, the one after warm-up the highest
+        if self.warmup_steps >= max(last, 1):  # the rate is 0 in the first step, and highest after warm-up
             raise ConfigError(
                 f"{prefix}warmup_steps={self.warmup_steps} is not less than {steps}, so the learning rate would never "
                 f"reach optim.lr. Set it to at most {max(last - 1, 0)}."
@@ -173,18 +173,18 @@ class TrainConfig:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the run. With `epochs`, only the settings that `for_data` returns have it."""
+        """Number of steps of the run. With `epochs`, it is known only in the settings that `for_data` returns."""
         if self.steps is None and self.epochs is not None:
             raise ValueError("the steps of train.epochs depend on the data: use the settings that for_data returns")
         return _DEFAULT_STEPS if self.steps is None else self.steps
 
     def for_data(self, samples_per_epoch: int | None, step: int = 0, num_samples: int = 0) -> TrainConfig:
-        """Return these settings with the number of steps that `epochs` stands for.
+        """Return these settings with `epochs` converted to a number of steps.
 
         Args:
             samples_per_epoch: Number of samples in an epoch; None if the data has no such number.
-            step: Number of steps that are finished, possibly with batches of another size.
-            num_samples: Number of samples in them.
+            step: Number of finished steps, possibly with another batch size.
+            num_samples: Number of samples in the finished steps.
 
         Raises:
             ConfigError: The data has no epochs, or other settings contradict the number of steps.
@@ -195,7 +195,7 @@ class TrainConfig:
             raise ConfigError(
                 f"train.epochs={self.epochs:g} needs data with a known number of samples; set train.steps instead."
             )
-        # As it is written: 1.1 * 10 would be more than 11.
+        # As the decimal number that was written: in floating point, 1.1 * 10 is more than 11.
         left = Fraction(str(self.epochs)) * samples_per_epoch - num_samples
         known = replace(self, steps=step + max(0, math.ceil(left / self.global_batch_size)))
         known._check_steps("train.")
@@ -209,11 +209,11 @@ class ModelSettings(Protocol):
 
     @property
     def source(self) -> Location:
-        """What `model.path` leads to."""
+        """The location that `model.path` leads to."""
 
 
 class FinetuneSettings(ModelSettings, Protocol):
-    """The config of a training run, as far as training uses it."""
+    """The part of a training run's config that training uses."""
 
     run_dir: str
     resume: str
@@ -234,9 +234,10 @@ class FinetuneSettings(ModelSettings, Protocol):
     def load_dispatched(
         self, source: Location, max_memory: Any, context: DistributedContext, log: Callable[[str], object], dtype: str
     ) -> PreTrainedModel:
-        """Load a model that is not trained, on GPU, CPU and disk by the budgets `max_memory`, on each rank.
+        """Load a model that is not trained, on each rank, over GPU, CPU and disk within the budgets `max_memory`.
 
-        Training does not know how; `log` gets a line about where the model is. `dtype` may be `keep`.
+        The config implements this, as training cannot. `log` receives a line about the model's placement. `dtype` may
+        be `keep`.
         """
 
 
@@ -272,7 +273,7 @@ def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> 
 
 
 def check_held_out(config: TrainConfig, data: DataConfig) -> None:
-    """Raise ConfigError if a setting asks for evaluations but there is nothing to evaluate."""
+    """Raise ConfigError if a setting requires evaluations but there is no held-out data."""
     if data.eval_sets and config.eval_windows is not None and config.eval_windows < len(data.eval_sets):
         raise ConfigError(
             f"train.eval_windows={config.eval_windows} leaves no window for some of the {len(data.eval_sets)} sets of "
@@ -292,12 +293,12 @@ def check_held_out(config: TrainConfig, data: DataConfig) -> None:
 def check_inputs(
     model: ModelConfig, shard: ShardConfig, train: TrainConfig, *, is_packed: bool, prefix: str = ""
 ) -> None:
-    """Raise ConfigError for settings of what goes into the model that contradict each other.
+    """Raise ConfigError for contradictory settings of the model's inputs.
 
     Args:
         model: The settings of the model.
-        shard: How it is sharded.
-        train: The settings of training.
+        shard: The sharding settings.
+        train: The training settings.
         is_packed: Whether samples hold several documents.
         prefix: Prefix of the settings in messages.
     """

@@ -1,4 +1,4 @@
-"""Figures of the training data for result.json and metrics.jsonl."""
+"""Statistics of the training data for result.json and metrics.jsonl."""
 
 import math
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from fsdp_shard.utils import format_count
 
 
 def data_figures(dataset: Dataset, num_samples: int, tokens: Mapping[str, int]) -> dict[str, Any]:
-    """Return the figures of the data for result.json.
+    """Return the statistics of the data for result.json.
 
     Args:
         dataset: The training data.
-        num_samples: Number of samples that were trained.
-        tokens: Number of tokens that were trained, by source.
+        num_samples: Number of samples trained.
+        tokens: Number of tokens trained, by source.
 
     Returns:
-        `sequence_length`, and `sources` of a mixture or `stream` of a stream.
+        `sequence_length`, and for a mixture `sources`, for a stream `stream`.
     """
     figures = {"sequence_length": dataset.sequence_length, **dataset.figures(num_samples)}
     for name, source in figures.get("sources", {}).items():
@@ -32,11 +32,11 @@ def source_figures(dataset: Dataset, num_samples: int, tokens: Mapping[str, int]
 
 
 def describe_streams(figures: Mapping[str, Any], length: int) -> list[str]:
-    """Describe what was left out and cut of each stream, from what `data_figures` returned.
+    """Describe how much of each stream was skipped and cut, from a result of `data_figures`.
 
     Args:
-        figures: The figures.
-        length: Tokens of a window.
+        figures: The result of `data_figures`.
+        length: Tokens per window.
     """
     sources = figures.get("sources", {"": figures})
     return [
@@ -58,5 +58,5 @@ def _stream_counts(counts: Mapping[str, Any], length: int) -> str:
 
 
 def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures for JSON, which has neither NaN nor infinity: they become null."""
+    """Return figures with null in place of NaN and infinity, which JSON cannot represent."""
     return {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}

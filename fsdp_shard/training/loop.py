@@ -1,12 +1,12 @@
-"""The training loop: a generator of one report per step, each an update of the weights from one global batch.
+"""The training loop: a generator that yields a report for each step, an update of the weights from one global batch.
 
-Saving, logging, evaluating and early stopping are the caller's, between one report and the next. Nothing here reads a
-file or the environment. Every rank makes the same calls in the same order: what only one rank knows (its tokens, its
-loss, a signal that it received) is summed over the ranks before anyone acts on it.
+The caller saves, logs, evaluates and stops early between reports. Nothing here reads a file or the environment. Every
+rank makes the same calls in the same order: values known to one rank only (its tokens, its loss, a signal that it
+received) are summed over the ranks before any rank acts on them.
 
-The loss is the mean over the predictions of the *global* batch: each rank divides the sum of its own by (predictions of
-all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks. A rank that has a part
-of each sequence (`shard.context_parallel`) has the predictions of its own tokens.
+The loss is the mean over the predictions of the *global* batch: each rank divides its own sum by (predictions of all
+ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks. With
+`shard.context_parallel`, a rank holds a part of each sequence and sums over the predictions of its own tokens.
 """
 
 import math
@@ -39,22 +39,22 @@ from fsdp_shard.utils import device_peak_bytes, format_count
 
 @dataclass
 class TrainingRun:
-    """A model in training, and how far it is.
+    """A model in training, with its progress.
 
     Attributes:
         model: The sharded model.
         optimizer: Its optimizer; the learning rate of each group is the peak of the schedule.
-        dataset: The samples, in the order in which they are trained.
-        config: Settings of the loop; the number of steps of `epochs` is computed when the run is made.
-        context: The ranks that train.
+        dataset: The samples, in training order.
+        config: Loop settings; `epochs` is converted to a number of steps when the run is created.
+        context: The training ranks.
         state: Progress of the run; the loop updates it after each step.
         stop: Signals that ask the run to stop.
         sync_every_micro_batch: Whether gradients are reduced after every micro-batch, or once per step.
-        profile: Returns the context in which the step with this number is made.
+        profile: Returns the context manager in which the step with this number runs.
         functions: A custom loss and metrics.
-        objective: What the model is trained for.
-        reference: The model that it is compared with, or its teacher, for objectives that need one.
-        average: Average of the weights, updated after each step that is not skipped.
+        objective: The training objective.
+        reference: The reference model or the teacher, for objectives that need one.
+        average: Average of the weights, updated after every step that is not skipped.
         interrupted_by: The signal that stopped the run before its last step, or 0.
 
     Example:
@@ -78,13 +78,13 @@ class TrainingRun:
     interrupted_by: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        # Each source of a mixture has epochs of its own.
+        # Each source of a mixture has its own epochs.
         self.state.samples_per_epoch = None if self.dataset.source_names else self.dataset.num_samples
         self.config = self.config.for_data(self.state.samples_per_epoch, self.state.step, self.state.num_samples)
 
     @property
     def is_over(self) -> bool:
-        """Whether no step follows: the last is done, evaluations no longer improve, or a signal came."""
+        """Whether no step follows: the last step is done, evaluations no longer improve, or a signal was received."""
         is_done = self.state.step >= self.config.num_steps or self.state.stops_early(self.config.patience)
         return is_done or bool(self.interrupted_by)
 
@@ -95,21 +95,21 @@ class StepReport:
 
     Attributes:
         step: Number of the step, from 1.
-        loss: Mean loss before the update, in nats per token; of an objective of pairs, per pair.
+        loss: Mean loss before the update, in nats per token, or per pair for objectives of pairs.
         learning_rate: Learning rate of the update.
         grad_norm: Norm of the gradients before clipping.
-        tokens: Predictions of this step, over all ranks.
-        tokens_per_second: Of all ranks together.
+        tokens: Predictions of this step on all ranks.
+        tokens_per_second: Throughput of all ranks together.
         step_seconds: Duration on this rank.
-        data_seconds: How long the step waited for its samples, the mean over the ranks.
-        memory_bytes: Highest peak of any rank so far.
+        data_seconds: Time that the step waited for its samples, averaged over the ranks.
+        memory_bytes: Highest memory peak of any rank so far.
         skipped: Number of skipped updates so far.
         stop_signal: A signal that any rank received, or 0.
-        fault: Why this step was skipped, or empty.
-        sources: Samples, tokens and epochs so far of each source of a mixture.
+        fault: Reason why this step was skipped, or empty.
+        sources: Samples, tokens and epochs so far, for each source of a mixture.
         epoch: Epochs so far; None for streams and mixtures.
-        total_tokens: Predictions of all steps so far, those before a resume too.
-        metrics: The means of the metrics of the objective and of custom ones, by name.
+        total_tokens: Predictions of all steps so far, including those before a resume.
+        metrics: Means of the objective's metrics and of custom metrics, by name.
     """
 
     step: int
@@ -130,7 +130,7 @@ class StepReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """The row of metrics.jsonl. JSON has neither NaN nor infinity, so they become null."""
+        """The row of metrics.jsonl, with null in place of NaN and infinity, which JSON cannot represent."""
         apart = ("stop_signal", "fault", "sources", "metrics")
         row = finite({name: value for name, value in vars(self).items() if name not in apart})
         row |= {"sources": dict(self.sources)} if self.sources else {}
@@ -140,19 +140,19 @@ class StepReport:
 def train(run: TrainingRun) -> Iterator[StepReport]:
     """Train until the run is over; a collective.
 
-    `run.state` is updated before each report, so that it can be saved when the report is received. No step follows
-    once `run.is_over`; then nothing is gathered.
+    `run.state` is updated before each report, so the caller can save it on receiving the report. Once `run.is_over`, no
+    step follows and no parameters are gathered.
 
     Args:
         run: The run, at any step.
 
     Yields:
-        A report of each step, as soon as it is done.
+        A report of each step, as soon as the step is done.
 
     Raises:
-        ConfigError: The run has a custom loss or metrics, and an objective that has its own.
-        LossError: On all ranks, with the weights of the step before: the loss or the gradients are not finite, and
-            `config.non_finite` does not allow to skip the step.
+        ConfigError: The run has a custom loss or metrics, and an objective with its own.
+        LossError: On all ranks, with the weights of the previous step: the loss or the gradients are not finite, and
+            `config.non_finite` does not allow skipping the step.
 
     Example:
         >>> for report in train(run):  # doctest: +SKIP
@@ -183,14 +183,15 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
 def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     """Update the weights from the next global batch, and record it in `run.state`; a collective.
 
-    When the loss or the norm of the gradients is not finite on any rank, no rank changes its weights or its optimizer.
+    If the loss or the gradient norm is not finite on any rank, no rank changes its weights or its optimizer.
 
     Args:
         run: The run.
-        loader: Its samples.
+        loader: The samples of the run.
 
     Raises:
-        LossError: On all ranks: the loss or the gradients are not finite, and the settings do not allow to skip this.
+        LossError: On all ranks: the loss or the gradients are not finite, and the settings do not allow skipping the
+            step.
     """
     began = time.perf_counter()
     config, context, state = run.config, run.context, run.state
@@ -200,8 +201,8 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     context.all_reduce_(loaded.counts)
     run.optimizer.zero_grad()
     terms, counts = loaded.counts.tensor_split([run.objective.num_terms])
-    # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks. Those
-    # that divide sequences count their own parts, or parts of all.
+    # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
+    # Context-parallel ranks count their own parts, or parts of all.
     divisors = (terms.clamp(min=context.num_tensor_ranks) / context.world_size).float()
     sums = StepSums(run.functions, context)
     losses = _accumulate(run, loaded, divisors, sums)
@@ -235,10 +236,10 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
 
 
 def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor], totals: "_Totals") -> str:
-    """Update the weights if loss and gradients are finite; returns why not, if they are not; a collective.
+    """Update the weights if loss and gradients are finite, otherwise return the reason; a collective.
 
     Raises:
-        LossError: On all ranks: they are not, and the settings do not allow to skip this.
+        LossError: On all ranks: they are not finite, and the settings do not allow skipping the step.
     """
     config, state, fault = run.config, run.state, ""
     if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
@@ -255,7 +256,7 @@ def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
 
 
 def _non_finite_in(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
-    """Where a step is not finite: in the loss of some samples, or in the gradients only; a collective."""
+    """Find where a step is not finite: in the loss of some samples, or only in the gradients; a collective."""
     bad = [int(i) for part, loss in zip(loaded.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
     in_loss = [position for rank in run.context.all_gather_object(bad) for position in rank]
     named = run.dataset.describe(in_loss or loaded.samples)
@@ -265,7 +266,7 @@ def _non_finite_in(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.
 def _set_learning_rate(run: TrainingRun) -> float:
     """Set the learning rate of each group, and return that of the first.
 
-    The peak is the one that the group was built with, as in torch's schedulers.
+    The peak is the rate with which the group was created, as in torch's schedulers.
     """
     for group in run.optimizer.param_groups:
         peak = group.setdefault("initial_lr", group["lr"])
@@ -283,16 +284,16 @@ def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, su
             loss = objective.terms(Pass(model, batch, divisors, sums, reference, shared)).sum()
             with quiet_pass():
                 loss.backward()
-        # Ranks that divide sequences each have the whole loss, and the gradient of their own tokens.
+        # Each context-parallel rank has the whole loss, but only the gradient of its own tokens.
         num_copies = run.context.num_context_ranks if objective.compares_whole_sequences else 1
         losses.append(loss.detach() / num_copies)
-        del loss  # with what its graph still refers to, such as a teacher's tokens, before the next forward pass
+        del loss  # and all that its graph refers to, such as a teacher's tokens, before the next forward pass
     return losses
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """What a step reads from the device: figures of all ranks, as in `StepReport`, and the sums of its metrics."""
+    """The values that a step reads from the device: figures of all ranks, as in `StepReport`, and sums of metrics."""
 
     loss: float
     grad_norm: float
@@ -307,15 +308,15 @@ class _Totals:
 def _read_totals(
     run: TrainingRun, loss: torch.Tensor, grad_norm: torch.Tensor, counts: torch.Tensor, waited: float
 ) -> _Totals:
-    """Reduce the figures of each rank on the device, and read them: the only time that this loop waits for a GPU.
+    """Reduce each rank's figures on the device and read them: the only point at which this loop waits for a GPU.
 
-    The norm is the same on all ranks unless one of them failed; then none may continue.
+    The norm is equal on all ranks unless one of them failed, in which case none may continue.
 
     Args:
         run: The run.
         loss: This rank's part of the loss, a scalar.
         grad_norm: Norm of the gradients, a scalar.
-        counts: Predictions of all ranks, those of each source of a mixture, and sums of metrics, float64.
+        counts: Predictions of all ranks, predictions of each source of a mixture, and sums of metrics, float64.
         waited: Seconds that this rank waited for its samples.
     """
     context = run.context
@@ -343,7 +344,7 @@ def _read_totals(
 
 
 def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:
-    """The message of the LossError that ends a run in the step after `state`."""
+    """Format the message of the LossError that ends a run in the step after `state`."""
     before, remedy = "", "skip such steps with train.non_finite=skip"
     if config.non_finite == "skip":
         before = f", after {format_count(state.num_skipped_in_row, 'skipped step')} in a row"

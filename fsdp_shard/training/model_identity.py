@@ -1,4 +1,4 @@
-"""Whether `model.path` is the model that the run to resume began from, by what its step records of that."""
+"""Checks that `model.path` is the model that the run to resume began from, as recorded in its step."""
 
 import os
 from collections.abc import Sequence
@@ -11,25 +11,25 @@ from fsdp_shard.training.config import ModelSettings
 
 
 def model_name(config: ModelConfig) -> str:
-    """The model as steps record it: its absolute path, or its hub id or address, with the GGUF file in it."""
+    """The model name that steps record: its absolute path, or its hub id or address, including the GGUF file."""
     path = os.path.expanduser(config.path)
     name = os.path.abspath(path) if os.path.exists(path) else config.path
     return name if config.gguf_file is None else os.path.join(name, config.gguf_file)
 
 
 def check_base_model(config: ModelSettings, step_directory: Path | None) -> str | None:
-    """Compare `model.path` with the model that the run to resume began from. Reads the first elements of its tensors.
+    """Compare `model.path` with the model that the run to resume began from, by the first elements of its tensors.
 
     Args:
         config: The settings of the run.
         step_directory: The step to resume from, if any.
 
     Returns:
-        A line to print if they could not be compared, or if only the config has changed, which is then not used; the
-        run resumes all the same.
+        A line to print if the models could not be compared, or if only the config changed and the run does not use it;
+        the run resumes nevertheless.
 
     Raises:
-        CheckpointError: It is another model, or there is none; or its config has changed, and the run uses it.
+        CheckpointError: It is another model, or there is none; or its config has changed and the run uses it.
     """
     if step_directory is None:
         return None
@@ -39,7 +39,8 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
             f"{step_directory} does not record the model that its run began from, as an earlier version saved it: "
             f"model.path={config.model.path} was not compared with it"
         )
-    # What is gone was called by the same name, but is no path now. What is on the hub is not downloaded to be compared.
+    # A deleted model has the recorded name, but the path no longer exists. A hub model is not downloaded for the
+    # comparison.
     names = {model_name(config.model), os.path.abspath(os.path.expanduser(model_name(config.model)))}
     is_unchanged = recorded.path in names
     given = config.model
@@ -71,7 +72,7 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
 def other_config(
     step_directory: Path, recorded: checkpoint.BaseModel, path: str, changes: Sequence[str]
 ) -> CheckpointError:
-    """The error for a model at `path` with the weights, but not the config, that a step records."""
+    """Return the error for a model at `path` with the recorded weights but another config."""
     return CheckpointError(
         f"{step_directory} was trained on {recorded.path}, but config.json of model.path={path} has other values than "
         f"that had: {', '.join(changes)}. Set them back, or start a new run in another run_dir."
@@ -79,7 +80,7 @@ def other_config(
 
 
 def other_model(step_directory: Path, recorded: checkpoint.BaseModel, path: str) -> CheckpointError:
-    """The error for a model at `path` that is not the one that a step records."""
+    """Return the error for a model at `path` that is not the recorded one."""
     return CheckpointError(
         f"{step_directory} was trained on {recorded.path}, but model.path={path} holds other weights (names, dtypes, "
         f"shapes or values differ). Give the model that it was trained on, or start a new run in another run_dir."

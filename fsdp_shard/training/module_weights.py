@@ -1,4 +1,4 @@
-"""The weights of any module, whoever wrapped it: filled from a checkpoint of any format, or written as a model."""
+"""Loads the weights of any module, with any wrapper, from a checkpoint of any format, and writes them as a model."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def load_weights(
     base: str | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> str:
-    """Fill a model from a checkpoint of any format, each rank only its own part; a collective.
+    """Load a model's weights from a checkpoint of any format, each rank only its own shard; a collective.
 
-    Parameters may be plain, under DDP, FSDP1, FSDP2 or tensor-parallel, as for `Checkpointer`. Floating-point numbers
-    are cast to the dtype of the parameters. An adapter is merged into its base.
+    Parameters may be plain, under DDP, FSDP1, FSDP2 or tensor-parallel, as for `Checkpointer`. Floating-point weights
+    are cast to the dtype of the parameters. An adapter is merged into its base model.
 
     Args:
-        model: The model, with memory for its parameters (`to_empty` after meta); or what `shard` gave.
+        model: The model, with memory for its parameters (`to_empty` after meta), or a result of `shard`.
         source: A run, a step, a model directory, a file of weights, or a hub id.
-        base: The base model of an adapter, if it is not where the adapter says.
+        base: The base model of an adapter, if it is not at the path recorded in the adapter.
         timeout_seconds: How long ranks wait for each other.
 
     Returns:
-        A line for each kind of stored tensors that the model does not have and that were left out, such as those that
-        `from_pretrained` leaves out; of models other than those of transformers, nothing is left out.
+        A line for each kind of stored tensors that were skipped because the model does not have them, such as those
+        that `from_pretrained` skips. For models other than those of transformers, no tensors are skipped.
 
     Raises:
-        CheckpointError: On all ranks: tensors are missing, unexpected, or of another shape or kind.
+        CheckpointError: On all ranks: tensors are missing, unexpected, or have another shape or kind of numbers.
 
     Example:
         >>> import torch, fsdp_shard as fs
@@ -71,7 +71,7 @@ def load_weights(
     with run_on_all(ranks, lambda: location.model_index) as index:
         names, note = run_on_all(ranks, lambda: _matched(bare_module(model), shards, index))
         loaded = {name: shards.shards[name] for name in names}
-        for shard in loaded.values():  # a save in the background may be reading them
+        for shard in loaded.values():  # a background save may be reading them
             increment_version(shard.tensor)
         run_on_all(ranks, lambda: checkpoint.load_shards(index, loaded, names))
         fill_copied_buffers(ModuleShards(loaded, {}))
@@ -79,7 +79,7 @@ def load_weights(
 
 
 def _matched(model: nn.Module, shards: ModuleShards, index: TensorIndex) -> tuple[Mapping[str, str], str]:
-    """The stored name of each parameter, and what is left out."""
+    """The stored name of each parameter, and the line about skipped tensors."""
     checkpoint.check_loadable(index)
     of_transformers = transformers_model(model)
     if of_transformers is not None and not FullyShardedDataParallel.fsdp_modules(model):
@@ -97,23 +97,23 @@ def save_pretrained(
     max_shard_size: str = "5GB",
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> Path:
-    """Write a model as a Hugging Face directory, whoever sharded it; a collective.
+    """Write a model, sharded by any wrapper, as a Hugging Face directory; a collective.
 
-    Nothing is gathered: each rank writes its own elements at their place in the files. The directory is complete or
-    absent, and has a manifest, so that `fsdp-shard verify` can check it.
+    Nothing is gathered: each rank writes its own elements to their place in the files. The directory is complete or
+    absent. Its manifest lets `fsdp-shard verify` check it.
 
     Args:
-        model: The model; of one of transformers, config and generation config are written too.
+        model: The model; for a transformers model, config and generation config are written, too.
         directory: The directory, which must not exist.
-        processor: A tokenizer or processor of transformers to save with it.
-        max_shard_size: Largest file, such as 5GB.
+        processor: A transformers tokenizer or processor to save with the model.
+        max_shard_size: Maximum size of a file, such as 5GB.
         timeout_seconds: How long ranks wait for each other.
 
     Returns:
         The directory.
 
     Raises:
-        SaveError: It exists already, or could not be written.
+        SaveError: The directory exists already, or could not be written.
 
     Example:
         >>> import torch, fsdp_shard as fs
@@ -122,7 +122,7 @@ def save_pretrained(
     """
     target, size = Path(directory), parse_size(max_shard_size, "max_shard_size")
     ranks = current_ranks(timeout_seconds)
-    store = Store(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # that of rank 0 counts
+    store = Store(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # rank 0's is used
     shards = run_on_all(ranks, lambda: shards_of(model, ranks))
     files = run_on_all(ranks, lambda: side_files(model, processor) if ranks.is_main else {})
     run_on_main(ranks, lambda: _refuse_existing(target))

@@ -15,7 +15,7 @@ def settle_run_length(
     """Set `data.sequence_length`, if it is null, to that of the step to resume from, or as `settle_length` does.
 
     Args:
-        data: The settings of the data.
+        data: The data settings.
         step_directory: The step to resume from, if any.
         context_length: The context length of the model.
 
@@ -24,7 +24,7 @@ def settle_run_length(
 
     Raises:
         CheckpointError: The step does not record its length.
-        ConfigError: The model has no such positions.
+        ConfigError: The length exceeds the model's positions.
     """
     if data.sequence_length is None and step_directory is not None:
         data.sequence_length = _recorded_length(step_directory)

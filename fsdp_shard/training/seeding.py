@@ -1,8 +1,8 @@
 """Random state as a function of the progress of the run.
 
-Everything that draws random numbers, such as dropout, is seeded from (seed, step, rank) before every step. So a resumed
-step draws the same numbers, whatever ran in between (an evaluation, a save), and no random state is saved. On another
-number of ranks the numbers differ, the samples do not.
+Every source of random numbers, such as dropout, is seeded from (seed, step, rank) before each step. A resumed step
+therefore draws the same numbers regardless of evaluations and saves in between, and no random state is saved. On
+another number of ranks, the random numbers differ, but the samples do not.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from fsdp_shard.utils import set_environment
 
 
 def derived_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that is a function of `parts`; those of neighboring numbers are unrelated."""
+    """Return a 63-bit seed derived from `parts`; seeds of neighboring numbers are unrelated."""
     digest = hashlib.blake2b(" ".join(["fsdp-shard", *map(str, parts)]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -32,7 +32,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def tf32_products(enabled: bool) -> Iterator[None]:
-    """With `enabled`, multiply float32 matrices in TF32 on GPUs. Leaving restores the setting before."""
+    """With `enabled`, multiply float32 matrices in TF32 on GPUs. On exit, the previous setting is restored."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if enabled else before)
     try:
@@ -43,9 +43,10 @@ def tf32_products(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """With `enabled`, use only deterministic algorithms of torch, and raise for operations without one.
+    """With `enabled`, use only torch's deterministic algorithms, and raise for operations without one.
 
-    Must be entered before the first computation: cuBLAS reads its setting once. Leaving restores the settings before.
+    Enter it before the first computation, as cuBLAS reads its setting once. On exit, the previous settings are
+    restored.
     """
     if not enabled:
         yield

@@ -1,7 +1,7 @@
 """Requests to stop a run: SIGINT (Ctrl-C), SIGTERM, SIGUSR1 (Slurm's warning before a time limit) or SIGHUP.
 
-The first signal only sets a flag. The loop reduces it over the ranks at the end of the step, so that all ranks stop
-after the same step and can save a checkpoint. A second signal ends this rank at once.
+The first signal only sets a flag. The loop reduces it over the ranks at the end of the step, so all ranks stop after
+the same step and can save a checkpoint. A second signal ends this rank at once.
 """
 
 import signal
@@ -15,12 +15,12 @@ from fsdp_shard.errors import Interrupted
 
 
 class StopSignal:
-    """Context that catches stop signals; `number` is the first one received, 0 before.
+    """Context manager that catches stop signals; `number` is the first one received, or 0.
 
-    Only the main thread can: in another one, signals stay with the program that has started it.
+    This works only in the main thread; in other threads, signals are left to the calling program.
 
-    A launcher forwards Ctrl-C to ranks that have received it from the terminal already, so a signal within
-    `grace_seconds` of the first one is the same request.
+    A launcher forwards Ctrl-C to ranks that have already received it from the terminal, so a signal within
+    `grace_seconds` of the first one counts as the same request.
     """
 
     def __init__(self, grace_seconds: float = 2.0) -> None:
@@ -52,7 +52,7 @@ def interrupted(number: int, step: int, run_dir: str, resume: str) -> Interrupte
         number: The signal.
         step: The last step.
         run_dir: Directory of the run.
-        resume: The setting `resume` that it was started with.
+        resume: The `resume` setting of the run.
     """
     again = f"run_dir={run_dir}" if resume == "auto" else f"run_dir={run_dir} resume=auto"
     return Interrupted(
@@ -63,12 +63,12 @@ def interrupted(number: int, step: int, run_dir: str, resume: str) -> Interrupte
 
 
 def raise_if_stopped(stop: StopSignal, ranks: Communicator, during: str) -> None:
-    """Raise Interrupted on all ranks if any has received a signal before training; a collective.
+    """Raise Interrupted on all ranks if any rank received a signal before training; a collective.
 
     Args:
         stop: The signals of this rank.
         ranks: The ranks.
-        during: What is stopped, and kept nowhere.
+        during: The interrupted phase, whose work is lost.
     """
     if number := int(ranks.all_reduce([stop.number], "max")[0]):
         raise Interrupted(

@@ -1,7 +1,7 @@
-"""The progress of a run, as `trainer.json` of a checkpoint holds it.
+"""The progress of a run, stored as `trainer.json` in checkpoints.
 
 The learning rate, the random state and the position in the data are functions of it (`lr_schedule.py`, `seeding.py`,
-`data/sample_order.py`), so that a resumed run continues exactly.
+`data/sample_order.py`), so a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ class TrainerState:
     """The progress of a run.
 
     Attributes:
-        seed: Seed of the run, which decides about the order of the samples.
-        data: Identity of the data set (`Dataset.identity`).
+        seed: Seed of the run, which determines the sample order.
+        data: Identity of the dataset (`Dataset.identity`).
         step: Number of finished steps.
         num_samples: Number of samples trained, in the order that `seed` and `data` define.
         num_tokens: Number of predictions trained.
-        best_loss: Lowest held-out loss after a step so far, of step `best_step`.
+        best_loss: Lowest held-out loss after any step so far, that of step `best_step`.
         best_step: Step with the lowest held-out loss so far.
         reference_loss: Held-out loss that an evaluation must improve on (early stopping).
-        num_stale: Number of evaluations since then, none of which improved on it.
+        num_stale: Number of evaluations since then without an improvement.
         num_skipped: Number of steps that did not change the weights.
-        num_skipped_in_row: Number of the latest steps that did not.
-        place: Position in streamed data, in the format of `data`; None for other data.
-        source_tokens: Predictions of each source of a mixture, by name.
+        num_skipped_in_row: Number of consecutive skipped steps up to this one.
+        place: Position in streamed data, whose format depends on the data; None for other data.
+        source_tokens: Number of predictions for each source of a mixture, by name.
         samples_per_epoch: Number of samples in an epoch; None for streams and mixtures, and in older checkpoints.
-        owes_evaluation: Whether an evaluation is due after this step that there was none of: the run was interrupted
-            before it, or a resume has made the step the last.
-        evaluated_step: The latest step that was evaluated; 0 without any, and in older checkpoints.
-        latest_loss: Its held-out loss.
-        held_out: Identity of the samples that evaluations so far were of; empty without any, and in older checkpoints.
-        loss_before: Held-out loss before the first step, of the same samples; None if it is not known.
-        changed_settings: What a resume has changed in the settings: lists of the step, the name of the setting, and its
-            values before and after, as YAML; None if that is not known, as in older checkpoints.
+        owes_evaluation: Whether an evaluation due after this step is missing: the run was interrupted before it, or a
+            resume made this step the last.
+        evaluated_step: The latest evaluated step; 0 without one, and in older checkpoints.
+        latest_loss: The held-out loss of that step.
+        held_out: Identity of the held-out samples evaluated so far; empty without any, and in older checkpoints.
+        loss_before: Held-out loss before the first step, on the same samples; None if unknown.
+        changed_settings: Settings that resumes changed: lists of the step, the setting's name, and its values before
+            and after, as YAML; None if unknown, as in older checkpoints.
     """
 
     seed: int
@@ -70,7 +70,7 @@ class TrainerState:
 
     @property
     def epoch(self) -> float | None:
-        """Number of samples trained over that of an epoch; None if the data has no such number."""
+        """Number of samples trained divided by the number per epoch; None if the data has no such number."""
         return self.num_samples / self.samples_per_epoch if self.samples_per_epoch else None
 
     def advance(self, num_samples: int, num_tokens: int, source_tokens: Mapping[str, int], *, skipped: bool) -> None:
@@ -84,13 +84,13 @@ class TrainerState:
         self.num_skipped_in_row = self.num_skipped_in_row + 1 if skipped else 0
 
     def hold_out(self, held_out: str) -> bool:
-        """Record the samples that are evaluated from now on. Losses of others are not compared with theirs.
+        """Record the samples evaluated from now on. Losses on other samples are not compared with theirs.
 
         Args:
-            held_out: Their identity.
+            held_out: Identity of the samples.
 
         Returns:
-            Whether there is a best step of other samples, which is forgotten.
+            Whether a best step on other samples was discarded.
         """
         is_other = self.held_out not in ("", held_out)
         had_best = self.best_step is not None
@@ -103,8 +103,8 @@ class TrainerState:
     def evaluated(self, loss: float, min_delta: float = 0.0) -> None:
         """Record the held-out loss of this step.
 
-        An evaluation improves only if it is more than `min_delta` below the last one that did, so small decreases that
-        add up to that count.
+        An evaluation counts as an improvement only if it is more than `min_delta` below the last improvement, so small
+        decreases count once they add up.
         """
         self.owes_evaluation = False
         self.evaluated_step, self.latest_loss = self.step, loss
@@ -116,7 +116,7 @@ class TrainerState:
             self.best_loss, self.best_step = loss, self.step
 
     def resumed(self, changes: Mapping[str, tuple[str, str]] | None) -> None:
-        """Record which settings are others from this step on: before and after, by name; None if that is not known."""
+        """Record the settings that change from this step on: values before and after, by name; None if unknown."""
         if changes is None or self.changed_settings is None:
             self.changed_settings = None
         else:
@@ -145,10 +145,10 @@ class TrainerState:
         """Raise ConfigError if a run with other settings cannot continue this one.
 
         Args:
-            seed: Its seed.
-            data: The identity of its data.
+            seed: The seed of the new run.
+            data: The identity of the new run's data.
             where: Names the step of this run.
-            changes: Returns `name before -> now` of settings that have changed.
+            changes: Returns `name before -> now` for settings that have changed.
         """
         if seed != self.seed:
             raise ConfigError(
@@ -170,7 +170,7 @@ class TrainerState:
 
     @classmethod
     def from_json(cls, content: bytes, what: str) -> TrainerState:
-        """Parse the content of the file `what`; raises CheckpointError, which names it, if it is damaged."""
+        """Parse the content of the file `what`; raise CheckpointError, which names it, if it is damaged."""
         values = parse_json(content, what)
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
             raise CheckpointError(f"{what} is not a trainer state of format version {_FORMAT_VERSION}.")
@@ -198,7 +198,7 @@ def _check_entry(name: str, value: Any, what: str) -> None:
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
-# Entries that are left out where they are this, and that older checkpoints do not have.
+# Entries omitted if they have these values; older checkpoints lack them.
 _OPTIONAL: dict[str, Any] = {
     "place": None,
     "source_tokens": {},
@@ -210,7 +210,7 @@ _OPTIONAL: dict[str, Any] = {
     "loss_before": None,
     "changed_settings": None,
 }
-# The types of entries, and words for them; of other entries, counts.
+# The types of entries, and their names in errors; other entries are counts.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
     "held_out": ((str,), "text"),
@@ -227,5 +227,5 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def is_due(step: int, every: int, num_steps: int) -> bool:
-    """Whether something that happens every `every` steps (0: never) and after the last step happens after `step`."""
+    """Whether an action due every `every` steps (0: never) and after the last step is due after `step`."""
     return step == num_steps or (every > 0 and step % every == 0)

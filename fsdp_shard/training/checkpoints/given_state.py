@@ -1,4 +1,4 @@
-"""What a loop gives to `Checkpointer.save`, and what one rank has of it for a step."""
+"""The arguments of `Checkpointer.save`, and one rank's part of the step that they make."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXTRA_STATES = "get_extra_state() of modules"  # the name of a state
 
 
 class GivenState(NamedTuple):
-    """The arguments of `Checkpointer.save`, the optimizers by name."""
+    """The arguments of `Checkpointer.save`, with the optimizers by name."""
 
     step: int
     model: Models
@@ -37,7 +37,7 @@ class GivenState(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """What one rank has of a step; `document` is without what other ranks have."""
+    """One rank's part of a step; `document` lacks the parts of other ranks."""
 
     document: LoopState
     own: Any
@@ -49,14 +49,14 @@ class StepParts(NamedTuple):
     files: dict[str, bytes]
 
     def run_state(self, of_ranks: list[Any], *, has_slots: bool, is_main: bool) -> RunState:
-        """What is saved, with `own` and `values` of all ranks on rank 0."""
+        """Return the state to save, on rank 0 with `own` and `values` of all ranks."""
         document = dataclasses.replace(self.document, ranks=of_ranks, has_slots=has_slots)
         files = {**self.files, DOCUMENT: document.to_json()} if is_main else {}
         return RunState(self.weights, self.aliases, {**self.slots, **self.tensors.shards}, {}, files)
 
 
 def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts:
-    """Take what this rank has of a step, without talking to the others: `tensors.digests` must agree on all ranks."""
+    """Collect this rank's part of a step, without communication: `tensors.digests` must agree on all ranks."""
     tensors, found = StateTensors(ranks), shards_of_all(given.model, ranks)
     shards = found.shards
     check_savable(given.optimizers)
@@ -65,7 +65,7 @@ def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts
     tensors.add_replicated({name: shards[name] for name in found.replicated})
     slots, options, values = optimizer_parts(given.optimizers, shards)
     document = LoopState(given.step, dict(given.metrics))
-    # With parts of parameters, a rank may lack the states of those that it has nothing of.
+    # If parameters are sharded, a rank may lack the states of those of which it holds no elements.
     is_flat = any(map(_is_part, shards.values()))
     tensors.digests["what states the optimizer has"] = 0 if is_flat else text_digest(sorted(slots))
     document.groups = tensors.add_shared(options, "the options of the optimizer")
@@ -74,7 +74,7 @@ def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts
     document.extra = tensors.add_own(given.extra, "extra") if ranks.is_main else None
     groups = [group for one in given.optimizers.values() for group in one.param_groups]
     trained = {id(param) for group in groups for param in group["params"]}
-    # The config of one of several models would name the wrong weights.
+    # With several models, the config of one of them would describe the wrong weights.
     model = nn.Module() if isinstance(given.model, Mapping) else given.model
     return StepParts(
         document=document,
@@ -89,7 +89,7 @@ def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts
 
 
 def shards_of_all(models: Models, ranks: Communicator) -> ModuleShards:
-    """This rank's shards of a module, or of several with their names before those of the parameters."""
+    """This rank's shards of a module, or of several modules whose names prefix those of the parameters."""
     shards: dict[str, LocalShard] = {}
     aliases: dict[str, str] = {}
     replicated: list[str] = []
@@ -109,7 +109,7 @@ def shards_of_all(models: Models, ranks: Communicator) -> ModuleShards:
 
 
 def given_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a step as numbers, which tensors of one element may be."""
+    """The metrics of a step as numbers; tensors with one element are converted."""
     figures = {}
     for name, value in metrics.items():
         try:
@@ -120,7 +120,7 @@ def given_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _ExtraStates:
-    """What modules return by `get_extra_state()`, which is neither a parameter nor a buffer."""
+    """The return values of the modules' `get_extra_state()`, which are neither parameters nor buffers."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -139,7 +139,7 @@ class _ExtraStates:
 
 
 def given_states(states: Mapping[str, Stateful | None], models: Models) -> dict[str, Stateful]:
-    """The objects that are saved or restored by name, without those that are None, and the extra states of modules."""
+    """The objects to save or restore by name, except those that are None, and the extra states of modules."""
     given = {name: one for name, one in states.items() if one is not None}
     for name, one in given.items():
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
@@ -156,10 +156,10 @@ def given_states(states: Mapping[str, Stateful | None], models: Models) -> dict[
 
 
 def _is_part(shard: LocalShard) -> bool:
-    """Whether a tensor that is no DTensor is a part of a parameter, as under FSDP1."""
+    """Whether a plain tensor is a shard of a parameter, as under FSDP1."""
     return not isinstance(shard.tensor, DTensor) and shard.data.numel() != math.prod(shard.shape)
 
 
 def _as_buffer(shard: LocalShard) -> LocalShard:
-    """Mark what no optimizer changes as a buffer, which a save in the background copies at once."""
+    """Mark a tensor that no optimizer updates as a buffer, which a background save copies at once."""
     return dataclasses.replace(shard, tensor=shard.tensor.detach())

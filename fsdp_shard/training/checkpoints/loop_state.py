@@ -1,7 +1,7 @@
-"""What a `Checkpointer` saves besides weights and optimizer tensors: the document of a step, and the tensors that it
-names.
+"""The state that a `Checkpointer` saves in addition to weights and optimizer tensors: a document, and tensors named in
+it.
 
-`checkpointer.json` holds data only. Tensors are in the files of the optimizer state, under names that begin with `$`.
+`checkpointer.json` holds only data. Tensors are stored with the optimizer state, under names that begin with `$`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class LoopState:
 
     Attributes:
         step: The step.
-        metrics: Figures of the step, by name.
-        extra: What rank 0 gave as `extra`.
-        states: What `state_dict()` of each object returned, by the name that it was given under.
-        has_slots: Whether an optimizer had states that are tensors.
+        metrics: The step's metrics, by name.
+        extra: The `extra` that rank 0 passed.
+        states: The `state_dict()` of each object, by the name under which the object was passed.
+        has_slots: Whether any optimizer had tensors in its state.
         groups: The options of each parameter group of each optimizer, and the names of its parameters.
-        ranks: Of each rank, its random state and what it gave as `extra_per_rank`; and the entries of the optimizer
-            state that are no tensors, by `PARAMETER.SLOT`.
+        ranks: For each rank, its random state, its `extra_per_rank`, and the non-tensor entries of its optimizer state,
+            by `PARAMETER.SLOT`.
     """
 
     step: int
@@ -59,7 +59,7 @@ class LoopState:
 
 
 def has_loop_state(step_directory: Path) -> bool:
-    """Whether a Checkpointer saved a step: it has the document of one, or its manifest says that it had."""
+    """Whether a Checkpointer saved the step: the document exists, or the manifest lists it."""
     if os.path.lexists(step_directory / DOCUMENT):
         return True
     manifest = read_manifest(step_directory)
@@ -89,7 +89,7 @@ class StateTensors:
 
     Attributes:
         shards: This rank's shards by name.
-        digests: A digest of what must be the same on all ranks, by name.
+        digests: Digests of the tensors and documents that must be equal on all ranks, by name.
     """
 
     def __init__(self, ranks: Communicator) -> None:
@@ -98,7 +98,7 @@ class StateTensors:
         self.digests: dict[str, int] = {}
 
     def add_own(self, state: Any, name: str) -> Any:
-        """Add the tensors of a state that only this rank has; returns its document."""
+        """Add the tensors of a state that only this rank has; return its document."""
         document, tensors = flatten_state(state, f"${name}", self.shards)
         for key, tensor in tensors.items():
             if isinstance(tensor, DTensor):
@@ -107,7 +107,7 @@ class StateTensors:
         return document
 
     def add_shared(self, state: Any, name: str) -> Any:
-        """Add the tensors of a state that all ranks have: DTensors divided, anything else the same on each rank."""
+        """Add the tensors of a state that all ranks have: DTensors are sharded, all else is equal on all ranks."""
         document, tensors = flatten_state(state, f"${name}", self.shards)
         digest = xxhash.xxh3_64(json.dumps(document).encode())
         for key, tensor in tensors.items():
@@ -121,7 +121,7 @@ class StateTensors:
         return document
 
     def add_replicated(self, params: Mapping[str, LocalShard]) -> None:
-        """Compare parameters that each rank has whole, as different ranks write them."""
+        """Add digests of the parameters that every rank holds in full, because different ranks write them."""
         if self._ranks.world_size > 1:
             for name, shard in params.items():
                 data = shard.data
@@ -130,7 +130,7 @@ class StateTensors:
 
 
 def bits_sum(data: torch.Tensor) -> int:
-    """The sum of the elements of a flat tensor as whole numbers of 64 bits: a digest that a GPU computes by itself."""
+    """The sum of a flat tensor's elements as 64-bit integers: a digest that a GPU can compute."""
     return int(data.view(_WHOLE.get(data.element_size(), torch.uint8)).sum(dtype=torch.int64)) % 2**64
 
 
@@ -140,7 +140,7 @@ def text_digest(names: list[str]) -> int:
 
 
 def first_difference(ranks: Communicator, digests: Mapping[str, int]) -> str | None:
-    """The first name whose 64-bit digest is not the same on all ranks; a collective.
+    """The first name whose 64-bit digest differs between ranks; a collective.
 
     `the names of the states` if the names themselves differ.
     """
@@ -151,22 +151,22 @@ def first_difference(ranks: Communicator, digests: Mapping[str, int]) -> str | N
 
 
 def _agree(ranks: Communicator, numbers: list[int]) -> list[bool]:
-    """Whether all ranks have the same, for each of as many 64-bit numbers."""
+    """Whether all ranks have the same 64-bit number, for each of `numbers`."""
     halves = [float(half) for number in numbers for half in (number >> 32, number & 0xFFFFFFFF)]
     highest, lowest = ranks.all_reduce(halves, "max"), ranks.all_reduce(halves, "min")
     return [highest[at : at + 2] == lowest[at : at + 2] for at in range(0, len(halves), 2)]
 
 
 def read_state(document: Any, index: TensorIndex | None, where: str, name: str = "", like: Any = None) -> Any:
-    """Put a state together again, its tensors read from `index`.
+    """Rebuild a state, reading its tensors from `index`.
 
     Args:
-        document: What `StateTensors` has returned.
+        document: The document that `StateTensors` returned.
         name: The name that the state was added under, if `like` is given.
-        index: The files of the optimizer state; None if the step has none.
+        index: The optimizer state; None if the step has none.
         where: The file of the document, for errors.
-        like: The state as the object has it now; where it has a DTensor, only this rank's part is read, into one that
-            is divided alike.
+        like: The object's current state; for each DTensor in it, only this rank's shard is read, into a DTensor with
+            the same placement.
     """
     current = {} if like is None else flatten_state(like, f"${name}")[1]
     tensors = {}
@@ -183,7 +183,7 @@ def read_state(document: Any, index: TensorIndex | None, where: str, name: str =
 
 
 def _names_in(document: Any) -> list[str]:
-    """The names of the tensors of a document."""
+    """The names of the tensors in a document."""
     if isinstance(document, dict):
         if len(document) == 1 and isinstance(name := document.get("$tensor"), str):
             return [name]
@@ -192,14 +192,14 @@ def _names_in(document: Any) -> list[str]:
 
 
 def _copied(tensor: torch.Tensor, *, writes: bool) -> LocalShard:
-    """The shard of a copy in host memory: the object may change its state while it is saved."""
+    """The shard of a copy in host memory, as the object may change its state during the save."""
     shard = shard_of(tensor.contiguous(), writes=writes)
     data = shard.data.to("cpu", copy=True)
     return LocalShard(data, data, shard.start, shard.shape, writes, shard.box)
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the generators of Python, numpy and torch, and of the GPU of this rank if it uses one."""
+    """The state of the random number generators of Python, numpy and torch, and of this rank's GPU if it uses one."""
     name, keys, *rest = tuple(numpy.random.get_state(legacy=True))
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     return {
@@ -215,7 +215,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], where: str) -> None:
-    """Set the generators to what `random_state` has returned; CheckpointError, which names `where`, if it has not."""
+    """Restore a result of `random_state`; raise CheckpointError, which names `where`, if `state` is not one."""
     try:
         random.setstate(state["python"])
         name, keys, *rest = state["numpy"]

@@ -1,4 +1,4 @@
-"""The optimizers of people's own loops: states, options and parameter groups, by the names of the parameters."""
+"""Optimizers of users' own training loops: states, options and parameter groups, by parameter name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
 
 def by_name(given: Any) -> dict[str, Any]:
-    """Objects by name; a single one has the empty name."""
+    """Objects by name; a single object gets the empty name."""
     return dict(sorted(given.items())) if isinstance(given, Mapping) else {"": given}
 
 
 def bare_optimizers(given: Optimizers) -> dict[str, Optimizer]:
-    """Optimizers by name, without what other libraries wrap around them."""
+    """Optimizers by name, without the wrappers of other libraries."""
     found = {}
     for name, one in ({} if given is None else by_name(given)).items():
         while isinstance(inner := getattr(one, "optimizer", None), Optimizer):  # of accelerate
@@ -56,7 +56,7 @@ def check_savable(optimizers: Mapping[str, Optimizer]) -> None:
 def optimizer_parts(
     optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard]
 ) -> tuple[dict[str, LocalShard], dict[str, Any], dict[str, Any]]:
-    """Tensors of the states, options of the groups, and other entries of the states."""
+    """The tensors of the states, the options of the groups, and the other entries of the states."""
     slots: dict[str, LocalShard] = {}
     options: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def optimizer_parts(
 
 
 def slot_prefix(name: str) -> str:
-    """What names of the states of an optimizer begin with."""
+    """The prefix of the names of an optimizer's states."""
     return f"{name}/" if name else ""
 
 
@@ -89,7 +89,7 @@ def _options(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> list[dic
 def check_groups(
     saved: Any, optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard], directory: Path
 ) -> None:
-    """The parameter groups of the step are those of the optimizers."""
+    """Raise CheckpointError unless the parameter groups of the step are those of the optimizers."""
     if saved.keys() != optimizers.keys():
         raise CheckpointError(
             f"{directory} was saved with {_optimizers_in(saved)}, and restore() was given {_optimizers_in(optimizers)}."
@@ -116,13 +116,13 @@ def _optimizers_in(given: Mapping[str, Any]) -> str:
 
 
 def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard], slots: Iterable[str]) -> None:
-    """Give each optimizer the states that a step has of its parameters, with any values."""
+    """Create, with arbitrary values, the states that a step stores for each optimizer's parameters."""
     for name, optimizer in optimizers.items():
         optimizer.state.clear()
         prefix = slot_prefix(name)
         own = [slot.removeprefix(prefix) for slot in slots if slot.startswith(prefix)]
         members = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        # FSDP1 may leave a rank nothing of a parameter.
+        # Under FSDP1, a rank may hold no elements of a parameter.
         found = [shards[key].tensor for key in (checkpoint.used_parameters(own, shards) if own else ())]
         if used := [param for param in found if id(param) in members and param.numel()]:
             checkpoint.create_state(optimizer, used)
@@ -130,7 +130,7 @@ def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, Loca
 
 @contextmanager
 def kept_on_error(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
-    """Give the optimizers their states back if they cannot be filled; until then the memory of both is needed."""
+    """Restore the optimizers' states if they cannot be filled; until then, both need memory."""
     before = {name: dict(one.state) for name, one in optimizers.items()}
     try:
         yield
@@ -142,12 +142,12 @@ def kept_on_error(optimizers: Mapping[str, Optimizer]) -> Iterator[None]:
 
 
 def load_slots(index: TensorIndex, stored: Sequence[str], slots: Mapping[str, LocalShard], ranks: Communicator) -> None:
-    """Fill the states of optimizers from those that are `stored` in `index`; a collective.
+    """Fill optimizer states from those `stored` in `index`; a collective.
 
     Raises:
-        CheckpointError: On all ranks: a state is missing, of another shape, or one that no optimizer keeps.
+        CheckpointError: On all ranks: a state is missing, has another shape, or belongs to no optimizer.
     """
-    # A rank may hold nothing of a parameter, and then has no state of it: together they have all.
+    # A rank without elements of a parameter has no state for it; together, the ranks have all states.
     is_expected = ranks.all_reduce([float(name in slots) for name in stored], "max")
     extra = [name for name, expected in zip(stored, is_expected, strict=True) if not expected]
     run_on_all(ranks, lambda: checkpoint.check_slots(index, slots, extra))
@@ -163,7 +163,7 @@ def set_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
 
 
 def set_values(optimizer: Optimizer, prefix: str, shards: Mapping[str, LocalShard], values: Mapping[str, Any]) -> None:
-    """Set the entries of the states that are no tensors to those of a step."""
+    """Set the non-tensor entries of the states to those of a step."""
     for name, shard in shards.items():
         state = optimizer.state.get(shard.tensor, {})
         for slot in [slot for slot, now in state.items() if not isinstance(now, torch.Tensor)]:
@@ -172,5 +172,5 @@ def set_values(optimizer: Optimizer, prefix: str, shards: Mapping[str, LocalShar
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in an error, sorted."""
+    """Format names for an error message, sorted."""
     return ", ".join(sorted(names)) or "none"

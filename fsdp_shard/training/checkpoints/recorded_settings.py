@@ -1,4 +1,4 @@
-"""The settings of a run as they are recorded, in `run_config.yaml` of its steps and `config.yaml` of its directory."""
+"""The recorded settings of a run: `run_config.yaml` in its steps, and `config.yaml` in its directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_settings(content: bytes, what: str) -> dict[str, Any]:
     Raises:
         CheckpointError: They are damaged; `what` names them.
     """
-    # YAML repeats and nests what it likes, and its reader takes the square of the time for that.
+    # YAML allows unlimited repetition and nesting, for which its parser needs quadratic time.
     return run_limited(lambda: _parse(content, what), f"reading the settings in {what}", error=CheckpointError)
 
 
@@ -43,7 +43,7 @@ def _parse(content: bytes, what: str) -> dict[str, Any]:
         document: Any = OmegaConf.to_container(OmegaConf.create(content.decode()), resolve=False)
         groups = [choice for choice in document["defaults"] if isinstance(choice, dict)]
         return {**document, "defaults": {group: option for choice in groups for group, option in choice.items()}}
-    except Exception as error:  # YAML, OmegaConf and a file that is no map have no error in common
+    except Exception as error:  # YAML, OmegaConf and a file that is not a map share no exception class
         raise CheckpointError(
             f"{what} is damaged: it is not the settings of a run ({type(error).__name__})."
         ) from error
@@ -80,13 +80,13 @@ def changed_values(config: FinetuneSettings, step_directory: Path) -> dict[str, 
 
 
 def _is_new(name: str, field: Field[Any], value: Any, before: Mapping[str, Any]) -> bool:
-    """Whether a setting is not among those before, as those of another wrapper, and has its default."""
+    """Whether a setting is missing from those before, such as a setting of another wrapper, and has its default."""
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return _value(before, name) == _ABSENT and value == default
 
 
 def _value(document: Mapping[str, Any], name: str) -> str:
-    """The setting of this dotted name, or the choice of the group of this name, as YAML has it."""
+    """The YAML value of the setting with this dotted name, or the choice of the group with this name."""
     if name in document["defaults"]:
         return str(document["defaults"][name])
     found: Any = document

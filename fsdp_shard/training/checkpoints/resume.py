@@ -27,7 +27,7 @@ from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, read_bounded
 
-# Settings that have no effect on the samples that are trained.
+# Settings without effect on the training samples.
 _NOT_TRAINED = ("data.workers ", "data.cache_dir ", "data.eval_path ", "data.eval_split ", "data.eval_sets ")
 
 
@@ -35,12 +35,12 @@ def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again:
     """Find the step directory that a run resumes from.
 
     Args:
-        resume: auto (the latest step in `run_dir` or, if it is later, on `remote`, which is downloaded), never, or the
-            path or address of a run or a step.
+        resume: auto (the latest step in `run_dir` or, if later, the one on `remote`, which is downloaded), never, or
+            the path or address of a run or a step.
         run_dir: The run directory.
         remote: Address of the remote store of the run.
-        is_again: The steps in `run_dir` are of this run, from before its ranks were restarted, so it resumes from them
-            whatever `resume` says.
+        is_again: The steps in `run_dir` belong to this run, from before its ranks were restarted, so it resumes from
+            them regardless of `resume`.
 
     Returns:
         The step directory, or None if the run starts at the beginning.
@@ -88,7 +88,7 @@ def _would_overwrite(resume: str, setting: str, value: str, step: int) -> Config
 
 
 def read_trainer(step_directory: Path) -> TrainerState:
-    """Read the trainer state of a step; raises CheckpointError if it is damaged or of another step."""
+    """Read the trainer state of a step; raise CheckpointError if it is damaged or belongs to another step."""
     path = step_directory / TRAINER
     state = TrainerState.from_json(read_bounded(path, "config_bytes"), str(path))
     manifest = read_manifest(step_directory)
@@ -123,7 +123,7 @@ def _changed_data(config: FinetuneSettings, step_directory: Path) -> list[str]:
 
 
 def check_same_objective(step_directory: Path | None, objective: ObjectiveConfig, loss: str | None) -> None:
-    """Raise ConfigError if a step was trained with another objective or `loss`, which are not to be compared."""
+    """Raise ConfigError if a step was trained with another objective or `loss`, whose values cannot be compared."""
     settings = None if step_directory is None else read_settings(step_directory / RUN_CONFIG)
     if settings is None:
         return
@@ -143,7 +143,7 @@ def check_same_objective(step_directory: Path | None, objective: ObjectiveConfig
 
 
 def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) -> bool:
-    """Whether the run in `run_dir` has ended and written its result, so that nothing is left to do."""
+    """Whether the run in `run_dir` has completed and written its result."""
     if step_directory is None or not (Path(run_dir) / RESULT).exists():
         return False
     state = read_trainer(step_directory)
@@ -172,7 +172,7 @@ def restore_optimizer(
     """Fill the optimizer's state from a step of any layout, wrapper and number of ranks; a collective.
 
     The step must have exactly the states that this optimizer keeps, except for parameters that never had a gradient,
-    such as the image part of a model that saw only text. If every step so far was skipped, it has none.
+    such as the image encoder of a model that saw only text. If every step so far was skipped, there are no states.
 
     Args:
         optimizer: The optimizer, which has not stepped yet.
@@ -188,19 +188,19 @@ def restore_optimizer(
     shards = loaded.model.local_shards()
     with run_on_all(context, lambda: checkpoint.open_checkpoint(step_directory / OPTIMIZER)) as index:
         used = checkpoint.used_parameters(index.names, shards)
-        optimizer.state.clear()  # some make it as they are built, also of parameters that never had a gradient
+        optimizer.state.clear()  # some create it in their constructor, even for parameters that never had a gradient
         checkpoint.create_state(optimizer, [shards[name].tensor for name in used])
         load_slots(index, index.names, checkpoint.optimizer_shards(optimizer, shards), context)
 
 
 def verify_resumed(step_directory: Path | None, config: CheckpointConfig, context: DistributedContext) -> None:
-    """Check that a step has its optimizer state, and compare every byte of it with its digests, each rank a part.
+    """Check that a step has its optimizer state, and compare all its bytes with their digests, a part on each rank.
 
     A collective.
 
     Args:
         step_directory: The step that the run resumes from, if any.
-        config: With `verify_on_resume=false`, nothing is compared.
+        config: With `verify_on_resume=false`, bytes are not compared.
         context: The ranks.
 
     Raises:
@@ -214,7 +214,7 @@ def verify_resumed(step_directory: Path | None, config: CheckpointConfig, contex
 
 @contextmanager
 def _advising(step_directory: Path) -> Iterator[None]:
-    """Say of a damaged step what can be done without it."""
+    """Add advice on how to continue without a damaged step."""
     try:
         yield
     except CheckpointError as error:
@@ -224,13 +224,13 @@ def _advising(step_directory: Path) -> Iterator[None]:
 
 
 def _has_updated(step_directory: Path) -> bool:
-    """Whether any step changed the weights: before that an optimizer has no state."""
+    """Whether any step changed the weights; before that, an optimizer has no state."""
     state = read_trainer(step_directory)
     return state.num_skipped < state.step
 
 
 def _refuse_missing_manifests(store: Store) -> None:
-    """Refuse to ignore a later step that has lost its manifest: a step has its manifest before it gets its name."""
+    """Raise an error for a later step without a manifest: the manifest is written before the step gets its name."""
     latest = store.latest()
     for entry in sorted(store.root.iterdir()) if store.root.is_dir() else ():
         step = checkpoint.parse_step(entry.name)
@@ -242,7 +242,7 @@ def _refuse_missing_manifests(store: Store) -> None:
 
 
 def _check_complete(directory: Path) -> Path:
-    """Refuse a step from which not everything would be restored: training would silently differ."""
+    """Reject a step from which only part of the state would be restored: training would silently differ."""
     for name, what in ((MANIFEST, "the list of its files"), (TRAINER, "the trainer state")):
         if not checkpoint.has_file(directory, name):
             raise CheckpointError(

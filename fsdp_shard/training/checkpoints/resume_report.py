@@ -1,6 +1,6 @@
-"""What a resume, and a run that is finished, say: which step, which settings have changed, where they are in the data.
+"""The report of a resume or of a finished run: its step, the changed settings, and the position in the data.
 
-`run_config.yaml` of a step has the settings that made it, without secrets, as config.yaml of the run directory.
+A step's `run_config.yaml` records the settings that made it, without secrets, like config.yaml in the run directory.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from fsdp_shard.utils import format_count
 
 
 def describe_resume(config: FinetuneSettings, step_directory: Path, run: TrainingRun) -> str:
-    """Say in one line where a run resumes, and which settings differ from those that made its step."""
+    """Describe in one line where a run resumes, and which settings differ from those that made its step."""
     state, num_steps = run.state, run.config.num_steps
     at = f"resumed from {step_directory}, step {state.step:,} of {num_steps:,}"
     parts = [at, format_count(state.num_samples, "sample")]
@@ -39,7 +39,7 @@ def describe_resume(config: FinetuneSettings, step_directory: Path, run: Trainin
 
 
 def describe_finished(config: FinetuneSettings, step_directory: Path) -> str:
-    """Say in one line that a run is finished, with what, what of the settings is ignored, and how it could go on."""
+    """Describe in one line a finished run's result, the settings that are ignored, and how the run could continue."""
     state, train = read_trainer(step_directory), config.train
     is_early = state.stops_early(train.patience)
     how = f"stopped early (train.patience={train.patience}) after" if is_early else "is finished after"

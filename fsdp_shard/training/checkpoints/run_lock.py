@@ -1,9 +1,9 @@
 """A lock on a run directory, so that two runs never write to the same one.
 
-Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock while it lives: the system releases it when the process ends, in
-whatever way, so a lock is never stale. It is on a file, not on the directory, because on NFS other machines see only
-locks of files that are open for writing. The content of the file is for people. If the file system has no locks, other
-runs are not kept out (`doctor` warns).
+Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock as long as its process lives. The system releases the lock
+however the process ends, so it is never stale. The lock is on a file rather than the directory because on NFS other
+machines see only locks of files that are open for writing. The content of the file is for people. On a file system
+without locks, other runs are not kept out (`doctor` warns).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOCK = ".lock"
 
 @contextmanager
 def run_lock(run_dir: str, context: Communicator) -> Iterator[None]:
-    """Lock `run_dir` against other runs while the block runs; raises ConfigError on all ranks if another run has it."""
+    """Lock `run_dir` against other runs within the block; raise ConfigError on all ranks if another run holds it."""
     handle = run_on_all(context, lambda: _acquire(Path(run_dir)) if context.is_main else None)
     try:
         yield
@@ -41,7 +41,7 @@ def run_lock(run_dir: str, context: Communicator) -> Iterator[None]:
 
 
 def holder(run_dir: Path) -> str | None:
-    """Description of the run that has locked `run_dir`, or None. Changes nothing."""
+    """Describe the run that holds the lock of `run_dir`; None if there is none. Changes nothing."""
     try:
         handle = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def _acquire(run_dir: Path) -> int:
     try:
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
-    except OSError as error:  # of a handle, it names no file
+    except OSError as error:  # errors of a handle name no file
         raise OSError(error.errno, error.strerror, str(run_dir / LOCK)) from error
     return handle
 

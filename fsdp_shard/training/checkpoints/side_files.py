@@ -1,4 +1,4 @@
-"""The files that make the weights of a model of transformers one that any tool opens: config and tokenizer."""
+"""Config and tokenizer files, which any tool needs to open the weights of a transformers model."""
 
 import copy
 from pathlib import Path
@@ -14,7 +14,7 @@ from fsdp_shard.utils import read_bounded
 
 
 def side_files(model: nn.Module | ShardedModel, processor: Any) -> dict[str, bytes]:
-    """Config and generation config of `model`, if it is or wraps one of transformers, and the files of `processor`.
+    """Config and generation config of `model`, if it is or wraps a transformers model, and the files of `processor`.
 
     Returns:
         File name -> content.
@@ -30,7 +30,7 @@ def side_files(model: nn.Module | ShardedModel, processor: Any) -> dict[str, byt
 
 def _save_config(model: PreTrainedModel, directory: str) -> None:
     config = copy.deepcopy(model.config)
-    # `fully_shard` makes a class of its own of the model's.
+    # `fully_shard` replaces the model's class with a subclass.
     config.architectures = [next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))]
     config.dtype = model.dtype
     config.save_pretrained(directory)

@@ -1,8 +1,8 @@
-"""State of people's own objects as JSON and named tensors: what `state_dict()` of a scheduler or a GradScaler returns.
+"""The state of users' objects, such as the `state_dict()` of a scheduler or a GradScaler, as JSON and named tensors.
 
-Data only: nothing is pickled, so nothing runs when it is read.
+Only data is stored. Nothing is pickled, so reading a state runs no code.
 
-JSON has no tuples, bytes, NaN, or keys other than strings: an object with one key that begins with `$` stands for them.
+JSON has no tuples, bytes, NaN, or non-string keys; objects with one key that begins with `$` represent them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fsdp_shard.errors import CheckpointError, SaveError
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _MAX_DEPTH = 100
-_Add = Callable[[str, torch.Tensor], str]  # takes a tensor under a name; returns the one that it got
+_Add = Callable[[str, torch.Tensor], str]  # adds a tensor under a name; returns the name that it was stored under
 
 
 def flatten_state(state: Any, name: str, taken: Container[str] = ()) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Divide a state into a document for JSON and its tensors.
+    """Split a state into a JSON document and its tensors.
 
     Args:
         state: None, bool, int, float, str, bytes, tensors, and lists, tuples, dicts and Counters of them.
-        name: What it is called in errors and in the names of its tensors.
-        taken: Names that its tensors cannot have.
+        name: Name of the state in errors, and prefix of its tensors' names.
+        taken: Names that are not available for its tensors.
 
     Returns:
         The document, in which each tensor is its name, and the tensors by name.
 
     Raises:
-        SaveError: Something in it is of another type; it names the key.
+        SaveError: A value has another type; the message names its key.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -91,12 +91,12 @@ def _pairs(value: Mapping[Any, Any], name: str, add: _Add, depth: int) -> list[l
 
 
 def _shown(name: str) -> str:
-    """A name as people know it: those of tensors begin with a mark."""
+    """A name as shown to users, without the mark that tensor names begin with."""
     return name.removeprefix("$")
 
 
 def restore_state(document: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-    """Put together what `flatten_state` has divided.
+    """Rebuild a state that `flatten_state` has split.
 
     Args:
         document: The document.
@@ -104,7 +104,7 @@ def restore_state(document: Any, tensors: Mapping[str, torch.Tensor], where: str
         where: The file, for errors.
 
     Raises:
-        CheckpointError: The document is not one that `flatten_state` makes.
+        CheckpointError: `flatten_state` cannot have made the document.
     """
     try:
         return _decode(document, tensors, 0)

@@ -1,4 +1,4 @@
-"""Commits steps of a run, deletes those that retention does not keep, and does both on a remote store too."""
+"""Commits the steps of a run and applies retention, both locally and on a remote store."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from fsdp_shard.errors import CheckpointError, SaveError, StorageError
 
 
 class SavedStep(NamedTuple):
-    """A committed step, and the error that kept older steps from being deleted or the best one from being marked."""
+    """A committed step, and the error that prevented deleting older steps or marking the best one, if any."""
 
     directory: Path
     retention_error: StorageError | None
@@ -21,7 +21,7 @@ class SavedStep(NamedTuple):
 class StepCommitter:
     """Commits steps to `store` and to `checkpoint.remote`; every method is a collective.
 
-    It has a process group of its own, so that a thread may call it during training. Nothing here logs.
+    A separate process group lets a thread call it during training. Nothing here logs.
 
     Args:
         context: The ranks.
@@ -84,17 +84,17 @@ class StepCommitter:
         return checkpoint.catch_up(self._context, remote, self.store)
 
     def apply_retention(self) -> StorageError | None:
-        """Delete the steps that `checkpoint.keep_*` do not keep, of a run that was stopped, perhaps by a full disk.
+        """Delete the steps that `checkpoint.keep_*` do not keep, after a run was stopped, perhaps by a full disk.
 
         Returns:
-            The error that kept them from being deleted.
+            The error that prevented the deletion, if any.
         """
         return self._try_on_main(self._apply_retention)
 
     def mark_best(self, step: int) -> None:
         """Make `best` point to a step, on each store that has it."""
         for store in (self.store, self.remote):
-            if store is not None and step in store.steps():  # it may be of another run
+            if store is not None and step in store.steps():  # it may belong to another run
                 store.set_best(step)
 
     def _current_run_id(self) -> bytes:
@@ -102,7 +102,7 @@ class StepCommitter:
         return checkpoint.run_id_of(self.store) or self._run_id or checkpoint.new_run_id()
 
     def _try_on_main(self, work: Callable[[], None]) -> StorageError | None:
-        """Do something that the checkpoint does not depend on, and return the error if it fails."""
+        """Run work that the checkpoint does not depend on, and return the error if it fails."""
         try:
             run_on_main(self._context, work)
         except StorageError as error:
@@ -110,7 +110,7 @@ class StepCommitter:
         return None
 
     def _read_back(self, step: int, directory: Path) -> None:
-        """Compare what is on the disk with the manifest, each rank a part."""
+        """Compare the files on disk with the manifest; each rank reads a part."""
         context = self._context
         try:
             run_on_all(context, lambda: checkpoint.drop_cache(directory, context.rank))
@@ -137,7 +137,7 @@ class StepCommitter:
         checkpoint.prune_remote(remote, step, self._config.keep_last, self._config.keep_every)
 
     def _replace_best(self, store: Store | RemoteStore, step: int) -> None:
-        """Make `best` point to a better step, and delete the previous one if it was saved for being the best only.
+        """Make `best` point to a better step, and delete the previous one if it was saved only for being the best.
 
         Steps of an earlier part of the run are kept: one of them may be the step that it ended with.
         """

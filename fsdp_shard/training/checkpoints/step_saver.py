@@ -1,7 +1,7 @@
-"""Saving one step at a time, in the background or not, and what happens when a save fails.
+"""Saves one step at a time, optionally in the background, and handles failed saves.
 
-A save in the background is settled before the optimizer changes what it has still to read. All ranks agree on its
-outcome, in the main thread, before any acts on it: `poll` after a step, `finish` before the run ends.
+A background save is settled before the optimizer changes tensors that the save has yet to read. All ranks agree on its
+outcome, in the main thread, before any rank acts on it: `poll` after a step, `finish` before the run ends.
 """
 
 import concurrent.futures
@@ -24,21 +24,22 @@ T = TypeVar("T")
 
 
 class SaveLog(Protocol):
-    """What reports saves; called on all ranks alike."""
+    """Reports saves; every rank makes the same calls."""
 
     def note(self, lines: str) -> None:
-        """Report something in words."""
+        """Report a message."""
 
     def warn(self, lines: str) -> None:
-        """Report what failed, and does not end the run."""
+        """Report a failure that does not end the run."""
 
     def saved(self, checkpoint: Path) -> None:
         """Report a committed step."""
 
 
 class BackgroundSave(Generic[T]):
-    """Calls `work`, which reads the state of step `step` through `copy`, in a daemon thread: its hashing and writing
-    release the interpreter.
+    """Runs `work`, which reads the state of step `step` through `copy`, in a daemon thread.
+
+    Hashing and writing release the GIL.
     """
 
     def __init__(self, step: int, copy: checkpoint.StagedCopy, work: Callable[[], T]) -> None:
@@ -63,15 +64,15 @@ class BackgroundSave(Generic[T]):
 class StepSaver:
     """Saves steps of one run; every method is a collective.
 
-    A context manager: leaving it by an error waits for a save in the background, unless a second signal asks to end at
+    A context manager: if the block raises, it waits for the background save, unless a second signal asks to end at
     once.
 
     Args:
         context: The ranks.
         config: The settings `checkpoint.*`.
-        committer: What commits a step.
-        log: What reports saves.
-        prefix: What the settings are called in messages.
+        committer: Commits a step.
+        log: Reports saves.
+        prefix: Prefix of the settings in messages.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class StepSaver:
         self._hooked: dict[Optimizer, Callable[[], None]] = {}
 
     def settle_before(self, optimizers: Iterable[Optimizer]) -> None:
-        """Settle a save in the background before one of `optimizers` steps, which changes what the save reads."""
+        """Settle the background save before a step of one of `optimizers` changes tensors that the save reads."""
         for optimizer in optimizers:
             if optimizer not in self._hooked:
                 self._hooked[optimizer] = optimizer.register_step_pre_hook(lambda *_: self._settle()).remove
@@ -103,10 +104,11 @@ class StepSaver:
             step: The step.
             state: This rank's part of it.
             is_best: Make `best` point to the step.
-            in_background: Return before it is written; `settle_before` has been told what changes the state.
+            in_background: Return before the step is written; `settle_before` was called for the optimizers that change
+                the state.
 
         Raises:
-            SaveError: The save failed, or the previous one did, and the run has to stop for it.
+            SaveError: This save or the previous one failed, and the run must stop.
         """
         self.wait()
         if not in_background:
@@ -117,22 +119,22 @@ class StepSaver:
         self._running = BackgroundSave(step, copy, lambda: self._committer.commit(step, staged, is_best=is_best))
 
     def poll(self) -> None:
-        """Conclude the save in the background, if it has ended on all ranks; to be called after each step.
+        """Conclude the background save if it has ended on all ranks; call this after each step.
 
         Raises:
-            SaveError: The save failed, and the run has to stop for it.
+            SaveError: The save failed, and the run must stop.
         """
         if self._running is not None and self._context.all_reduce([float(self._running.outcome.done())], "min")[0]:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in the background, and log its outcome or raise its error if the run has to stop for it."""
+        """Wait for the background save, and log its outcome, or raise its error if the run must stop."""
         if self._running is not None:
             running, self._running = self._running, None
             self._conclude(running.step, running.outcome.result)
 
     def finish(self) -> None:
-        """Wait for the save in the background, and raise the error of the last save of the run if it failed."""
+        """Wait for the background save, and raise the error of the run's last save if it failed."""
         self.wait()
         if self._failed is not None:
             raise self._failed
@@ -157,7 +159,7 @@ class StepSaver:
             self._log.saved(running.outcome.result().directory)
 
     def _conclude(self, step: int, result: Callable[[], SavedStep]) -> None:
-        """Act on the outcome of a save, as all ranks agree on it."""
+        """Act on the outcome of a save on which all ranks agree."""
         try:
             saved = run_on_all(self._context, lambda: self._checked(step, result))
         except StorageError as error:
@@ -177,7 +179,7 @@ class StepSaver:
                 self._log.warn(f"Step {step} is saved, but older ones could not be deleted. {saved.retention_error}")
 
     def _checked(self, step: int, result: Callable[[], SavedStep]) -> SavedStep:
-        """The result of a save; an error of torch, for a rank that is lost or late, becomes a SaveError."""
+        """Return the result of a save; torch's error for a lost or late rank becomes a SaveError."""
         try:
             return result()
         except RuntimeError as error:
@@ -187,7 +189,7 @@ class StepSaver:
             ) from error
 
     def _settle(self) -> None:
-        """Copy what the save in the background has not read yet, before the weights change."""
+        """Copy the tensors that the background save has not read yet, before the weights change."""
         if self._running is not None:
             self._running.copy.settle()
 
@@ -201,7 +203,7 @@ class StepSaver:
             remove()
         if self._running is None or isinstance(error, Interrupted) or not isinstance(error, Exception | None):
             return
-        # An FsdpShardError is raised on all ranks, so all of them wait here; with any other, one may be lost.
+        # An FsdpShardError is raised on all ranks, so all of them wait here; with other errors, a rank may be lost.
         is_shared = error is None or isinstance(error, FsdpShardError)
         outcome = self._running.outcome
         concurrent.futures.wait([outcome], None if is_shared else _GRACE_SECONDS)

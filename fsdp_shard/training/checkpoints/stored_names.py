@@ -1,4 +1,4 @@
-"""Whether the tensors of a checkpoint are those of a module: the same names, shapes and kinds of numbers."""
+"""Checks that the tensors of a checkpoint match a module in names, shapes and kinds of numbers."""
 
 from fsdp_shard.checkpoint import TensorIndex, has_same_bytes, to_torch
 from fsdp_shard.errors import CheckpointError
@@ -6,7 +6,7 @@ from fsdp_shard.sharding import ModuleShards
 
 
 def check_tensors(index: TensorIndex, shards: ModuleShards) -> None:
-    """Raise CheckpointError unless `index` has exactly the tensors of a module, tied ones under any of their names."""
+    """Raise CheckpointError unless `index` has exactly a module's tensors, tied ones under any of their names."""
     known = {*index.tensors, *index.aliases}
     missing = sorted(name for name in shards.shards if name not in known)
     unknown = sorted(index.tensors.keys() - shards.shards.keys() - shards.aliases.keys())

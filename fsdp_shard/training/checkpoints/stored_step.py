@@ -1,4 +1,4 @@
-"""A step that a `Checkpointer` saved: compared with what is to be filled from it, and read."""
+"""Reads a step that a `Checkpointer` saved, after comparing it with the objects to restore."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Stateful(Protocol):
         """The state: tensors, None, bool, numbers, strings, bytes, and lists, tuples and dicts of them."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take over such a state."""
+        """Load such a state."""
 
 
 class Found(NamedTuple):
-    """What a step holds besides tensors of models and optimizers."""
+    """The content of a step apart from the tensors of models and optimizers."""
 
     options: dict[str, Any]
     values: dict[str, Any]
@@ -49,7 +49,7 @@ class StoredStep(NamedTuple):
 
     @classmethod
     def open(cls, directory: Path, opened: ExitStack) -> StoredStep:
-        """Read the headers of a step; its files are closed with `opened`."""
+        """Open a step and read its headers; `opened` closes its files."""
         document = read_loop_state(directory)
         weights = opened.enter_context(checkpoint.open_checkpoint(directory))
         has_states = (directory / OPTIMIZER).is_dir()
@@ -58,7 +58,7 @@ class StoredStep(NamedTuple):
 
     @property
     def slots(self) -> list[str]:
-        """The tensors of optimizers."""
+        """The names of the optimizer tensors."""
         return [] if self.states is None else [name for name in self.states.names if not name.startswith("$")]
 
     def read(
@@ -68,7 +68,7 @@ class StoredStep(NamedTuple):
         states: Mapping[str, Stateful],
         ranks: Communicator,
     ) -> Found:
-        """Compare the step with what is to be filled, and read what is not loaded in place."""
+        """Compare the step with the objects to restore, and read everything that is not loaded in place."""
         if states.keys() != self.document.states.keys():
             raise CheckpointError(
                 f"{self.directory} was saved with the states {listed(self.document.states)}, and restore() was given "
@@ -101,7 +101,7 @@ class StoredStep(NamedTuple):
 
 @contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Make what goes wrong with a document that says anything one error, which names it."""
+    """Turn any failure to interpret a document into one error that names the document."""
     try:
         yield
     except CheckpointError:
@@ -111,7 +111,7 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def _check_dtypes(index: TensorIndex, shards: ModuleShards) -> None:
-    """Refuse to cast: a step is restored as it was."""
+    """Reject other dtypes: a step is restored without casts."""
     for name, shard in shards.shards.items():
         entry = index.entry(name)
         if to_torch(entry.dtype) != shard.data.dtype:

@@ -26,7 +26,7 @@ def sample_completions(
     Args:
         config: The settings of the run; `data.kind` determines how a prompt is written.
         open_tokenizer: Opens the model's tokenizer.
-        context: The ranks, which divide the prompts.
+        context: The ranks, over which the prompts are divided.
     """
     texts, num_new = config.train.sample_prompts, config.train.sample_tokens
     if not texts:
@@ -73,14 +73,14 @@ def complete_greedily(
 ) -> list[list[int]]:
     """Complete each prompt with the most likely tokens, up to the first of `ends`; a collective.
 
-    Each forward pass goes through the wrapped module, as in training. `generate` of transformers would call the
-    module inside, without what FSDP1 gathers for the root.
+    Each forward pass calls the wrapped module, as in training. transformers' `generate` would call the inner module,
+    without the parameters that FSDP1 gathers for the root.
 
     Args:
         model: The model, in eval mode.
         prompts: Token ids, at least one for each prompt.
         max_new_tokens: Maximum number of new tokens.
-        ends: Tokens that end a completion; the first of them is part of it.
+        ends: Tokens that end a completion; the first one generated is part of it.
         context: The ranks; tensor-parallel ranks work on the same prompt.
 
     Returns:

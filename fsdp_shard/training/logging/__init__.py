@@ -1,1 +1,1 @@
-"""What a run reports: metrics, progress, trackers, plots, profiles, its result."""
+"""The reports of a run: metrics, progress, trackers, plots, profiles and the result."""

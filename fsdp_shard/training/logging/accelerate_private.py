@@ -1,4 +1,4 @@
-"""All private names of accelerate that the package uses; CONTRIBUTING.md says where each would break."""
+"""All private names of accelerate that the package uses; CONTRIBUTING.md lists where each would break."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

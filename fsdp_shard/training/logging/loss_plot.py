@@ -22,8 +22,8 @@ def plot_losses(
     """Plot the loss over the steps.
 
     Args:
-        train: Rows of metrics.jsonl, which may be empty.
-        held_out: Rows of evaluations.jsonl of the same held-out data, which may be none.
+        train: Rows of metrics.jsonl, possibly none.
+        held_out: Rows of evaluations.jsonl for the same held-out data, possibly none.
         target: The PNG file.
         title: Title of the plot.
     """
@@ -50,12 +50,12 @@ def plot_losses(
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean of the last `width` values at each index; of fewer at the start."""
+    """Return the mean of the last `width` values at each index, or of fewer at the start."""
     return [math.fsum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 
 
 def _draw_train(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    rows = [row for row in rows if row["loss"] is not None]  # a step that was skipped has none
+    rows = [row for row in rows if row["loss"] is not None]  # skipped steps have none
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     if (width := len(rows) // 20) < 2:
         axes.plot(steps, losses, color=_TRAIN, linewidth=1.8, label="train")
@@ -65,8 +65,8 @@ def _draw_train(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def held_out_label(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the legend says of `rows`, one or more: the first perplexity and the last, where there are any."""
-    if rows[-1].get("perplexity") is None:  # of a custom loss
+    """Return the legend for `rows`, of which there is at least one: their first and last perplexity, where known."""
+    if rows[-1].get("perplexity") is None:  # with a custom loss
         return "held out"
     first, last = (f"{math.exp(min(700.0, row['loss'])):.3g}" for row in (rows[0], rows[-1]))
     return f"held out (perplexity {last if len(rows) == 1 else f'{first} {_ARROW} {last}'})"

@@ -1,6 +1,6 @@
-"""A log of JSON lines, one row per step, that a resumed run continues as if it had never stopped.
+"""A JSON Lines log with one row per step, which a resumed run continues as if it had never stopped.
 
-What is in a row of metrics.jsonl is `StepReport` of `training/loop.py`; `run_log.py` adds the MFU and writes it.
+A row of metrics.jsonl is a `StepReport` of `training/loop.py`; `run_log.py` adds the MFU and writes the row.
 """
 
 import json
@@ -13,17 +13,17 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import read_bounded, write_atomically
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"  # in a run directory
-_MAX_LINE = 1 << 20  # bytes; a row has some hundred
-_MAX_STEP = 1 << 53  # all below are floats, too
+_MAX_LINE = 1 << 20  # bytes; a row has a few hundred
+_MAX_STEP = 1 << 53  # below, every integer is exact as a float
 
 
 class MetricsLog:
-    """Appends rows that have a `step` to a file, each as soon as it is known.
+    """Appends rows with a `step` to a file, each as soon as it is known.
 
     Args:
         path: The file.
-        resumed_step: Rows of later steps, left by a run that went beyond its last checkpoint, are removed, and so is
-            an incomplete line. None starts a new file.
+        resumed_step: Rows of later steps, from a run that went beyond its last checkpoint, and an incomplete line are
+            removed. None starts a new file.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = None) -> None:
@@ -34,7 +34,7 @@ class MetricsLog:
         self._pending = b""
 
     def write(self, row: Mapping[str, Any]) -> OSError | None:
-        """Append a row. What cannot be written, as on a full disk, is kept and tried again with the next row.
+        """Append a row. A row that cannot be written, as on a full disk, is kept and retried with the next one.
 
         Returns:
             The error, which need not end the training, or None.
@@ -53,7 +53,7 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a log, without lines that are incomplete or damaged; an empty list if there is no file.
+    """Read the rows of a log, skipping incomplete or damaged lines; an empty list if there is no file.
 
     Raises:
         CheckpointError: See `read_lines`.
@@ -62,10 +62,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any] | None]:
-    """Read the row in each line of a log, None of one that is incomplete or damaged; an empty list if there is no file.
+    """Read the row in each line of a log, None for an incomplete or damaged line; an empty list if there is no file.
 
     Raises:
-        CheckpointError: It is a link, no regular file, or too large.
+        CheckpointError: The path is a link or not a regular file, or the file is too large.
     """
     if not os.path.lexists(path):
         return []
@@ -77,9 +77,9 @@ def read_lines(path: Path) -> list[dict[str, Any] | None]:
 
 
 def of_last_held_out(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of evaluations.jsonl since a resume has last changed the held-out data; others do not compare.
+    """Return the rows of evaluations.jsonl since a resume last changed the held-out data; earlier ones do not compare.
 
-    `held_out` of a row is that of `TrainerState`. Rows of older runs do not have it; they count as of the same data.
+    A row's `held_out` is that of `TrainerState`. Rows of older runs lack it; they count as rows of the same data.
     """
     names = [str(row.get("held_out", "")) for row in rows]
     first = len(rows)

@@ -1,6 +1,6 @@
-"""Model FLOPs utilization (MFU): the operations that the model needs, over what the GPUs could do.
+"""Model FLOPs utilization (MFU): the operations that the model needs, divided by the peak throughput of the GPUs.
 
-What is not known is None, never a guess.
+Unknown values are None, never a guess.
 """
 
 import re
@@ -15,8 +15,8 @@ from fsdp_shard.models import CAUSAL, NUM_EXPERTS
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel
 
-# By the first pattern that matches: the preset of `device` that has the dense bfloat16 operations per second, or, where
-# there is none, these operations from the data sheets of NVIDIA and AMD.
+# For the first pattern that matches: the preset of `device` that holds the dense bfloat16 operations per second or,
+# without a preset, their number from the data sheets of NVIDIA and AMD.
 _PEAK_FLOPS: tuple[tuple[str, str | float], ...] = (
     (r"\bGB200\b", 2.5e15),
     (r"\bB200\b", "b200"),
@@ -26,7 +26,7 @@ _PEAK_FLOPS: tuple[tuple[str, str | float], ...] = (
     (r"\bH100\b", "h100"),
     (r"\bA100\b", "a100"),
     (r"\bL40S\b", "l40s"),
-    (r"\bRTX 4090$", "rtx4090"),  # neither its D nor that of laptops
+    (r"\bRTX 4090$", "rtx4090"),  # neither the 4090 D nor the laptop GPU
     (r"\bL4\b", 121e12),
     (r"\bA10\b", 125e12),
     (r"\bMI300X\b", 1307.4e12),
@@ -35,7 +35,7 @@ _PEAK_FLOPS: tuple[tuple[str, str | float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 operations per second of a GPU by its name in torch; None if it is not known."""
+    """Return the dense bfloat16 operations per second of a GPU, given its name in torch; None if it is unknown."""
     peak = next((peak for pattern, peak in _PEAK_FLOPS if re.search(pattern, device_name, re.IGNORECASE)), None)
     return float(device_preset(peak)["bf16_flops"]) if isinstance(peak, str) else peak
 
@@ -48,7 +48,7 @@ def flops_per_token(config: Any, num_matmul_params: int, sequence_length: int) -
 
     Args:
         config: The transformers config, with L layers and H heads of size Q.
-        num_matmul_params: N, the parameters without those that are only looked up.
+        num_matmul_params: N, the parameters except those that are only looked up.
         sequence_length: T, in tokens.
 
     Returns:
@@ -68,14 +68,14 @@ def flops_per_token(config: Any, num_matmul_params: int, sequence_length: int) -
 
 
 def num_matmul_params(config: Any, num_params: int) -> int:
-    """Return the number of parameters without an input embedding that is not tied to the output head."""
+    """Return the number of parameters, excluding an input embedding that is not tied to the output head."""
     text = config.get_text_config()
     is_tied = getattr(config, "tie_word_embeddings", True)
     return num_params if is_tied else num_params - int(text.vocab_size) * int(text.hidden_size)
 
 
 def trains_every_token(config: FinetuneSettings) -> bool:
-    """Whether the tokens that are trained, which a run counts, are all that the model reads: not those of answers."""
+    """Whether every token that the model reads is trained, and so counted by the run, rather than only answers."""
     text = all(source.kind == "text" for source in sources_of(config.data).values())
     return text and config.model.task == CAUSAL and config.objective.name == "sft"
 
@@ -83,13 +83,13 @@ def trains_every_token(config: FinetuneSettings) -> bool:
 def utilization(
     loaded: LoadedModel, param_dtype: str, sequence_length: int, context: DistributedContext
 ) -> Callable[[float], float] | None:
-    """Return a function from the tokens per second of all ranks to the utilization of their GPUs, from 0 to 1.
+    """Return a function from all ranks' tokens per second to the utilization of their GPUs, from 0 to 1.
 
     The tokens are those that the model reads (`trains_every_token`).
 
     Returns:
-        None on the CPU, for unknown GPUs and models, for other dtypes than bfloat16, and with frozen parameters, whose
-        gradients the formula would count.
+        None on the CPU, for unknown GPUs and models, for dtypes other than bfloat16, and with frozen parameters, for
+        which the formula would count gradients.
     """
     trains_all = all(param.requires_grad for param in loaded.model.module.parameters())
     if context.device.type != "cuda" or param_dtype != "bfloat16" or not trains_all:

@@ -1,8 +1,8 @@
-"""Profiles of chosen steps: a trace of torch's profiler, and the use of memory.
+"""Profiles of selected steps: a trace of torch's profiler, and memory usage.
 
-RUN_DIR/profile/ gets for each such step and rank: `step-N-rank-R.json.gz`, a trace for Perfetto or chrome://tracing
-that includes memory; `step-N-rank-R.txt`, operators by time and by memory; and on a GPU `step-N-rank-R-memory.html`,
-every allocation and where it was made.
+For each such step and rank, RUN_DIR/profile/ receives `step-N-rank-R.json.gz`, a trace with memory for Perfetto or
+chrome://tracing, and `step-N-rank-R.txt`, operators by time and by memory. On a GPU, it also receives
+`step-N-rank-R-memory.html`, every allocation and where it was made.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,7 +21,7 @@ _ROWS = 40
 
 
 class StepProfiler:
-    """Profiles the steps `steps` of the run in `run_dir`, on every rank."""
+    """Profiles the given `steps` of the run in `run_dir`, on every rank."""
 
     def __init__(self, steps: Collection[int], run_dir: str, context: DistributedContext) -> None:
         self._steps, self._directory = frozenset(steps), Path(run_dir) / PROFILE
@@ -44,7 +44,7 @@ class StepProfiler:
 def _trace(base: Path, device: torch.device) -> Iterator[None]:
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    # There is one cycle, so nothing is cleared; until torch 2.13, a warning says so unless `acc_events` is given.
+    # There is only one cycle, so no events are cleared; torch up to 2.13 warns of that unless `acc_events` is passed.
     with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as profiler:
         yield
         if on_gpu:

@@ -11,21 +11,21 @@ from typing import Any, TextIO
 from fsdp_shard.training.loop import StepReport
 from fsdp_shard.utils import format_number, format_size, printable, say
 
-_MAX_SOURCES = 6  # of a mixture, in a line
+_MAX_SOURCES = 6  # shown in a line
 
 
 class Progress:
-    """Shows the reports of steps; to be closed.
+    """Shows the reports of steps; close it at the end.
 
-    Loss and tokens per second of a plain line are those of all steps since the line before; for a mixture, it also has
-    the fraction of each source in all tokens so far. The remaining time includes evaluations and saves.
+    Loss and tokens per second of a plain line cover all steps since the previous line. For a mixture, the line also
+    shows each source's fraction of all tokens so far. The remaining time includes evaluations and saves.
 
     Args:
         num_steps: Last step of the run.
-        first_step: Step that the run starts from.
+        first_step: Step from which the run starts.
         log_every: Steps per plain line.
         enabled: Whether to show anything; only rank 0 does.
-        headline: The metrics of the objective that a line shows; custom ones are all shown.
+        headline: The objective's metrics that a line shows; custom metrics are always shown.
         stream: Where to write; standard error by default.
         clock: Returns the time in seconds.
     """
@@ -51,7 +51,7 @@ class Progress:
             self._bar = tqdm(total=num_steps, initial=first_step, unit="step", file=self._stream, dynamic_ncols=True)
 
     def show(self, report: StepReport, mfu: float | None = None) -> None:
-        """Show a step, with the model FLOPs utilization if it is known."""
+        """Show a step, with the model FLOPs utilization if known."""
         self._began = self._began or self._clock() - report.step_seconds
         if self._bar is not None:
             self._bar.set_postfix_str(_figures(report, mfu), refresh=False)
@@ -79,7 +79,7 @@ class Progress:
 
 
 def _mean(reports: Sequence[StepReport]) -> StepReport:
-    """The last of `reports`, with the mean loss of those that have one, and the tokens per second of all."""
+    """The last of `reports`, with the mean loss of those that have one, and the tokens per second over all."""
     losses = [report.loss for report in reports if math.isfinite(report.loss)]
     rate = sum(report.tokens for report in reports) / sum(report.step_seconds for report in reports)
     loss = math.fsum(losses) / len(losses) if losses else math.nan
@@ -89,13 +89,13 @@ def _mean(reports: Sequence[StepReport]) -> StepReport:
 def _own(report: StepReport, headline: Sequence[str]) -> str:
     """The custom metrics, such as `  accuracy 0.5312`, and the shares of the sources of a mixture."""
     shown = dict(report.metrics)
-    if headline:  # a mean over nothing, as of a batch without bad answers, is left out
+    if headline:  # means over nothing, as in a batch without bad answers, are omitted
         shown = {name: shown[name] for name in headline if math.isfinite(shown.get(name, math.nan))}
     return "".join(f"  {name} {value:.4f}" for name, value in shown.items()) + _sources(report)
 
 
 def _sources(report: StepReport) -> str:
-    """The fraction of each source in the tokens so far: weights are those of samples, which differ in length."""
+    """Each source's fraction of the tokens so far; weights refer to samples, which differ in length."""
     total = sum(source["tokens"] for source in report.sources.values())
     if not total or len(report.sources) > _MAX_SOURCES:
         return ""

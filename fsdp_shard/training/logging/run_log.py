@@ -1,6 +1,6 @@
 """The log of a run: progress on the terminal, metrics for files and trackers, and result.json at the end.
 
-Every rank has one, but only that of rank 0 shows and writes anything, so recipes need not ask for the rank.
+Every rank has a log, but only rank 0's shows and writes anything, so recipes need not check the rank.
 """
 
 import json
@@ -27,18 +27,18 @@ from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, format_count, write_result
 
 PLOT = "loss.png"
-_HELD_OUT = "held_out"  # in a row of evaluations.jsonl, the identity of the data, which is no figure for trackers
+_HELD_OUT = "held_out"  # in a row of evaluations.jsonl, the identity of the data, which is not sent to trackers
 
 
 class RunLog:
-    """The log of a run, open as a context.
+    """The log of a run, a context manager.
 
     Args:
         run_dir: Directory of the run.
-        run: The run, at the step that it starts from.
+        run: The run, at the step from which it starts.
         checkpoint: The checkpoint of that step, if any.
         public_settings: The settings of the run, for the trackers.
-        utilization: Computes the model FLOPs utilization from the tokens per second, if it is known.
+        utilization: Computes the model FLOPs utilization from the tokens per second, if known.
         opening: Lines to show first.
     """
 
@@ -86,7 +86,7 @@ class RunLog:
         return self
 
     def _continues_own_files(self) -> bool:
-        """Whether the rows in the run directory are of the run that is resumed, not of another one that ended there."""
+        """Whether the rows in the run directory belong to the resumed run, not to another one that ended there."""
         return self._checkpoint is not None and self._checkpoint.resolve().is_relative_to(self._run_dir.resolve())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -111,12 +111,12 @@ class RunLog:
             self._trackers.log(group, {key: value for key, value in row.items() if key != _HELD_OUT})
 
     def note(self, lines: str | Iterable[str]) -> None:
-        """Show lines to whoever watches the run."""
+        """Show lines on the terminal."""
         for line in [lines] if isinstance(lines, str) else lines:
             self._progress.note(line)
 
     def warn(self, lines: str) -> None:
-        """Show what failed, and does not end the run."""
+        """Show a failure that does not end the run."""
         self.note(lines)
 
     def step(self, report: StepReport) -> None:
@@ -131,7 +131,7 @@ class RunLog:
         self._record(METRICS, "train", report.row() if mfu is None else {**report.row(), "mfu": mfu})
 
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
-        """Log an evaluation, which `state` has recorded."""
+        """Log an evaluation that `state` has recorded."""
         perplexity = "" if report.perplexity is None else f", perplexity {report.perplexity:.3f}"
         trend = _trend(state, self._config.patience)
         headline = [name for name in self._run.objective.headline if name in report.metrics]
@@ -142,7 +142,7 @@ class RunLog:
         self._record(EVALUATIONS, "held_out", {"step": step, **report.row, _HELD_OUT: state.held_out})
 
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        """Log prompts and what the model makes of them after `step`."""
+        """Log prompts and the model's completions after `step`."""
         if not self._is_main:
             return
         for prompt, completion in samples:
@@ -158,7 +158,7 @@ class RunLog:
         self.note(f"saved {checkpoint}")
 
     def finish(self, title: str, figures: Mapping[str, Any]) -> None:
-        """Plot the loss if `train.plot` asks for it, and write result.json: last, as it means that the run completed.
+        """Plot the loss if `train.plot` is set, then write result.json last, as it marks the run as completed.
 
         Args:
             title: Title of the plot.
@@ -197,7 +197,7 @@ class RunLog:
         return ", ".join(parts) + where
 
     def _figures(self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> dict[str, Any]:
-        """Figures of the whole run, except for rate and memory, which are of the part since it was resumed."""
+        """Figures of the whole run, except throughput and memory, which cover the part since the last resume."""
         state = self._run.state
         figures: dict[str, Any] = {
             "steps": state.step,
@@ -214,7 +214,7 @@ class RunLog:
         if held_out:
             if held_out[0]["step"] == 0:
                 figures["perplexity_before"] = held_out[0]["perplexity"]
-            figures["perplexity"] = held_out[-1]["perplexity"]  # null: of a loss that is no cross-entropy of tokens
+            figures["perplexity"] = held_out[-1]["perplexity"]  # null for a loss that is not a cross-entropy of tokens
             if "metrics" in held_out[-1]:
                 figures["metrics_before"] = held_out[0].get("metrics") if held_out[0]["step"] == 0 else None
                 figures["metrics"] = held_out[-1]["metrics"]
@@ -226,7 +226,7 @@ class RunLog:
 
 
 def _trend(state: TrainerState, patience: int | None) -> str:
-    """How the latest evaluation compares with the ones before."""
+    """How the latest evaluation compares with earlier ones."""
     if state.best_step is None:
         return ""
     if state.is_best:
@@ -238,5 +238,5 @@ def _trend(state: TrainerState, patience: int | None) -> str:
 
 
 def _than_before(state: TrainerState) -> str:
-    """That no step has made the model better, where this is known."""
+    """A note that no step has improved the model, if that is known."""
     return f", not lower than before training ({state.loss_before:.4f})" if state.is_none_better else ""

@@ -1,7 +1,8 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow, trackio, through accelerate's tracker classes.
 
-Only rank 0 has any. A tracker that cannot start ends the run before its first step; one that fails later is dropped, as
-training matters more. Each is configured by its own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, ...).
+Only rank 0 runs trackers. A tracker that cannot start ends the run before its first step. A tracker that fails later is
+dropped, as training matters more. Each is configured by its own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI,
+...).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.logging.accelerate_private import temporary_cpu_state
 from fsdp_shard.utils import nearest, redact, redact_setting, require_package, walk
 
-# Name of a tracker and of its package -> what makes it, from `accelerate.tracking`, the project and the run directory.
+# Name of a tracker and its package -> its factory, called with `accelerate.tracking`, the project and the run
+# directory.
 TRACKERS: Mapping[str, Callable[[Any, str, Path], Any]] = {
     "tensorboard": lambda library, project, run_dir: library.TensorBoardTracker("tensorboard", str(run_dir)),
     "wandb": lambda library, project, run_dir: library.WandBTracker(project, name=run_dir.name, dir=str(run_dir)),
@@ -41,13 +43,13 @@ def public_settings(config: Any) -> dict[str, bool | int | float | str | None]:
 
 
 class Trackers:
-    """The trackers of a run, open as a context.
+    """The trackers of a run, a context manager.
 
     Args:
-        names: Names of trackers, which may be none.
+        names: Names of trackers, possibly none.
         project: Name of the project.
-        run_dir: Directory of the run, which has its name.
-        settings: The settings of the run, for its page.
+        run_dir: Directory of the run; its name becomes the run's name.
+        settings: The settings of the run, shown on its page.
         note: Reports a tracker that failed.
     """
 
@@ -95,7 +97,7 @@ class Trackers:
         self._exit.close()
 
     def log(self, group: str, row: Mapping[str, Any]) -> None:
-        """Log the figures of a row as GROUP/NAME, or GROUP/NAME/NAME if nested, at its step. None is left out."""
+        """Log the figures of a row at its step as GROUP/NAME, or GROUP/NAME/NAME if nested. None is omitted."""
         figures = {name: value for name, value in _flatten(row, f"{group}/") if name != f"{group}/step"}
         for name, tracker in list(self._open.items()):
             self._try(name, partial(tracker.log, figures, step=row["step"]))

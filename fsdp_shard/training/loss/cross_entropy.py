@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, without the logits in float32 as a whole.
+"""Cross-entropy over a large vocabulary, without materializing all logits in float32.
 
 The plain loss keeps three float32 arrays [num_tokens, vocabulary]: the upcast logits, their log-softmax and its
 gradient. Here a few tokens at a time are upcast, and their gradient is computed with the loss and kept in the dtype of
@@ -14,23 +14,23 @@ from torch.autograd.function import once_differentiable
 
 from fsdp_shard.data import MASKED
 
-# Bytes of float32 logits in a chunk: on a CPU what its cache holds, on a GPU enough to keep it busy.
+# Bytes of float32 logits per chunk: on a CPU as many as fit in its cache, on a GPU enough to keep it busy.
 _CHUNK_BYTES = {"cpu": 8 << 20}
 _CHUNK_BYTES_ELSEWHERE = 128 << 20
-_MAX_CHUNKS = 256  # more of them cost calls and save hardly any memory
+_MAX_CHUNKS = 256  # more chunks cost calls and save hardly any memory
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
-    """Compute the summed cross-entropy over `divisor`.
+    """Compute the summed cross-entropy divided by `divisor`.
 
     Args:
         logits: [..., vocabulary], of any dtype.
-        labels: [...], already shifted; those equal to -100 do not count.
-        divisor: What the sum is divided by, in float32, before the gradient is rounded to the dtype of the logits: a
-            number, or a scalar on the device.
+        labels: [...], already shifted; labels equal to -100 are ignored.
+        divisor: A number, or a scalar on the device; the division is in float32, before the gradient is rounded to the
+            dtype of the logits.
 
     Returns:
-        A float32 scalar in nats, which can be differentiated once.
+        A float32 scalar in nats, which supports one backward pass.
     """
     flat, targets = logits.flatten(0, -2), labels.flatten()
     gradient = torch.empty_like(flat) if needs_gradient(flat) else None
@@ -47,12 +47,12 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | t
 
 
 def cross_entropy_chunk_bytes(device_type: str, logits_bytes: int) -> int:
-    """Bytes of float32 logits, of `logits_bytes` in all, that `cross_entropy` upcasts at a time on a device."""
+    """How many of `logits_bytes` bytes of float32 logits `cross_entropy` upcasts at a time on a device."""
     return max(_CHUNK_BYTES.get(device_type, _CHUNK_BYTES_ELSEWHERE), -(-logits_bytes // _MAX_CHUNKS))
 
 
 def needs_gradient(tensor: torch.Tensor | None) -> bool:
-    """Whether a gradient of `tensor` is wanted here."""
+    """Whether autograd needs a gradient for `tensor`."""
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 

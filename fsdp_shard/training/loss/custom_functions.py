@@ -1,7 +1,7 @@
-"""The user's functions that a run calls: a loss instead of the cross-entropy, metrics, samples of what it writes.
+"""The user's functions that a run calls: a loss instead of the cross-entropy, metrics, and sample completions.
 
-Loss and metrics return sums and counts, so that a mean is over all ranks and micro-batches of a step, however they
-divide it.
+Loss and metrics return sums and counts, so that means cover all ranks and micro-batches of a step, however it is
+divided.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def find_loss(name: str | None) -> LossFunction | None:
 
 @contextmanager
 def _working_directory_is_importable() -> Iterator[None]:
-    # The last of all, so that a directory of the name of a package, such as `datasets`, hides nothing.
+    # At the end of the path, so that a directory named like a package, such as `datasets`, does not shadow it.
     directory = str(Path.cwd())
     if directory in sys.path:
         yield
@@ -74,16 +74,16 @@ def _working_directory_is_importable() -> Iterator[None]:
 
 @dataclass
 class CustomFunctions:
-    """The user's functions that a run calls, the first two in each step.
+    """The user's functions that a run calls, loss and metrics in every step.
 
     Attributes:
-        loss: Takes the model's output and the batch, a dict of the arguments of the model and `labels` (int64; already
-            shifted: the token that follows at each position, and -100 where none is to be predicted). Returns the sum
-            of the losses, a scalar in nats, and the count that all sums of a step together are divided by. With
-            `shard.context_parallel` output and batch are of a rank's own tokens.
-        metrics: Takes the same. Returns a sum and a count by name, the same names always.
+        loss: Takes the model's output and the batch, a dict of the model's arguments and `labels` (int64; already
+            shifted: the next token at each position, and -100 where none is to be predicted). Returns the sum of the
+            losses, a scalar in nats, and a count; the sums of a step are divided by the total of its counts. With
+            `shard.context_parallel`, output and batch cover only a rank's own tokens.
+        metrics: Takes the same arguments. Returns a sum and a count by name; the names must always be the same.
         samples: Takes the model in eval mode, on every rank, whenever a run evaluates. Returns prompts and completions.
-        names: Those of the metrics, sorted, once they are known.
+        names: The names of the metrics, sorted, once they are known.
     """
 
     loss: LossFunction | None = None
@@ -92,10 +92,10 @@ class CustomFunctions:
     names: list[str] | None = field(default=None, init=False)
 
     def agree(self, names: list[str], context: DistributedContext) -> list[str]:
-        """The names of the metrics, in one order on all ranks. The first call is a collective.
+        """Return the names of the metrics, in the same order on all ranks. The first call is a collective.
 
         Raises:
-            ConfigError: The names are others than on other ranks or in other steps.
+            ConfigError: The names differ between ranks or steps.
         """
         if self.names is None:
             of_ranks = context.all_gather_object(sorted(names))
@@ -108,7 +108,8 @@ class CustomFunctions:
 
 
 class StepSums:
-    """What the functions return for the micro-batches of a step or an evaluation: sums and counts, on the device.
+    """Accumulates the sums and counts that the functions return for the micro-batches of a step or evaluation, on the
+    device.
 
     Args:
         functions: The functions.
@@ -122,11 +123,11 @@ class StepSums:
 
     @property
     def needs_output(self) -> bool:
-        """Whether there are functions, which need the output of the model as it is."""
+        """Whether there are functions, which need the unmodified model output."""
         return self._functions.loss is not None or self._functions.metrics is not None
 
     def loss(self, output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Call the functions with one micro-batch; returns the sum of the losses [], if there is a function for it."""
+        """Call the functions for one micro-batch; return the sum of the losses [] if there is a loss function."""
         if self._functions.metrics is not None:
             with torch.no_grad():
                 for name, pair in self._functions.metrics(output, batch).items():
@@ -144,14 +145,14 @@ class StepSums:
         return total
 
     def rescale(self, module: nn.Module, loss: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-        """Divide by the count of the loss function what was divided by the predictions; a collective.
+        """Replace the division by the number of predictions with one by the loss function's count; a collective.
 
-        The gradients are those of all micro-batches, and the count is known only after the last forward pass.
+        Applied to the gradients of all micro-batches, as the count is known only after the last forward pass.
 
         Args:
             module: The model, whose gradients are changed in place.
-            loss: This rank's sum over `divisor`, [].
-            divisor: Predictions of all ranks over their number, [].
+            loss: This rank's sum divided by `divisor`, [].
+            divisor: Predictions of all ranks divided by the number of ranks, [].
 
         Returns:
             This rank's part of the loss, [].
@@ -167,7 +168,7 @@ class StepSums:
         return loss * factor.to(loss.dtype)
 
     def all_counts(self) -> torch.Tensor:
-        """What all ranks counted for their losses, float64 []; a collective."""
+        """The loss count summed over all ranks, float64 []; a collective."""
         count = self._number(0.0) if self._count is None else self._count.clone()
         self._context.all_reduce_(count)
         return count
@@ -182,11 +183,11 @@ class StepSums:
         return sums
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
-        """The means by name, of what `metrics` returned; NaN where nothing was counted."""
+        """Convert a result of `metrics` to means by name; NaN where nothing was counted."""
         return metric_means(self._functions.names or [], sums)
 
     def add_metric(self, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
-        """Add a sum, a scalar, and a count to those of a metric, the same ones on all ranks."""
+        """Add a scalar sum and a count to a metric; all ranks add the same metrics."""
         both = torch.stack([self._number(total), self._number(count)])
         self._metrics[name] = self._metrics[name] + both if name in self._metrics else both
 
@@ -198,7 +199,7 @@ class StepSums:
 
 
 def metric_means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """Return the means by name, of a sum and a count for each of `names`; NaN where nothing was counted."""
+    """Return means by name, from a sum and a count for each of `names`; NaN where nothing was counted."""
     return {name: a / b if b else math.nan for name, a, b in zip(names, sums[::2], sums[1::2], strict=True)}
 
 

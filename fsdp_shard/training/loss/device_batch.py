@@ -1,4 +1,4 @@
-"""A micro-batch on the device of a rank: what a loss is computed from."""
+"""A micro-batch on a rank's device, the input of the loss."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,14 +11,14 @@ from fsdp_shard.sharding import WholeSequence
 
 @dataclass(frozen=True)
 class PackedAnswers:
-    """Which tokens of a micro-batch are those of which answer, where rows have several answers.
+    """Assigns the tokens of a micro-batch to answers, where rows hold several answers.
 
     Attributes:
-        segments: What each token belongs to, as in `Batch`, int64 [num_rows, length], where answers share prompts; None
-            where they do not, and where a plan needs no values.
-        sizes: Number of labels that count of each answer; the chosen answer of a pair is first.
-        lengths: The same on the device, float32 [num_answers].
-        has_two_rows: Whether both answers of pairs are in rows of their own, of which a pass takes one
+        segments: The segment of each token, as in `Batch`, int64 [num_rows, length], if answers share prompts; None if
+            they do not, and if a plan needs no values.
+        sizes: Number of trained labels in each answer; the chosen answer of a pair comes first.
+        lengths: The same numbers on the device, float32 [num_answers].
+        has_two_rows: Whether the two answers of a pair are in separate rows, of which a pass processes one
             (`DeviceBatch.of_row`).
     """
 
@@ -38,10 +38,10 @@ class OwnPart:
 
     Attributes:
         inputs: Arguments of the model by name, int64 [num_rows, part].
-        sequence: What this rank must know of the whole sequences.
-        places: Where its tokens are in them, int64 [part]; those after the end are padding.
-        counted: Positions in the flat own tokens of those whose labels count, int64.
-        chosen: Which of the labels that count in the whole micro-batch these are, int64.
+        sequence: The information about whole sequences that this rank needs.
+        places: Positions of its tokens in the sequences, int64 [part]; positions after the end are padding.
+        counted: Positions of the trained labels in the flattened own tokens, int64.
+        chosen: Indices of these labels among the trained labels of the whole micro-batch, int64.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -51,12 +51,12 @@ class OwnPart:
     chosen: torch.Tensor
 
     def rows(self, row: int, labels: torch.Tensor) -> "OwnPart":
-        """Return row 0 or 1 of each sample of two rows; `labels` are theirs, of whole sequences."""
+        """Return row 0 or 1 of each two-row sample; `labels` are those of these rows, for whole sequences."""
         inputs = {name: value[row::2] for name, value in self.inputs.items()}
         return replace(self, inputs=inputs, sequence=self.sequence.rows(row)).of(labels)
 
     def of(self, labels: torch.Tensor) -> "OwnPart":
-        """Return this part for other labels of the whole sequences, int64 [num_rows, length]."""
+        """Return this part with other labels for the whole sequences, int64 [num_rows, length]."""
         counted, chosen = own_counted(labels, self.places)
         return replace(self, counted=counted, chosen=chosen)
 
@@ -68,7 +68,7 @@ class OwnPart:
 
 
 def own_counted(labels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `counted` and `chosen` of an `OwnPart` from the labels of whole sequences, int64 [num_rows, length]."""
+    """Compute `counted` and `chosen` of an `OwnPart` from the labels of whole sequences, int64 [num_rows, length]."""
     is_counted = labels != MASKED
     numbers = torch.where(is_counted, is_counted.flatten().cumsum(0).view(labels.shape) - 1, -1)
     inside = places < labels.shape[1]
@@ -79,18 +79,18 @@ def own_counted(labels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tenso
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A micro-batch on the device of this rank.
+    """A micro-batch on this rank's device.
 
     Attributes:
         inputs: Arguments of the model by name, int64 [micro_batch_size, length].
         labels: Labels as in `Batch`, int64.
-        counted: Positions in the flat labels of those that count, int64 [num_predictions]. Counted on the CPU: a GPU
-            would have to be waited for.
-        extras: Other values of each sample as in `Batch`, float32.
-        token_values: Values of each label that counts as in `Batch`.
-        sequence: What this rank must know of the whole sequences, where it has parts of them.
-        packed: The answers, where rows have several.
-        own: This rank's tokens, where sequences are divided and all else here is of the whole ones.
+        counted: Positions of the trained labels in the flattened labels, int64 [num_predictions]. Found on the CPU, to
+            avoid waiting for a GPU.
+        extras: Additional values of each sample, as in `Batch`, float32.
+        token_values: Values of each trained label, as in `Batch`.
+        sequence: The information about whole sequences that this rank needs, if it holds parts of them.
+        packed: The answers, if rows hold several.
+        own: This rank's tokens, if sequences are divided and all other attributes describe whole sequences.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -104,13 +104,13 @@ class DeviceBatch:
 
     @property
     def answer_lengths(self) -> torch.Tensor:
-        """Number of labels that count of each answer, float32 [num_answers]; without packing, of each row."""
+        """Number of trained labels in each answer, float32 [num_answers]; without packing, in each row."""
         return (self.labels != MASKED).sum(-1).float() if self.packed is None else self.packed.lengths
 
     def answer_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sums of `values` [num_rows, length] over the labels that count of each answer, [num_answers].
+        """Return the sums of `values` [num_rows, length] over the trained labels of each answer, [num_answers].
 
-        Without packing each row is an answer, and `values` are 0 for other labels.
+        Without packing, each row is an answer, and `values` must be 0 for other labels.
         """
         if self.packed is None:
             return values.sum(-1)
@@ -122,7 +122,7 @@ class DeviceBatch:
         return torch.stack([part.sum() for part in parts])
 
     def of_row(self, row: int) -> "DeviceBatch":
-        """Return row 0 or 1 of each sample of two rows. A GPU is waited for to count the labels."""
+        """Return row 0 or 1 of each two-row sample. Counting the labels waits for a GPU."""
         labels = self.labels[row::2]
         return replace(
             self,
@@ -135,7 +135,7 @@ class DeviceBatch:
         )
 
     def with_labels(self, labels: torch.Tensor) -> "DeviceBatch":
-        """Return the batch with other labels, int64 [num_rows, length]. A GPU is waited for to count them."""
+        """Return the batch with other labels, int64 [num_rows, length]. Counting them waits for a GPU."""
         counted = torch.nonzero(labels.flatten() != MASKED).flatten()
         return replace(self, labels=labels, counted=counted, own=None if self.own is None else self.own.of(labels))
 

@@ -1,4 +1,4 @@
-"""How far a student is from the most likely tokens of a teacher, and the teacher's own side of that."""
+"""The distillation loss over a teacher's most likely tokens, and their extraction from the teacher's logits."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class Targets:
-    """The most likely tokens of a teacher for each predicted token, the likeliest first.
+    """A teacher's most likely tokens for each predicted token, the likeliest first.
 
     Attributes:
         log_probs: Their log-probabilities in nats under the whole vocabulary, float32 [num_predictions, k].
@@ -21,22 +21,22 @@ class Targets:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The `k` most likely tokens of each row, for `split_targets`; they have no gradient."""
+    """The `k` most likely tokens of each row, for `split_targets`; without a gradient."""
 
     k: int
 
     @property
     def num_values(self) -> int:
-        """Log-probabilities, and ids."""
+        """Number of log-probabilities and ids."""
         return 2 * self.k
 
     def of(self, rows: torch.Tensor) -> "TopTokens":
-        """Return the function of some of the rows, which is the same."""
+        """Return the function for some of the rows, which is the same."""
         return self
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """Return log-probabilities and token ids, float32 [num_rows, 2 * k]."""
-        highest = logits.topk(self.k, dim=1)  # float32 has every integer up to 2^24, and so every id
+        highest = logits.topk(self.k, dim=1)  # float32 represents every integer up to 2^24, and so every id
         return torch.cat([highest.values - logits.logsumexp(1, keepdim=True), highest.indices.float()], 1)
 
     def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
@@ -44,17 +44,17 @@ class TopTokens:
 
 
 def split_targets(values: torch.Tensor) -> Targets:
-    """Return what `TopTokens` found, float32 [num_predictions, 2 * k]."""
+    """Split the values of `TopTokens`, float32 [num_predictions, 2 * k]."""
     log_probs, tokens = values.chunk(2, dim=1)
     return Targets(log_probs, tokens.int())
 
 
 @dataclass(frozen=True)
 class StudentTerms:
-    """KL divergence, cross-entropy and agreement of a student for each row.
+    """A student's KL divergence, cross-entropy and agreement with the teacher, for each row.
 
-    The divergence is that from the teacher, whose distribution over its k tokens is normalized to 1, to the student,
-    whose own is over the whole vocabulary, both of logits over `temperature`: for the student's logits z it is
+    The divergence is KL(teacher || student). The teacher's distribution over its k tokens is normalized to 1; the
+    student's is over the whole vocabulary; both use logits divided by `temperature`. For the student's logits z it is
     sum_i p_i (log p_i - log softmax(z / T)_i) with p = softmax(log_probs / T).
 
     Attributes:
@@ -70,12 +70,12 @@ class StudentTerms:
     temperature: float
 
     def of(self, rows: torch.Tensor) -> "StudentTerms":
-        """Return the function of some of the rows."""
+        """Return the function for some of the rows."""
         targets = Targets(self.targets.log_probs[rows], self.targets.tokens[rows])
         return replace(self, labels=self.labels[rows], targets=targets)
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
-        """Return KL and cross-entropy in nats, and 1 where the likeliest token is the teacher's, [num_rows, 3]."""
+        """Return KL and cross-entropy in nats, and 1 where the likeliest tokens agree, else 0, [num_rows, 3]."""
         labels, tokens, probs = self._of(logits, part)
         same = (logits.argmax(1) == tokens[:, 0]).float()
         plain = logits.logsumexp(1) - logits.gather(1, labels).squeeze(1)
@@ -85,7 +85,7 @@ class StudentTerms:
         return torch.stack([divergence, plain, same], 1)
 
     def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
-        """Return the gradient [num_rows, vocabulary] of the sum of `outer` * values; overwrites the logits."""
+        """Return the gradient [num_rows, vocabulary] of the sum of `outer` * values; overwrite the logits."""
         labels, tokens, probs = self._of(logits, part)
         of_divergence, of_plain = outer[:, :1] / self.temperature, outer[:, 1:2]
         slope = (logits / self.temperature).softmax(1).mul_(of_divergence)

@@ -1,4 +1,4 @@
-"""The forward pass of a batch, up to its loss or values of each predicted token."""
+"""The forward pass of a batch, up to its loss or to values of each predicted token."""
 
 import warnings
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ from fsdp_shard.training.loss.row_values import RowFunction, rows_of_logits
 def forward_loss(
     model: ShardedModel, batch: DeviceBatch, divisor: float | torch.Tensor, sums: StepSums | None = None
 ) -> torch.Tensor:
-    """Run the forward pass and return the summed loss of a batch over `divisor`, a float32 scalar in nats.
+    """Run the forward pass and return the summed loss of a batch divided by `divisor`, a float32 scalar in nats.
 
-    A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
-    in one window are separated by their positions (`data/samples/packing.py`).
+    A causal model receives no attention mask: padding comes last, where no trained prediction sees it, and positions
+    separate the documents of a window (`data/samples/packing.py`).
 
     Args:
         model: The model.
         batch: The batch.
-        divisor: What the sum is divided by.
-        sums: Receives what custom functions make of the output; a loss among them replaces the cross-entropy.
+        divisor: The divisor of the sum.
+        sums: Accumulates the results of custom functions; a custom loss replaces the cross-entropy.
     """
     chunked: AbstractContextManager[bool] = nullcontext(False)  # custom functions need logits
     if sums is None or not sums.needs_output:
@@ -48,7 +48,7 @@ def forward_log_probs(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
     """Run the forward pass of a causal model and return the log-probability of each label.
 
     Returns:
-        float32 [num_rows, length] in nats, 0 where labels do not count. With a loss head no logits are kept.
+        float32 [num_rows, length] in nats, 0 for ignored labels. With a loss head, no logits are kept.
     """
     function = LabelLogProbs(batch.labels.flatten()[batch.counted])
     return forward_rows(model.module, batch, function).view(batch.labels.shape)
@@ -60,10 +60,10 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
     Args:
         module: The model.
         batch: The batch.
-        function: The values; its rows are the labels that count.
+        function: Computes the values; its rows are the trained labels.
 
     Returns:
-        float32 [num_rows * length, num_values], 0 where labels do not count. With a loss head no logits are kept.
+        float32 [num_rows * length, num_values], 0 for ignored labels. With a loss head, no logits are kept.
     """
     if batch.own is not None:
         return _forward_own_rows(module, batch, batch.own, function)
@@ -76,7 +76,7 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
 
 
 def _forward_own_rows(module: nn.Module, batch: DeviceBatch, own: OwnPart, function: RowFunction) -> torch.Tensor:
-    """`forward_rows` where ranks divide the sequences: each has the values of all of them; a collective."""
+    """`forward_rows` for sequences divided over ranks: each receives the values of whole sequences; a collective."""
     num_rows, length = batch.labels.shape
     of_own, part = function.of(own.chosen), own.inputs["input_ids"]
     with (
@@ -97,7 +97,7 @@ def forward_answers(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
 
 
 def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
-    """Run the forward pass of a model with one output and return it for each answer, float32 [num_answers]."""
+    """Run the forward pass of a model with one output and return that output for each answer, float32 [num_answers]."""
     module = model.module
     inside = None if batch.packed is None else transformers_model(module)
     reading = nullcontext() if inside is None else giving_answer_scores(inside, batch.counted)
@@ -107,14 +107,14 @@ def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
 
 
 def _inputs(module: nn.Module, batch: DeviceBatch) -> dict[str, Any]:
-    """The arguments of the model, with the masks of answers that share prompts."""
+    """The arguments of the model, with masks for answers that share prompts."""
     segments = None if batch.packed is None else batch.packed.segments
     if segments is None:
         return dict(batch.inputs)
     inside = transformers_model(module)
     assert inside is not None, "only a model of transformers was checked"
     positions = batch.inputs["position_ids"]
-    segments = segments.to(positions.device)  # of a dispatched model, that of its embeddings
+    segments = segments.to(positions.device)  # for a dispatched model, the device of its embeddings
     prompts = torch.div(segments - PROMPT_PART, NUM_PARTS, rounding_mode="floor") * NUM_PARTS + PROMPT_PART
     masks = shared_prompt_masks(inside, segments, prompts, positions)
     return {**batch.inputs, "attention_mask": masks}
@@ -122,19 +122,19 @@ def _inputs(module: nn.Module, batch: DeviceBatch) -> dict[str, Any]:
 
 @contextmanager
 def forward_pass(module: nn.Module) -> Iterator[None]:
-    """Run a wrapped model inside, without warnings about its wrapper; what it raises is a ModelError."""
+    """Run a wrapped model within the block, without warnings about its wrapper; its exceptions become ModelErrors."""
     with quiet_pass(), running(module):
         yield
 
 
 @contextmanager
 def quiet_pass() -> Iterator[None]:
-    """Run a forward or backward pass inside, without what torch, up to 2.13 at least, warns of with wrappers."""
+    """Run a forward or backward pass within the block, without the warnings about wrappers in torch (2.13 at least)."""
     with warnings.catch_warnings():
-        # FSDP2 warns of outputs that are a view (GPT-2's, and logits of divided heads) and must not be changed in
-        # place. They are not.
+        # FSDP2 warns that outputs that are views (GPT-2's, and logits of sharded heads) must not be changed in place.
+        # They are not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        # torch.compile, and models that convert a module when they run, look at the gradients of parameters, which
-        # under FSDP1 are views of a flat one and have none.
+        # torch.compile, and models that convert a module at run time, look at the gradients of parameters. Under FSDP1,
+        # these are views of a flat parameter and have no gradients.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         yield

@@ -1,7 +1,7 @@
-"""Fused kernels of Liger Kernel for a model's norms, rotary embeddings and gated MLPs.
+"""Liger Kernel's fused kernels for a model's norms, rotary embeddings and gated MLPs.
 
-transformers' own integration applies them. The loss is not replaced: it is divided by the predictions of all ranks and
-micro-batches, and `linear_cross_entropy.py` avoids the full logits too.
+transformers' own integration applies them. Liger's loss is not used: ours is divided by the predictions of all ranks
+and micro-batches, and `linear_cross_entropy.py` avoids the full logits, too.
 """
 
 import inspect
@@ -14,13 +14,13 @@ from fsdp_shard.utils import require_package
 
 NONE = "none"
 
-# Switch of Liger Kernel -> the activations that its fused layer computes, whatever the config of the model says.
+# Liger Kernel switch -> the activations that its fused layer computes, regardless of the model's config.
 _COMPUTES = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 _OUR_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def check_kernels(kernels: str, shard: ShardConfig, *, on_gpu: bool) -> None:
-    """Raise ConfigError if `model.kernels` is not available on this machine, or not with `shard`."""
+    """Raise ConfigError if `model.kernels` is not available on this machine or with `shard`."""
     if kernels == NONE:
         return
     if not on_gpu:
@@ -37,12 +37,12 @@ def check_kernels(kernels: str, shard: ShardConfig, *, on_gpu: bool) -> None:
 
 
 def check_known(config: PretrainedConfig, kernels: str) -> None:
-    """Check that Liger Kernel supports a model, without changing it.
+    """Check that Liger Kernel supports a model, without applying the kernels.
 
-    Applying the kernels would change transformers' classes too, for every model that is built later.
+    Applying them would also change transformers' classes, for every model that is built later.
 
     Raises:
-        ConfigError: It has no kernels for the model, or they compute another activation.
+        ConfigError: Liger Kernel has no kernels for the model, or they compute another activation.
     """
     if kernels == NONE:
         return
@@ -76,7 +76,7 @@ def use_kernels(model: PreTrainedModel, kernels: str) -> int:
         The number of modules with fused kernels.
 
     Raises:
-        ConfigError: The kernels do not support the model, or changed none of its modules.
+        ConfigError: The kernels do not support the model, or change none of its modules.
     """
     if kernels == NONE:
         return 0

@@ -1,9 +1,9 @@
-"""The loss from hidden states and the output head together, so that the logits are never in memory as a whole.
+"""Computes the loss directly from hidden states and the output head, so the full logits are never in memory.
 
-The `forward` of the head is replaced by one that returns the loss of some labels instead of logits, a few rows at a
-time, with the gradient. It runs where the head does, inside the model's own forward pass: whatever shards the model
-gathers the weight of the head at that moment, tied or not, and reduces its gradient as always. Whether a model returns
-the logits of its head unchanged is tried, not assumed (`_returns_logits`): Cohere scales them, Gemma caps them.
+The head's `forward` is replaced by one that returns the loss of some labels instead of logits, a few rows at a time,
+with the gradient. It runs in place of the head, inside the model's own forward pass: the wrapper gathers the head's
+weight at that moment, tied or not, and reduces its gradient as usual. A trial run checks that a model returns the
+logits of its head unchanged (`_returns_logits`): Cohere scales them, Gemma caps them.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ from fsdp_shard.errors import ModelError
 from fsdp_shard.training.loss.cross_entropy import needs_gradient, with_gradients
 from fsdp_shard.training.loss.row_values import RowFunction, add_product, linear_rows, rows_a_chunk
 
-# From this vocabulary on, logits dominate the memory, and the products of a chunk are large enough to be fast.
+# From this vocabulary size, logits dominate memory, and the matrix products of a chunk are large enough to be fast.
 _LARGE_VOCABULARY = 1 << 16
-# A product with the head takes the rows of so many chunks of float32 logits: each reads the weight and adds to its
-# gradient, which on a GPU takes longer than the product itself if the rows are few.
+# Number of chunks of float32 logits whose rows share one product with the head. Each product reads the weight and adds
+# to its gradient; with few rows, that takes longer on a GPU than the product itself.
 _CHUNKS_A_PRODUCT = 4
 
 
@@ -33,14 +33,14 @@ def use_loss_head(model: PreTrainedModel, when: bool | str, *, any_vocabulary: b
 
     Args:
         model: The model, on the meta device and not sharded yet.
-        when: True, False, or "auto": if the vocabulary is large and the model allows it.
+        when: True, False, or "auto" for large vocabularies if the model supports it.
         any_vocabulary: Whether "auto" includes small vocabularies.
 
     Returns:
         Whether the head computes the loss.
 
     Raises:
-        ModelError: `when` is true, but the model does not allow it.
+        ModelError: `when` is true, but the model does not support it.
     """
     if when is False:
         return False
@@ -61,13 +61,13 @@ def use_loss_head(model: PreTrainedModel, when: bool | str, *, any_vocabulary: b
 def giving_loss(
     module: nn.Module, labels: torch.Tensor, divisor: float | torch.Tensor, counted: torch.Tensor | None = None
 ) -> Iterator[bool]:
-    """Within the block, a model with a loss head returns the loss of `labels` over `divisor` as its `logits`.
+    """Within the block, a model with a loss head returns the loss of `labels` divided by `divisor` as its `logits`.
 
     Args:
         module: The model.
-        labels: [...], already shifted; those equal to -100 do not count.
+        labels: [...], already shifted; labels equal to -100 are ignored.
         divisor: What the sum is divided by: a number, or a float32 scalar on the device.
-        counted: Positions of those that count in the flat labels, int64; found here if None.
+        counted: Positions of the other labels in the flattened labels, int64; computed if None.
 
     Yields:
         Whether the model has a loss head.
@@ -90,7 +90,7 @@ def giving_rows(module: nn.Module, num_tokens: int, rows: torch.Tensor, function
     Args:
         module: The model.
         num_tokens: Tokens of the batch.
-        rows: Positions of the tokens that have values, int64 [num_rows].
+        rows: Positions of the tokens to compute values for, int64 [num_rows].
         function: The values.
 
     Yields:
@@ -111,7 +111,7 @@ def _flat(hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return flat
 
 
-# From hidden states, the head and its softcap to what the model returns instead of logits.
+# Maps hidden states, the head and its softcap to the value that the model returns instead of logits.
 _Wanted = Callable[[torch.Tensor, nn.Linear, float | None], torch.Tensor]
 
 
@@ -129,7 +129,7 @@ def _wanting(module: nn.Module, wanted: _Wanted) -> Iterator[bool]:
 
 
 class LossHead:
-    """The `forward` of an output head that returns the loss, or values of tokens, if wanted, and logits otherwise."""
+    """The `forward` of an output head; returns the loss or token values on request, otherwise logits."""
 
     def __init__(self, head: nn.Linear, softcap: float | None) -> None:
         self._head, self._softcap = head, softcap
@@ -151,26 +151,26 @@ def linear_cross_entropy(
     softcap: float | None = None,
     counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the summed cross-entropy over `divisor` of the logits `hidden @ weight.T + bias`, in chunks.
+    """Compute the summed cross-entropy of the logits `hidden @ weight.T + bias`, divided by `divisor`, in chunks.
 
     Args:
         hidden: Hidden states [num_tokens, hidden_size].
         weight: Weight of the output head [vocabulary, hidden_size].
         bias: Bias of the output head [vocabulary], if any.
-        labels: [num_tokens]; those equal to -100 do not count, and cost nothing.
+        labels: [num_tokens]; labels equal to -100 are ignored, and cost nothing.
         divisor: What the sum is divided by: a number, or a float32 scalar on the device, which is not waited for.
         softcap: Replaces the logits by softcap * tanh(logits / softcap).
-        counted: Positions of the labels that count, int64 [num_counted]; where None, a GPU is waited for to find them.
+        counted: Positions of the other labels, int64 [num_counted]; if None, finding them waits for a GPU.
 
     Returns:
-        A float32 scalar in nats, which can be differentiated once.
+        A float32 scalar in nats, which supports one backward pass.
     """
     of_hidden, of_weight, of_bias = map(needs_gradient, (hidden, weight, bias))
     with torch.no_grad():
         rows = torch.nonzero(labels != MASKED).flatten() if counted is None else counted
         num_rows = rows_a_chunk(len(weight))
         chunks = rows.split(_CHUNKS_A_PRODUCT * num_rows) if len(rows) else ()
-        # The gradients are divided at the end; until then float16 has no room for their sums.
+        # The gradients are divided at the end; before that, their sums may overflow float16.
         is_enough = len(chunks) <= 1 and weight.dtype != torch.float16
         precise = weight.dtype if is_enough else torch.float32
         grad_hidden = torch.zeros_like(hidden) if of_hidden else None
@@ -196,7 +196,7 @@ def linear_cross_entropy(
 
 
 def _loss_and_slope(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None, wanted: bool) -> torch.Tensor:
-    """The summed loss of some rows of logits, which are overwritten by its gradient by them, if `wanted`."""
+    """Return the summed loss of some rows of logits; if `wanted`, overwrite the logits with its gradient."""
     values, inner = logits, None
     if softcap is not None:
         values = logits.float().div_(softcap).tanh_()
@@ -214,12 +214,12 @@ def _loss_and_slope(logits: torch.Tensor, labels: torch.Tensor, softcap: float |
 
 
 def _install(model: PreTrainedModel, head: nn.Module | None) -> str | None:
-    """Install a LossHead in `model`; returns the reason if that is not possible."""
+    """Install a LossHead in `model`; return the reason if that is impossible."""
     if type(head) is not nn.Linear:
         return "its output head is not a plain linear layer"
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
-    if softcap is not None:  # past the check of Gemma3n's config, which wants a number there
+    if softcap is not None:  # bypasses the check of Gemma3n's config, which requires a number
         vars(config)["final_logit_softcapping"] = None  # the head applies it
     if not _returns_logits(model, head):
         if softcap is not None:
@@ -232,8 +232,8 @@ def _install(model: PreTrainedModel, head: nn.Module | None) -> str | None:
 def _returns_logits(model: PreTrainedModel, head: nn.Linear) -> bool:
     """Whether the logits of `model` are exactly the output of its head.
 
-    It is tried with stand-ins for all modules that are not on the path to the head, and one for the head that returns
-    known numbers.
+    Run the model with stand-ins for all modules that are not on the path to the head, and a stand-in for the head that
+    returns known numbers.
     """
     known = torch.tensor([[[1.0, -2.0, 30.0]]])
     path = next(name for name, module in model.named_modules() if module is head).split(".")
@@ -261,11 +261,11 @@ def _returns_logits(model: PreTrainedModel, head: nn.Linear) -> bool:
 
 
 class _StandIn(nn.Module):
-    """Stands in for a module: it returns the same for any input, as do the modules in it, and has its attributes."""
+    """Stands in for a module: it and its submodules return one value for any input; attributes are the module's."""
 
     def __init__(self, module: nn.Module, value: Any) -> None:
         super().__init__()
-        vars(self)["_module"], self._value = module, value  # not registered as a part of it
+        vars(self)["_module"], self._value = module, value  # not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(vars(self)["_module"], name)
@@ -276,7 +276,7 @@ class _StandIn(nn.Module):
 
 
 class _Outputs(BaseModelOutputWithPastAndCrossAttentions):
-    """Outputs that are None for everything but the hidden state."""
+    """Outputs that are all None except the hidden state."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -290,7 +290,7 @@ _FOUND = "loss_head"  # an attribute of the model
 def _head_of(module: nn.Module) -> LossHead | None:
     """The LossHead in `module`, which is searched once.
 
-    The module keeps it: a head that is sharded refers to the whole model, which a dictionary of ours would keep alive.
+    The module stores the result: a sharded head refers to the whole model, which a global dictionary would keep alive.
     """
     if _FOUND not in vars(module):
         found = (vars(inner).get("forward") for inner in module.modules())

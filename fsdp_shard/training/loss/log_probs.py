@@ -1,4 +1,4 @@
-"""Log-probabilities of labels, of which losses of preferences are made."""
+"""Log-probabilities of labels, the basis of preference losses."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class LabelLogProbs:
-    """The log-probability of the label of each row.
+    """The log-probability of each row's label.
 
     Attributes:
         labels: The labels of all rows, int64 [num_rows].
@@ -19,7 +19,7 @@ class LabelLogProbs:
     labels: torch.Tensor
 
     def of(self, rows: torch.Tensor) -> "LabelLogProbs":
-        """Return the function of some of the rows."""
+        """Return the function for some of the rows."""
         return LabelLogProbs(self.labels[rows])
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
@@ -27,7 +27,7 @@ class LabelLogProbs:
         return logits.gather(1, self._labels(logits, part)) - logits.logsumexp(1, keepdim=True)
 
     def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
-        """Return the gradient [num_rows, vocabulary] of the sum of `outer` * values; overwrites the logits."""
+        """Return the gradient [num_rows, vocabulary] of the sum of `outer` * values; overwrite the logits."""
         slope = logits.sub_(logits.logsumexp(1, keepdim=True)).exp_().mul_(-outer)
         return slope.scatter_add_(1, self._labels(logits, part), outer)
 

@@ -1,7 +1,7 @@
-"""Values of each predicted token, such as its log-probability, from the output head or logits, some rows at a time.
+"""Values of each predicted token, such as its log-probability, from the output head or from logits, in chunks of rows.
 
-Unlike the cross-entropy, what is computed of these values need not be linear in them, so their gradient is known in
-the backward pass only: the logits of each chunk are computed again there, and never exist as a whole.
+Unlike with the cross-entropy, the loss need not be linear in these values, so their gradient is known only in the
+backward pass. It recomputes the logits of each chunk, so the full logits never exist.
 """
 
 from typing import Any, Protocol
@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# Bytes of float32 logits in a chunk: not too few, as each reads and writes the gradient of the head's weight.
+# Bytes of float32 logits per chunk: not too few, as each chunk reads and writes the gradient of the head's weight.
 LOSS_CHUNK_BYTES = 128 << 20
-_TILE = 128  # rows that a matrix product on a GPU computes together
+_TILE = 128  # rows per tile of a matrix product on a GPU
 
 
 class RowFunction(Protocol):
-    """Values of some rows of logits. What else they depend on is in the function, in the order of all of the rows."""
+    """Computes values from rows of logits; it stores any other inputs, in the order of all rows."""
 
     @property
     def num_values(self) -> int:
-        """Number of values of a row."""
+        """Number of values per row."""
 
     def of(self, rows: torch.Tensor) -> "RowFunction":
-        """Return the function of some of the rows, int64 [num_chosen]."""
+        """Return the function for some of the rows, int64 [num_chosen]."""
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the values, float32 [num_rows, num_values], of rows of `logits`, float32 [num_rows, vocabulary].
@@ -34,7 +34,7 @@ class RowFunction(Protocol):
         """
 
     def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the sum of `outer` * values by the logits; the arguments are as in `values`.
+        """Return the gradient of the sum of `outer` * values with respect to the logits.
 
         Args:
             logits: They may be overwritten.
@@ -57,12 +57,12 @@ def linear_rows(
         hidden: Hidden states [num_tokens, hidden_size].
         weight: Weight of the output head [vocabulary, hidden_size].
         bias: Bias of the output head [vocabulary], if any.
-        rows: The tokens that have values, int64 [num_rows]; others cost nothing.
+        rows: The tokens to compute values for, int64 [num_rows]; others cost nothing.
         function: The values.
         softcap: Replaces the logits by softcap * tanh(logits / softcap).
 
     Returns:
-        float32 [num_tokens, num_values], 0 for other tokens; it can be differentiated once.
+        float32 [num_tokens, num_values], 0 for other tokens; it supports one backward pass.
     """
     rows = rows.to(hidden.device)
     result: torch.Tensor = _LinearRows.apply(hidden, weight, bias, rows, function, softcap)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -72,14 +72,14 @@ def linear_rows(
 def rows_of_logits(logits: torch.Tensor, rows: torch.Tensor, function: RowFunction) -> torch.Tensor:
     """Compute values of `logits` [num_tokens, vocabulary], upcast a few rows at a time.
 
-    The other arguments, and what is returned, are those of `linear_rows`.
+    The other arguments and the result are those of `linear_rows`.
     """
     result: torch.Tensor = _Rows.apply(logits, rows.to(logits.device), function)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
 
 
 def rows_a_chunk(vocabulary: int) -> int:
-    """Rows of logits whose float32 values are a chunk; whole tiles, if they are more than one."""
+    """Number of rows of logits per chunk of float32 values; a multiple of the tile if more than one tile."""
     rows = max(1, LOSS_CHUNK_BYTES // (4 * vocabulary))
     return rows if rows < _TILE else rows - rows % _TILE
 
@@ -165,10 +165,10 @@ class _Rows(torch.autograd.Function):
 
 
 def add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) -> None:
-    """Add slope^T @ part to `into`, which is as precise as they are or float32.
+    """Add slope^T @ part to `into`, whose dtype is theirs or float32.
 
-    On a GPU the product is added in float32; elsewhere, where torch has no such product, some rows at a time. Sums may
-    be more than float16 holds.
+    On a GPU, the product is added in float32; elsewhere torch lacks such a product, and rows are added in chunks. Sums
+    may overflow float16.
     """
     if into.dtype == part.dtype:
         into.addmm_(slope.T, part)

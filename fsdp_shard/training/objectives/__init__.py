@@ -1,1 +1,1 @@
-"""What a run trains for: supervised fine-tuning, preferences, rewards; a file each, with settings and formula."""
+"""The training objectives: supervised fine-tuning, preferences, rewards; a file each, with settings and formula."""

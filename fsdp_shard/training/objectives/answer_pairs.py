@@ -1,7 +1,7 @@
-"""What objectives of pairs have in common: log-probabilities of both answers, one loss a pair, and metrics.
+"""The common parts of objectives for pairs: log-probabilities of both answers, one loss per pair, and metrics.
 
-Samples are pairs: rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of pair i. Packed, a row has
-several pairs, and answers 2i and 2i + 1 of the batch are those of pair i.
+Samples are pairs: rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of pair i. With packing, a row
+holds several pairs, and answers 2i and 2i + 1 of the batch are those of pair i.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Pairs:
     """Answers in pairs; each tensor is [num_pairs, 2], the chosen answer first.
 
     Attributes:
-        log_probs: Sums of the log-probabilities of the tokens of each answer, float32, in nats.
-        lengths: Numbers of these tokens, float32; 0 in both of a pair that only fills up the batch.
+        log_probs: Sum of the log-probabilities of each answer's tokens, float32, in nats.
+        lengths: Number of these tokens, float32; 0 for both answers of a pair that only fills up the batch.
         reference: `log_probs` of the reference model; zeros without one.
     """
 
@@ -33,17 +33,17 @@ class Pairs:
 
     @property
     def is_pair(self) -> torch.Tensor:
-        """Whether each pair counts, [num_pairs]."""
+        """Whether each pair is more than a filler, [num_pairs]."""
         return self.lengths[:, 1] > 0
 
     @property
     def log_ratios(self) -> torch.Tensor:
-        """Log of the probability of each answer over that of the reference, [num_pairs, 2]."""
+        """Log of the ratio between each answer's probability and its reference probability, [num_pairs, 2]."""
         return self.log_probs - self.reference
 
     @property
     def means(self) -> torch.Tensor:
-        """Mean log-probability of a token of each answer, [num_pairs, 2]."""
+        """Mean log-probability per token of each answer, [num_pairs, 2]."""
         return self.log_probs / self.lengths.clamp(min=1)
 
 
@@ -90,7 +90,7 @@ class PairObjective(PreferenceConfig):
         return pairs
 
     def add_metrics(self, forward: Pass, pairs: Pairs) -> None:
-        """Add what people look at: rewards, log-probabilities and lengths of both answers."""
+        """Add the common metrics: rewards, log-probabilities and lengths of both answers."""
         rewards = self.rewards(pairs).detach()
         chosen, rejected = rewards.unbind(1)
         metrics = {
@@ -107,14 +107,14 @@ class PairObjective(PreferenceConfig):
 
 
 def smoothed_losses(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return -log sigmoid of the logits [num_pairs] where that fraction of the preferences is wrong."""
+    """Return -log sigmoid of the logits [num_pairs] if the fraction `smoothing` of the preferences is wrong."""
     import torch.nn.functional as F
 
     return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
 
 
 def check_smoothing(value: float, prefix: str) -> None:
-    """Raise ConfigError unless a smoothing leaves more right preferences than wrong ones."""
+    """Raise ConfigError unless label smoothing leaves more right preferences than wrong ones."""
     if value >= 0.5:
         raise ConfigError(
             f"{prefix}label_smoothing={value} is out of range: it must be less than 0.5, or nothing is preferred."

@@ -1,6 +1,6 @@
-"""A model that is not trained, dispatched on every rank: on its GPU, the CPU and the disk, by budgets.
+"""A model that is not trained, dispatched on every rank over its GPU, CPU memory and disk, within budgets.
 
-So it may be larger than the memory. The ranks divide the data, not the model.
+It may be larger than the memory. The ranks divide the data, not the model.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def open_dispatched(
     what: str,
     dtype: str = "keep",
 ) -> PreTrainedModel:
-    """Load a model, dispatched, on every rank; a collective.
+    """Load and dispatch a model on every rank; a collective.
 
     Args:
         config: The settings of `finetune`.
         source: The model.
-        max_memory: Budgets of each rank as in `dispatch.max_memory`; None for the memory that is free.
+        max_memory: Budgets of each rank, as in `dispatch.max_memory`; None for all free memory.
         context: The ranks.
-        what: What it is, for people.
-        dtype: The dtype that it computes in; `keep` for that of its weights.
+        what: Description of the model for messages.
+        dtype: The dtype of the computation; `keep` for that of its weights.
 
     Raises:
-        PlanError, CheckpointError, ModelError: On all ranks: it does not fit, or cannot be read.
+        PlanError, CheckpointError, ModelError: On all ranks: the model does not fit, or cannot be read.
     """
 
     def log(text: str) -> None:
@@ -49,17 +49,17 @@ def open_dispatched(
             say(f"{what}: {text}", sys.stderr)
 
     model = run_on_all(context, lambda: config.load_dispatched(source, max_memory, context, log, dtype))
-    use_loss_head(model, "auto", any_vocabulary=True)  # so that it makes no whole logits, either
+    use_loss_head(model, "auto", any_vocabulary=True)  # avoids full logits here, too
     return model
 
 
 def dispatched_rows(model: PreTrainedModel, batch: DeviceBatch, function: RowFunction) -> torch.Tensor:
-    """Return values of each predicted token as `forward_rows` does, without gradients.
+    """Return values of each predicted token like `forward_rows`, without gradients.
 
     Args:
-        model: The model; its first device may be another than that of the batch, such as the CPU.
+        model: The model; its first device may differ from that of the batch.
         batch: The batch.
-        function: The values.
+        function: Computes the values.
 
     Returns:
         float32 [num_rows * length, num_values] on the device of the model's output.

@@ -22,18 +22,17 @@ COMPUTED = "computed"
 class DistillConfig(ObjectiveConfig):
     """Distillation (Hinton et al., 2015): alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy.
 
-    The KL divergence is of the distributions of logits / T; T^2 keeps the size of its gradients. Of the teacher, the
-    `top_k` most likely tokens of each prediction count, and their probabilities are normalized to 1, as in Gemma 3
-    (Gemma Team, 2025); the student's distribution is over the whole vocabulary. So the rest of the teacher's mass is
-    left out, which makes the student a little too sure for a small k (Anshumann et al., 2025); with all tokens it is
-    the exact divergence.
+    The KL divergence compares the distributions of logits / T; T^2 preserves the scale of its gradients. It uses the
+    teacher's `top_k` most likely tokens for each prediction, with probabilities normalized to 1, as in Gemma 3 (Gemma
+    Team, 2025). The student's distribution is over the whole vocabulary. Dropping the rest of the teacher's mass makes
+    the student slightly overconfident for a small k (Anshumann et al., 2025); with all tokens, the divergence is exact.
     """
 
     name: ClassVar[str] = "distill"
     tasks: ClassVar[tuple[str, ...]] = (CAUSAL,)
     headline: ClassVar[tuple[str, ...]] = ("kl", "cross_entropy", "agreement")
     is_cross_entropy: ClassVar[bool] = False
-    num_token_values: ClassVar[int] = 3  # as `StudentTerms` has, which needs torch
+    num_token_values: ClassVar[int] = 3  # as in `StudentTerms`, which needs torch
 
     teacher: str = setting(
         REQUIRED,
@@ -65,23 +64,23 @@ class DistillConfig(ObjectiveConfig):
 
     @property
     def is_precomputed(self) -> bool:
-        """Whether the teacher runs before training, and what it says comes with the samples."""
+        """Whether the teacher runs before training, so that its targets come with the samples."""
         return self.teacher_logits == PRECOMPUTED
 
     @cached_property
     def source(self) -> Location:
-        """What `teacher` leads to, located once; errors name the setting."""
+        """The location that `teacher` leads to, resolved once; errors name the setting."""
         return self.locate()
 
     def locate(self, *, fetch_weights: bool = True) -> Location:
-        """What `teacher` leads to; without its weights if it is on the hub and they are not to be fetched."""
+        """Resolve `teacher`; for a hub model, download the weights only if `fetch_weights` is true."""
         try:
             return locate(self.teacher, fetch_weights=fetch_weights)
         except InputError as error:
             raise type(error)(f"objective.teacher={self.teacher}: {error}") from error
 
     def terms(self, forward: Pass) -> torch.Tensor:
-        """Run the forward passes of both and return the sum of the losses over the divisor, [1]."""
+        """Run the forward passes of both models and return the sum of the losses divided by the divisor, [1]."""
         from fsdp_shard.training.loss.distillation import StudentTerms
         from fsdp_shard.training.loss.forward_loss import forward_rows
 

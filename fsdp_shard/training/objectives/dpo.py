@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class DpoConfig(ReferenceConfig, PairObjective):
     """Direct preference optimization (Rafailov et al., 2023): -log sigmoid(beta * (log-ratio chosen - rejected)).
 
-    With `label_smoothing` it is the conservative form (Mitchell, 2023): that fraction of the preferences is wrong.
+    `label_smoothing` gives the conservative form (Mitchell, 2023), which assumes that this fraction of the preferences
+    is wrong.
     """
 
     name: ClassVar[str] = "dpo"
@@ -26,7 +27,7 @@ class DpoConfig(ReferenceConfig, PairObjective):
     label_smoothing: float = setting(0.0, "Fraction of the preferences that is taken to be wrong.", minimum=0.0)
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a smoothing that leaves nothing to learn."""
+        """Raise ConfigError for label smoothing that leaves nothing to learn."""
         check_smoothing(self.label_smoothing, prefix)
 
     def losses(self, pairs: Pairs) -> torch.Tensor:

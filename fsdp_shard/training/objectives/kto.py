@@ -1,4 +1,4 @@
-"""`objective=kto`: Kahneman-Tversky optimization, from answers that are good or bad, each alone."""
+"""`objective=kto`: Kahneman-Tversky optimization, from single answers labeled good or bad."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 class KtoConfig(ReferenceConfig):
     """Kahneman-Tversky optimization (Ethayarajh et al., 2024).
 
-    The loss of a good answer is 1 - sigmoid(beta * (log-ratio - KL)), of a bad one 1 - sigmoid(beta * (KL - ratio)).
-    KL is the mean log-ratio of prompts with the answers to other prompts, over the whole batch of a step, at least 0
-    and without a gradient.
+    The loss of a good answer is 1 - sigmoid(beta * (log-ratio - KL)), that of a bad one 1 - sigmoid(beta * (KL -
+    log-ratio)). KL is the mean log-ratio of prompts paired with answers to other prompts, over the global batch of a
+    step, clamped at 0 and without a gradient.
 
-    Samples have two rows: a prompt with its answer, and the same prompt with the answer to another one. Packed, these
-    are a window of several answers, and a window of their prompts with other answers.
+    Samples have two rows: a prompt with its answer, and the same prompt with the answer to another prompt. With
+    packing, they are a window of several prompts with their answers, and a window of the same prompts with other
+    answers.
     """
 
     name: ClassVar[str] = "kto"
@@ -42,7 +43,7 @@ class KtoConfig(ReferenceConfig):
     undesirable_weight: float = setting(1.0, "Weight of the losses of bad answers.", above=0.0)
 
     def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
-        """Return which tokens are of the answers, without those of other prompts."""
+        """Return which tokens belong to answers, excluding the answers to other prompts."""
         found = super().trained_tokens(batch)
         found[1::2] = False
         return found
@@ -54,7 +55,7 @@ class KtoConfig(ReferenceConfig):
         reference: Reference | None,
         context: DistributedContext,
     ) -> torch.Tensor:
-        """Return the KL of all batches of all ranks, a scalar; a collective."""
+        """Return the KL over all batches of all ranks, a scalar; a collective."""
         import torch
 
         from fsdp_shard.training.loss.forward_loss import forward_answers
@@ -71,7 +72,7 @@ class KtoConfig(ReferenceConfig):
         return (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
 
     def terms(self, forward: Pass) -> torch.Tensor:
-        """Run the forward pass of the answers and return the sum of their losses over the divisor, [1]."""
+        """Run the forward pass of the answers and return the sum of their losses divided by the divisor, [1]."""
         import torch
 
         from fsdp_shard.training.loss.forward_loss import forward_answers

@@ -1,4 +1,4 @@
-"""What an objective provides: the data and the reference that it needs, its loss and its metrics. Imports no torch.
+"""The interface of an objective: the data and reference that it needs, its loss and its metrics. Imports no torch.
 
 An objective is a file of this folder with its settings and its formula, and a line in `registry.py`.
 """
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class Reference(Protocol):
-    """The model that another one is compared with."""
+    """The model with which the trained model is compared."""
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
-        """Return the sum of the log-probabilities of the labels of each row, float32 [num_rows], without gradients."""
+        """Return the sum of the label log-probabilities of each row, float32 [num_rows], without gradients."""
 
 
 class Teacher(Protocol):
-    """The model that another one is to imitate."""
+    """The model that the trained model imitates."""
 
     def targets(self, batch: DeviceBatch) -> Targets:
-        """Return its most likely tokens for each label that counts, without gradients."""
+        """Return the teacher's most likely tokens for each trained label, without gradients."""
 
 
 @dataclass
@@ -44,12 +44,12 @@ class Pass:
     """One forward pass of a step or an evaluation, on this rank.
 
     Attributes:
-        model: The model that is trained.
+        model: The trained model.
         batch: The micro-batch.
-        divisors: What each term of the loss is divided by, float32 [num_terms].
+        divisors: Divisor of each loss term, float32 [num_terms].
         sums: Receives the metrics.
-        reference: The `Reference` or the `Teacher` of objectives that have one.
-        shared: What `ObjectiveConfig.prepare` returned for all passes of the step.
+        reference: The `Reference` or `Teacher`, for objectives that have one.
+        shared: Result of `ObjectiveConfig.prepare`, shared by all passes of the step.
     """
 
     model: ShardedModel
@@ -64,18 +64,18 @@ class Pass:
 class ObjectiveConfig:
     """`objective=sft`: supervised fine-tuning, the cross-entropy, or `loss=module:function`, of every predicted token.
 
-    A subclass is another objective: it adds its settings to `objective.*`.
+    Each subclass is another objective, and adds its settings to `objective.*`.
 
     Attributes:
-        name: Its option of `objective=`.
-        samples: The shape of the samples that it needs: `rows`, `pairs` or `labeled` (`data/task.py`).
-        tasks: The values of `model.task` that it trains.
-        num_terms: Number of means that its loss is the sum of.
-        headline: The metrics that a line of progress shows; without any, it shows all.
+        name: Its name in `objective=`.
+        samples: Required shape of the samples: `rows`, `pairs` or `labeled` (`data/task.py`).
+        tasks: Supported values of `model.task`.
+        num_terms: Number of means whose sum is the loss.
+        headline: Metrics shown in a progress line; if empty, all are shown.
         is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity.
-        num_token_values: Number of float32 values of a token that its loss is computed from, where it compares whole
-            sequences: ranks that divide them gather those.
-        of_computation: Settings that do not define the loss, so that a run may resume with others.
+        num_token_values: Number of float32 values per token from which the loss is computed, if it compares whole
+            sequences; context-parallel ranks gather these.
+        of_computation: Settings that do not define the loss, so a resume may change them.
     """
 
     name: ClassVar[str] = "sft"
@@ -92,31 +92,31 @@ class ObjectiveConfig:
 
     @property
     def compares_whole_sequences(self) -> bool:
-        """Whether ranks that divide sequences compute the same loss of the whole ones, not each that of its tokens."""
+        """Whether context-parallel ranks compute the same loss over whole sequences, not each over its own tokens."""
         return not self.is_cross_entropy
 
     def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
-        """Return which tokens of `batch` are trained, for people: bool, with the shape of the labels or inputs."""
+        """Return which tokens of `batch` are trained, for display: bool, with the shape of the labels or inputs."""
         from fsdp_shard.data import MASKED
 
         found: npt.NDArray[np.bool_] = batch.labels != MASKED
         return found
 
     def counts(self, batch: Batch) -> list[float]:
-        """Return, for each term of the loss, the number in `batch` that the term is a mean over."""
+        """Return, for each loss term, how many items of `batch` the term is averaged over."""
         return [float(batch.num_predictions)]
 
     def reference_kind(self, *, begins_at_base: bool, is_streamed: bool) -> str | None:
-        """Return where a run gets its reference from: `adapter`, `precomputed` or `sharded`; None without one.
+        """Return the source of a run's reference: `adapter`, `precomputed` or `sharded`; None without a reference.
 
         Args:
-            begins_at_base: Whether training began from the model that is left without the adapter of the run.
-            is_streamed: Whether its samples are not known before.
+            begins_at_base: Whether training began from the model that remains when the run's adapter is disabled.
+            is_streamed: Whether the samples are not known in advance.
         """
         return None
 
     def all_counts(self, batch: Batch) -> list[float]:
-        """Return the counts of the terms, and the number of tokens."""
+        """Return the counts of the terms, followed by the number of tokens."""
         return [*self.counts(batch), float(self.trained_tokens(batch).sum())]
 
     def prepare(
@@ -126,9 +126,9 @@ class ObjectiveConfig:
         reference: Any,
         context: DistributedContext,
     ) -> Any:
-        """Compute, without gradients, what the losses of a step have in common; most have nothing.
+        """Compute, without gradients, a value shared by the losses of a step; most objectives have none.
 
-        A collective if it computes anything.
+        A collective if the objective computes a value.
 
         Args:
             model: The model.
@@ -139,7 +139,7 @@ class ObjectiveConfig:
         return None
 
     def terms(self, forward: Pass) -> torch.Tensor:
-        """Run the forward pass and return the sums of the terms of the loss over `divisors`, [num_terms], in nats."""
+        """Run the forward pass and return the sums of the loss terms divided by `divisors`, [num_terms], in nats."""
         from fsdp_shard.training.loss.forward_loss import forward_loss
 
         return forward_loss(forward.model, forward.batch, forward.divisors[0], forward.sums).reshape(1)
@@ -155,7 +155,7 @@ class PreferenceConfig(ObjectiveConfig):
     is_cross_entropy: ClassVar[bool] = False
 
     def counts(self, batch: Batch) -> list[float]:
-        """Return the number of pairs, or of labeled answers, in `batch`, without those that only fill it up."""
+        """Return the number of pairs or labeled answers in `batch`, excluding fillers."""
         return [float((batch.answer_sizes[:, 1] > 0).sum())]
 
 
@@ -165,7 +165,7 @@ REFERENCES = ("auto", "adapter", PRECOMPUTED, DISPATCHED, "sharded")
 
 @dataclass
 class ReferenceConfig(PreferenceConfig):
-    """The base of objectives that compare the model with a reference: the one that training began from."""
+    """The base of objectives that compare the model with a reference, the model that training began from."""
 
     reference: str = setting(
         "auto",

@@ -22,10 +22,11 @@ _CERTAIN = -1e-7  # the largest mean log-probability whose odds are finite in fl
 
 @dataclass
 class OrpoConfig(PairObjective):
-    """Odds ratio preference optimization (Hong et al., 2024): the cross-entropy of chosen answers, and a term for odds.
+    """Odds ratio preference optimization (Hong et al., 2024): the cross-entropy of chosen answers, plus an odds ratio
+    term.
 
-    The term is -beta * log sigmoid(log of the odds ratio of both answers), whose probabilities are geometric means
-    over their tokens.
+    The term is -beta * log sigmoid(log of the odds ratio of both answers). An answer's probability is the geometric
+    mean over its tokens.
     """
 
     name: ClassVar[str] = "orpo"
@@ -37,7 +38,7 @@ class OrpoConfig(PairObjective):
     )
 
     def counts(self, batch: Batch) -> list[float]:
-        """Return the number of pairs, and of the tokens in the cross-entropy."""
+        """Return the number of pairs, and the number of tokens in the cross-entropy."""
         from fsdp_shard.data import MASKED, NUM_PARTS
 
         of_pairs = super().counts(batch)
@@ -46,11 +47,11 @@ class OrpoConfig(PairObjective):
         if batch.segments is not None:
             return [*of_pairs, float((batch.segments % NUM_PARTS != 0).sum())]
         is_answer = batch.labels[0::2] != MASKED
-        ends = is_answer.shape[1] - is_answer[:, ::-1].argmax(axis=1)  # all tokens before are predicted, too
+        ends = is_answer.shape[1] - is_answer[:, ::-1].argmax(axis=1)  # all earlier tokens are predicted, too
         return [*of_pairs, float(ends[is_answer.any(axis=1)].sum())]
 
     def terms(self, forward: Pass) -> torch.Tensor:
-        """Return the sums of the odds ratio's term and of the cross-entropy over their divisors, [2]."""
+        """Return the sums of the odds ratio term and of the cross-entropy, divided by their divisors, [2]."""
         import torch
 
         from fsdp_shard.data import MASKED
@@ -77,7 +78,7 @@ class OrpoConfig(PairObjective):
 
         chosen, rejected = pairs.means.unbind(1)
         # A filler has probability 1, whose odds are infinite.
-        # So has an answer that is certain in float32, which has nothing left to learn.
+        # The same holds for an answer that is certain in float32; it has nothing left to learn.
         chosen, rejected = (torch.where(pairs.is_pair, each, -1.0).clamp(max=_CERTAIN) for each in (chosen, rejected))
         odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         return -self.beta * F.logsigmoid(odds)
@@ -87,7 +88,7 @@ class OrpoConfig(PairObjective):
 
 
 def _in_chosen(batch: DeviceBatch) -> torch.Tensor:
-    """Whether tokens are those of chosen answers or of their prompts, bool [num_rows, length]."""
+    """Whether tokens belong to chosen answers or their prompts, bool [num_rows, length]."""
     import torch
 
     from fsdp_shard.data import NUM_PARTS
@@ -99,7 +100,7 @@ def _in_chosen(batch: DeviceBatch) -> torch.Tensor:
 
 
 def _with_prompts(batch: DeviceBatch) -> torch.Tensor:
-    """Labels in which the tokens of prompts are predicted, too, int64 [num_rows, length]."""
+    """Labels that include the tokens of prompts, int64 [num_rows, length]."""
     import torch
 
     from fsdp_shard.data import MASKED
@@ -117,7 +118,7 @@ def _log1mexp(value: torch.Tensor) -> torch.Tensor:
     """log(1 - exp(value)) of a negative `value`."""
     import torch
 
-    # The form that keeps its digits on each side of -log 2 (Maechler, 2012).
+    # The numerically accurate form on each side of -log 2 (Maechler, 2012).
     return torch.where(
         value < -math.log(2), torch.log1p(-torch.exp(value.clamp(max=-0.5))), torch.log(-torch.expm1(value))
     )

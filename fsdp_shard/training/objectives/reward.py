@@ -1,4 +1,4 @@
-"""`objective=reward`: a reward model, whose one output is higher for the better answer."""
+"""`objective=reward`: a reward model, whose single output is higher for the better answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RewardConfig(PreferenceConfig):
     """A reward model (Bradley-Terry; Ouyang et al., 2022): -log sigmoid(reward chosen - reward rejected - margin).
 
-    The margin is that of the data, if it has one. The rewards are the output of a classifier with `num_labels` 1.
+    The margin comes from the data, if it has one. The reward is the output of a classifier with `num_labels` 1.
     """
 
     name: ClassVar[str] = "reward"
@@ -35,13 +35,13 @@ class RewardConfig(PreferenceConfig):
     )
 
     def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
-        """Return which tokens are read, without those of pairs that fill up a batch."""
+        """Return which tokens the model reads, excluding those of pairs that fill up a batch."""
         if batch.segments is not None:
             return batch.segments > 0
         return (batch.inputs["attention_mask"] > 0) & super().trained_tokens(batch)[:, None]
 
     def terms(self, forward: Pass) -> torch.Tensor:
-        """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""
+        """Run the forward pass of both answers and return the sum of the losses divided by the divisor, [1]."""
         import torch
         import torch.nn.functional as F
 
@@ -49,7 +49,7 @@ class RewardConfig(PreferenceConfig):
         from fsdp_shard.training.loss.forward_loss import forward_scores
 
         chosen, rejected = forward_scores(forward.model, forward.batch).view(-1, 2).unbind(1)
-        is_pair = torch.ones_like(rejected, dtype=torch.bool)  # packed, there are no others
+        is_pair = torch.ones_like(rejected, dtype=torch.bool)  # packed batches have no fillers
         if forward.batch.packed is None:
             is_pair = forward.batch.labels[1::2] != MASKED
         margin = forward.batch.extras.get("margin", torch.zeros_like(chosen))

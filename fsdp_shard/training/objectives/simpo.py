@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SimpoConfig(PairObjective):
     """Simple preference optimization (Meng et al., 2024): -log sigmoid(beta * (mean chosen - mean rejected) - margin).
 
-    The rewards are mean log-probabilities of a token, times beta; there is no reference.
+    The rewards are mean log-probabilities per token, times beta; there is no reference.
     """
 
     name: ClassVar[str] = "simpo"
@@ -26,7 +26,7 @@ class SimpoConfig(PairObjective):
     label_smoothing: float = setting(0.0, "Fraction of the preferences that is taken to be wrong.", minimum=0.0)
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a smoothing that leaves nothing to learn."""
+        """Raise ConfigError for label smoothing that leaves nothing to learn."""
         check_smoothing(self.label_smoothing, prefix)
 
     def losses(self, pairs: Pairs) -> torch.Tensor:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class AdamW8bitConfig(AdamConfig):
     """AdamW with 8-bit state (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021), as in torchao.
 
-    A block is 256 consecutive elements of the unsharded parameter, so blocks are the same on any number of ranks. A
-    parameter of fewer than 4,096 elements, or not of complete blocks, keeps its state unquantized.
+    A block is 256 consecutive elements of the unsharded parameter, so blocks are the same on any number of ranks.
+    Parameters with fewer than 4,096 elements, or with an incomplete block, keep an unquantized state.
     """
 
     needs_full_params: ClassVar[bool] = True
@@ -30,7 +30,7 @@ class AdamW8bitConfig(AdamConfig):
         from torchao.optim import AdamW8bit
 
         class Eager(AdamW8bit):  # type: ignore[misc]  # torchao has no types
-            """torchao compiles the update of each shape; on a CPU that takes longer than it saves."""
+            """An optimizer without torchao's compilation for each shape, which on a CPU takes longer than it saves."""
 
             def step(self) -> None:
                 on_gpu = any(param.is_cuda for group in self.param_groups for param in group["params"])

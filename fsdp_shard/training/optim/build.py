@@ -1,4 +1,4 @@
-"""Building the optimizer of a sharded model."""
+"""Builds the optimizer of a sharded model."""
 
 from collections.abc import Mapping
 from typing import Protocol, cast
@@ -13,10 +13,10 @@ from fsdp_shard.training.optim.whole_param_optimizer import FullParamOptimizer
 
 
 class Rates(Protocol):
-    """An adapter, some of whose parameters may have learning rates of their own."""
+    """An adapter that may define separate learning rates for some of its parameters."""
 
     def learning_rates(self, lr: float, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, float]:
-        """Peak learning rates by FQN, of parameters that have another than `lr`; `shapes` are unsharded."""
+        """Return peak learning rates by FQN, for parameters whose rate is not `lr`; `shapes` are unsharded."""
 
 
 def build_optimizer(
@@ -28,14 +28,14 @@ def build_optimizer(
 ) -> optim.Optimizer:
     """Build the optimizer of a model's trainable parameters; a collective.
 
-    Weight decay depends on the unsharded shapes.
+    Unsharded shapes decide which parameters receive weight decay.
 
     Args:
         config: Settings of the optimizer.
         model: The sharded model.
         context: The ranks that the model is sharded over.
-        adapter: The adapter that is trained, if any, for learning rates of its own (`adapter.lora_plus_ratio`).
-        lengths: Numbers of elements of each parameter on each of the ranks, by FQN; None asks them.
+        adapter: The trained adapter, if any, for its separate learning rates (`adapter.lora_plus_ratio`).
+        lengths: Number of elements of each parameter on each rank, by FQN; None gathers them.
 
     Raises:
         ConfigError: The optimizer needs full parameters, but layers or experts are divided over ranks, or parameters
@@ -60,7 +60,7 @@ def build_optimizer(
 
 
 def _refuse_several_devices(trained: Mapping[str, LocalShard], num_ranks: int) -> None:
-    """Raise ConfigError if scalars are on the GPU and other parameters in CPU memory: a round of updates joins them."""
+    """Raise ConfigError if scalars are on the GPU and other parameters in CPU memory: update rounds combine them."""
     scalars = [name for name, shard in trained.items() if not shard.shape]
     if scalars and num_ranks > 1 and len({shard.data.device for shard in trained.values()}) > 1:
         raise ConfigError(
@@ -71,7 +71,7 @@ def _refuse_several_devices(trained: Mapping[str, LocalShard], num_ranks: int) -
 
 
 def check_rates(optimizer: optim.Optimizer, *, has_rates: bool) -> None:
-    """Raise ConfigError if LoRA+ is set (`has_rates`) and the optimizer of a recipe has one learning rate for all."""
+    """Raise ConfigError if LoRA+ is set (`has_rates`) but a recipe's optimizer has one learning rate for all."""
     if has_rates and len({float(group["lr"]) for group in optimizer.param_groups}) == 1:
         raise ConfigError(
             f"adapter.lora_plus_ratio is set, but all groups of {type(optimizer).__name__} have one learning rate; "

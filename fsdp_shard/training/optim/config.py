@@ -1,4 +1,4 @@
-"""The settings common to all optimizers, and the parameter groups that they are built from. Imports no torch.
+"""The settings common to all optimizers, and the parameter groups from which they are built. Imports no torch.
 
 An optimizer is a subclass of `OptimConfig` and one line in `registry.py`.
 """
@@ -23,9 +23,9 @@ def decay_setting(default: float) -> float:
 
 @dataclass
 class OptimConfig:
-    """Settings of `optim.*`; a subclass adds those of one optimizer and creates it.
+    """The `optim.*` settings; a subclass adds the settings of one optimizer and creates it.
 
-    With `needs_full_params` an update of a parameter needs all of its elements: one rank gathers, updates and scatters
+    With `needs_full_params`, updating a parameter requires all of its elements: one rank gathers, updates and scatters
     it, and keeps its state. Otherwise each rank updates its own shard.
     """
 
@@ -35,10 +35,10 @@ class OptimConfig:
     weight_decay: float = decay_setting(0.0)
 
     def check_installed(self) -> None:
-        """Raise ConfigError if a package of this optimizer is not installed."""
+        """Raise ConfigError if a package that this optimizer needs is not installed."""
 
     def check_divided(self, tensor_parallel: int, expert_parallel: int) -> None:
-        """Raise ConfigError if it needs full parameters, and so many ranks divide layers or experts."""
+        """Raise ConfigError if the optimizer needs full parameters, and several ranks divide layers or experts."""
         if not self.needs_full_params or tensor_parallel == expert_parallel == 1:
             return
         name = "tensor_parallel" if tensor_parallel > 1 else "expert_parallel"
@@ -48,7 +48,7 @@ class OptimConfig:
         )
 
     def check_parameters(self, names: Iterable[str]) -> None:
-        """Raise ConfigError if the settings name what none of the model's parameters, whose FQNs these are, is in."""
+        """Raise ConfigError if the settings name a module that contains none of the parameters with these FQNs."""
 
     def build(
         self,
@@ -60,13 +60,13 @@ class OptimConfig:
 
         Args:
             parameters: Parameters by FQN, sharded or not; frozen ones are ignored.
-            shapes: Unsharded shapes by FQN: a wrapper may keep its shard of a matrix as a flat vector.
-            rates: Peak learning rates by FQN, of parameters that have another than `lr`.
+            shapes: Unsharded shapes by FQN, as a wrapper may store its shard of a matrix as a flat vector.
+            rates: Peak learning rates by FQN, for parameters whose rate is not `lr`.
         """
         return self.create(decay_groups(parameters, shapes, self.weight_decay, rates))
 
     def create(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Create the optimizer of `groups`, each with its own `weight_decay`, and some with an `lr` of their own."""
+        """Create the optimizer from `groups`, each with its own `weight_decay`, and some with their own `lr`."""
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Divide the trainable parameters into groups with and without weight decay, for any torch optimizer.
 
-    Those with a learning rate in `rates` form groups of their own, after the others.
+    Parameters with a learning rate in `rates` form separate groups, after the others.
     """
     own = rates or {}
     groups: dict[tuple[float | None, float], list[torch.nn.Parameter]] = {
@@ -95,6 +95,6 @@ def decay_groups(
 
 
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies to a parameter with this FQN and unsharded shape: not to norms and biases."""
+    """Whether weight decay applies to a parameter with this FQN and unsharded shape; norms and biases are exempt."""
     *modules, last = name.lower().split(".")
     return len(shape) >= 2 and not last.endswith("bias") and not any("norm" in module for module in modules[-1:])

@@ -1,4 +1,4 @@
-"""NEFTune (Jain et al., 2023): uniform noise on the embeddings of tokens, in training only; `train.neftune_alpha`."""
+"""NEFTune (Jain et al., 2023): uniform noise on token embeddings, in training only; `train.neftune_alpha`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from fsdp_shard.sharding import transformers_model
 
 
 class EmbeddingNoise:
-    """Adds noise to what an embedding module returns, as transformers' Trainer does with `neftune_noise_alpha`.
+    """Adds noise to the output of an embedding module, like transformers' Trainer with `neftune_noise_alpha`.
 
-    For sequences of length L, padding included, and d dimensions, it is uniform in +-alpha / sqrt(L * d). Without
-    gradients there is none: a reference model computes what it always does.
+    For sequences of length L, including padding, and d dimensions, the noise is uniform in +-alpha / sqrt(L * d).
+    Without gradients, no noise is added, so a reference model is unaffected.
     """
 
     def __init__(self, embeddings: nn.Module) -> None:
@@ -32,7 +32,7 @@ class EmbeddingNoise:
         return noisy
 
     def check_used(self) -> None:
-        """Raise ConfigError if a step did not use the embeddings."""
+        """Raise ConfigError if a step did not call the embeddings."""
         if not self._was_used:
             raise ConfigError(
                 f"train.neftune_alpha has no effect: the forward pass of this model does not call its input embeddings "
@@ -42,17 +42,17 @@ class EmbeddingNoise:
 
 @contextmanager
 def noisy_embeddings(module: nn.Module, alpha: float | None) -> Iterator[EmbeddingNoise | None]:
-    """Add noise to the input embeddings of a model in training mode within the block.
+    """Within the block, add noise to the input embeddings of a model in training mode.
 
     Args:
         module: The model, sharded or not.
         alpha: Scale of the noise; None adds none.
 
     Yields:
-        The noise, to check that it was used.
+        The noise, for checking that it was used.
 
     Raises:
-        ConfigError: It is no model of transformers with input embeddings.
+        ConfigError: The model is not a transformers model with input embeddings.
     """
     if alpha is None:
         yield None
@@ -69,7 +69,7 @@ def noisy_embeddings(module: nn.Module, alpha: float | None) -> Iterator[Embeddi
 
 
 def _input_embeddings(model: PreTrainedModel | None) -> nn.Module:
-    """Those that the forward pass calls: an encoder may have a module of its own for the weights that it shares."""
+    """The embeddings that the forward pass calls: an encoder may have a separate module for its shared weights."""
     found: Any = None
     if model is not None:
         encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model

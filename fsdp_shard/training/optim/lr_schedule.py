@@ -1,4 +1,4 @@
-"""The learning rate and its warm-up as a function of the step alone, so that checkpoints need not keep it. Pure Python.
+"""The learning rate, with warm-up, as a function of only the step, so checkpoints need not store it. Pure Python.
 
 The schedules are those of transformers' `get_scheduler`, each with a floor (`train.final_lr_fraction`); the cosine and
 its restarts after Loshchilov & Hutter, SGDR (2017). A schedule is a line in `_DECAYS`, one in
@@ -12,7 +12,7 @@ from fsdp_shard.training.config import SCHEDULES, TrainConfig, num_decay_steps
 
 
 def learning_rate(config: TrainConfig, peak: float, step: int) -> float:
-    """Return the learning rate of the update after `step` finished steps; `peak` is reached after warm-up."""
+    """Return the learning rate of the update after `step` finished steps, which reaches `peak` after warm-up."""
     if step < config.warmup_steps:
         return peak * step / config.warmup_steps
     decay = _DECAYS[config.schedule](config, step - config.warmup_steps)
@@ -20,7 +20,7 @@ def learning_rate(config: TrainConfig, peak: float, step: int) -> float:
 
 
 def _progress(config: TrainConfig, since_warmup: int) -> float:
-    """From 0 at the end of warm-up to 1 after the last step."""
+    """The progress from 0 at the end of warm-up to 1 after the last step."""
     return min(1.0, since_warmup / max(1, config.num_steps - config.warmup_steps))
 
 
@@ -45,7 +45,7 @@ def _stable_then_decay(config: TrainConfig, since_warmup: int) -> float:
     return _cosine(min(1.0, max(0, since_warmup - num_stable) / max(1, num_decay)))
 
 
-# Fraction of the learning rate above the floor, by the number of steps since warm-up; 1 at first.
+# Fraction of the learning rate above the floor, as a function of the steps since warm-up; 1 at first.
 _DECAYS: dict[str, Callable[[TrainConfig, int], float]] = {
     "linear": lambda config, since: 1.0 - _progress(config, since),
     "cosine": lambda config, since: _cosine(_progress(config, since)),

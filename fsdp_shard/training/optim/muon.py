@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class MuonConfig(AdamConfig):
     """Muon (Jordan et al., 2024), as in torch.optim.Muon: each update is orthogonalized.
 
-    That needs the unsharded matrix. `betas` and `eps` are those of AdamW.
+    Orthogonalization needs the unsharded matrix. `betas` and `eps` are those of AdamW.
     """
 
     needs_full_params: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class MuonConfig(AdamConfig):
     )
 
     def check_parameters(self, names: Iterable[str]) -> None:
-        """Raise ConfigError if a pattern that the user has added to `not_muon` fits nothing: Muon would update it."""
+        """Raise ConfigError if a user's pattern in `not_muon` matches nothing: Muon would update what it names."""
         parts, known = {part for name in names for part in name.split(".")}, type(self)().not_muon
         for pattern in self.not_muon:
             if pattern not in known and not fnmatch.filter(parts, pattern):
@@ -70,7 +70,7 @@ class MuonConfig(AdamConfig):
             optimizers.append(AdamWConfig(lr=self.lr, betas=self.betas, eps=self.eps).create(groups))
 
         class Combined(Optimizer):
-            """The optimizers as one, with their parameter groups and a common state."""
+            """Combines the optimizers into one, with their parameter groups and a common state."""
 
             def __init__(self) -> None:
                 super().__init__([group for part in optimizers for group in part.param_groups], {})
@@ -85,5 +85,5 @@ class MuonConfig(AdamConfig):
 
     def _is_hidden(self, name: str, shape: tuple[int, ...]) -> bool:
         parts = name.split(".")
-        is_matrix = len(shape) == 2 and not parts[-1].endswith("bias")  # those of experts are stacked
+        is_matrix = len(shape) == 2 and not parts[-1].endswith("bias")  # expert matrices are stacked
         return is_matrix and not any(fnmatch.filter(parts, pattern) for pattern in self.not_muon)

@@ -1,4 +1,4 @@
-"""The optimizers of torch.optim that need no more than their settings: `optim=adamw|sgd|adafactor`."""
+"""The torch.optim optimizers that need only their settings: `optim=adamw|sgd|adafactor`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AdamWConfig(AdamConfig):
 
 @dataclass
 class SgdConfig(OptimConfig):
-    """SGD with the momentum of Polyak (1964) or Nesterov (1983), as in torch.optim.SGD; half of AdamW's state."""
+    """SGD with the momentum of Polyak (1964) or Nesterov (1983), as in torch.optim.SGD, with half of AdamW's state."""
 
     momentum: float = setting(0.9, "Fraction of the previous update added to the next.", above=0.0, maximum=1.0)
     nesterov: bool = setting(False, "Use Nesterov momentum.")
@@ -56,9 +56,9 @@ class SgdConfig(OptimConfig):
 
 @dataclass
 class AdafactorConfig(OptimConfig):
-    """Adafactor (Shazeer & Stern, 2018), as in torch.optim.Adafactor: the state of a matrix is one row and one column.
+    """Adafactor (Shazeer & Stern, 2018), as in torch.optim.Adafactor: a matrix's state is one row and one column.
 
-    Its means and norms are of the unsharded parameter, not of the shard of a rank.
+    Means and norms are over the unsharded parameter, not over a rank's shard.
     """
 
     needs_full_params: ClassVar[bool] = True

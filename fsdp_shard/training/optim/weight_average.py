@@ -1,8 +1,8 @@
 """An exponential moving average of the trained weights: `train.ema_decay`, saved with each step in a folder `ema`.
 
-It begins with the weights at the start of the run. After each update, average = decay * average + (1 - decay) *
-weights, in float32, each rank for its own shards (Polyak & Juditsky, 1992; the average of the last 1 / (1 - decay)
-updates, roughly).
+The average begins with the weights at the start of the run. After each update, each rank computes average = decay *
+average + (1 - decay) * weights for its own shards, in float32 (Polyak & Juditsky, 1992). This is roughly the average of
+the last 1 / (1 - decay) updates.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError
 
-_OF_A_RUN = (checkpoint.RUN_CONFIG, checkpoint.BASE_MODEL, checkpoint.TEACHER)  # files of a step that make no model
+_OF_A_RUN = (checkpoint.RUN_CONFIG, checkpoint.BASE_MODEL, checkpoint.TEACHER)  # files that are not part of a model
 
 
 class WeightAverage:
     """The average of the weights of one model.
 
     Args:
-        decay: The weight of the average before each update.
-        shards: This rank's shards of all parameters and buffers; their memory must stay where it is.
+        decay: The weight of the previous average in each update.
+        shards: This rank's shards of all parameters and buffers; their memory must not move.
     """
 
     def __init__(self, decay: float, shards: Mapping[str, LocalShard]) -> None:
@@ -40,7 +40,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the current weights into the average."""
+        """Update the average with the current weights."""
         for name, average in self._averages.items():
             average.mul_(self._decay).add_(self._shards[name].data, alpha=1.0 - self._decay)
 
@@ -49,8 +49,8 @@ class WeightAverage:
         return {name: replace(self._shards[name], data=average) for name, average in self._averages.items()}
 
     def weights(self) -> dict[str, LocalShard]:
-        """The same, with what is not trained as it is: together a model."""
-        # A save in the background finds what it reads by its identity, so each needs a tensor of its own.
+        """The averaged shards with those of all untrained parameters and buffers, which together form a model."""
+        # A background save identifies tensors by identity, so each needs a separate tensor.
         frozen = {name: replace(shard, data=shard.data.view(-1)) for name, shard in self._shards.items()}
         return frozen | self.trained()
 
@@ -62,17 +62,17 @@ def open_average(
     step_directory: Path | None,
     context: DistributedContext,
 ) -> WeightAverage | None:
-    """Begin the average of a run, or restore that of a step of any wrapper and number of ranks; a collective.
+    """Begin the average of a run, or restore it from a step of any wrapper and number of ranks; a collective.
 
     Args:
         decay: `train.ema_decay`; None for no average.
-        shards: This rank's shards of all parameters and buffers, with the weights to begin with.
-        names: FQN -> stored name, of parameters that are stored under another one.
+        shards: This rank's shards of all parameters and buffers, with the initial weights.
+        names: FQN -> stored name, for parameters whose stored name differs.
         step_directory: The step that the run resumes from, if any.
         context: The ranks.
 
     Raises:
-        CheckpointError: On all ranks: the average in the step is not of these parameters.
+        CheckpointError: On all ranks: the average in the step is for other parameters.
     """
     if decay is None:
         return None
@@ -96,7 +96,7 @@ def _restore(stored: Mapping[str, LocalShard], directory: Path) -> None:
 
 
 def check_average(decay: float | None, step_directory: Path | None) -> None:
-    """Raise ConfigError if a run that has an average is to resume without one, or the other way around."""
+    """Raise ConfigError if a run with an average would resume without one, or vice versa."""
     if step_directory is None:
         return
     is_there = checkpoint.has_file(step_directory / checkpoint.AVERAGE, checkpoint.SHARD_INDEX)
@@ -109,7 +109,7 @@ def check_average(decay: float | None, step_directory: Path | None) -> None:
 
 
 def average_files(model_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files that make a model of the averages, which are float32: those of the step, in its folder."""
+    """The files of a step that turn its float32 averages into a model, placed in the folder of the averages."""
     files = {name: content for name, content in model_files.items() if name not in _OF_A_RUN}
     if checkpoint.CONFIG in files:
         document = checkpoint.with_dtype(json.loads(files[checkpoint.CONFIG]), "float32")

@@ -1,9 +1,9 @@
-"""Optimizers whose updates need full parameters, over sharded ones: each parameter is updated by the rank that owns it.
+"""Optimizers whose updates need full parameters, for sharded parameters: each is updated by the rank that owns it.
 
-A step works in rounds of one parameter per owner: the shards of its gradient and its values are gathered on the owner,
-the optimizer updates them as in a single process, and the values are scattered back. So the updates are bit-equal to
-those of one process under any wrapper and number of ranks, and a rank holds at most one full parameter and its
-gradient. The state stays with the owner.
+A step works in rounds of one parameter per owner. The owner gathers the shards of its gradient and its values, updates
+them as in a single process, and scatters the values back. Updates are therefore bit-equal to those of one process under
+any wrapper and number of ranks, and a rank holds at most one full parameter and its gradient. The state stays with the
+owner.
 """
 
 import itertools
@@ -22,9 +22,9 @@ Build = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class FullParamOptimizer(torch.optim.Optimizer):
-    """The optimizer that `build` makes, over the trainable ones of `shards`, sharded over the ranks of `group`.
+    """Runs the optimizer that `build` creates, on the trainable `shards`, sharded over the ranks of `group`.
 
-    `lengths` are the numbers of elements of each parameter on each rank, if they are known; else the ranks are asked.
+    `lengths` are the numbers of elements of each parameter on each rank; None gathers them.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         self._owned = balanced_partition(sorted(sizes), dist.get_world_size(group), sizes.__getitem__)
         self._lengths = _lengths(self._shards, group) if lengths is None else lengths
         self._sent = {name: _without_copies(self._lengths[name], sizes[name]) for name in self._shards}
-        # The parameters of the inner optimizer: they take memory only while they are updated.
+        # The parameters of the inner optimizer, which use memory only during their update.
         self._full = {name: nn.Parameter(_without_memory(shard)) for name, shard in self._shards.items()}
         self._inner = build(self._full)
         names = {id(param): name for name, param in self._full.items()}
@@ -75,11 +75,11 @@ class FullParamOptimizer(torch.optim.Optimizer):
 
     @property
     def inner_state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
-        """The state of what this rank owns, by the whole parameter."""
+        """The optimizer state of this rank's own parameters, by full parameter."""
         return self._inner.state
 
     def _with_gradients(self) -> set[str]:
-        """Names of the parameters with a gradient; under FSDP1 a rank without elements of one has no gradient."""
+        """Names of the parameters with a gradient on any rank; under FSDP1, a rank may have none of its elements."""
         names = list(self._shards)
         has = torch.tensor([self._shards[name].tensor.grad is not None for name in names], dtype=torch.int32)
         has = has.to(next(iter(self._shards.values())).data.device)
@@ -87,7 +87,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         return {name for name, flag in zip(names, has.tolist(), strict=True) if flag}
 
     def _update(self, names: Sequence[str | None]) -> None:
-        """Update `names[rank]` on each rank; None for a rank that has no more to update."""
+        """Update `names[rank]` on each rank; None for a rank with nothing left to update."""
         owned = names[self._rank]
         shards = [self._shards[name] for name in names if name is not None]
         none = [0] * len(names)
@@ -117,7 +117,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
 
 
 def _lengths(shards: Mapping[str, LocalShard], group: dist.ProcessGroup) -> dict[str, list[int]]:
-    """Number of elements of each parameter on each rank: consecutive ranges, or all of a scalar; a collective."""
+    """Number of elements of each parameter on each rank: consecutive ranges, or copies of a scalar; a collective."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, {name: (shard.start, len(shard.data)) for name, shard in shards.items()}, group)
     for name, shard in shards.items():
@@ -130,12 +130,12 @@ def _lengths(shards: Mapping[str, LocalShard], group: dist.ProcessGroup) -> dict
 
 
 def _without_copies(lengths: list[int], size: int) -> list[int]:
-    """How many of its `lengths` elements each rank sends, of a parameter of `size` elements: a copy only the first."""
+    """How many of its `lengths` elements each rank sends for a parameter of `size` elements; one copy is enough."""
     return lengths if sum(lengths) == size else [size, *([0] * (len(lengths) - 1))]
 
 
 def _without_memory(shard: LocalShard) -> torch.Tensor:
-    """A tensor of the unsharded shape that takes the memory of one element."""
+    """A tensor of the unsharded shape that occupies the memory of one element."""
     return shard.data.new_zeros(()).expand(shard.shape)
 
 

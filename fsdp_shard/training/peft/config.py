@@ -1,4 +1,4 @@
-"""The settings of `adapter.*`: which parameters of a model are trained. Imports neither torch nor peft."""
+"""The `adapter.*` settings, which select the trained parameters of a model. Imports neither torch nor peft."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -33,7 +33,7 @@ class AdapterConfig:
 
 @dataclass
 class LoraConfig(AdapterConfig):
-    """LoRA (Hu et al., 2021), through peft: the model is frozen, low-rank updates of its layers are trained.
+    """LoRA (Hu et al., 2021), through peft: the model is frozen, and low-rank updates of its layers are trained.
 
     Checkpoints hold only the adapter, in peft's format.
     """

@@ -1,4 +1,4 @@
-"""The base model of a model with an adapter, without a copy of it: for the reference of preference objectives."""
+"""Runs the base model of a model with an adapter, without a copy, as the reference of preference objectives."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ from torch import nn
 def adapters_disabled(module: nn.Module) -> Iterator[None]:
     """Let a model compute what its base model computes, bit for bit, within the block.
 
-    Layers skip their LoRA, and modules in `modules_to_save` are the ones of the base. Meant for forward passes under
-    `torch.no_grad`; dropout of the base model stays as it is. All ranks enter it together, and never between a forward
-    pass and its backward pass, which may compute the forward pass once more.
+    Layers skip their LoRA, and the base model's modules replace those in `modules_to_save`. Use it for forward passes
+    under `torch.no_grad`; the base model's dropout is unchanged. All ranks must enter it together, and never between a
+    forward pass and its backward pass, which may recompute the forward pass.
 
-    peft marks the parameters of disabled adapters as frozen. Wrappers may note this in a forward pass and keep to it,
-    so the marks are set back at once, before any forward pass.
+    peft marks the parameters of disabled adapters as frozen. Wrappers may record this in a forward pass and rely on it,
+    so `requires_grad` is restored at once, before any forward pass.
 
     Args:
         module: The model, sharded or not; without an adapter nothing happens.

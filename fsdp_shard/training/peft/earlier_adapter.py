@@ -1,4 +1,4 @@
-"""A new adapter that begins with the values of an earlier one: `adapter.path`."""
+"""Initializes a new adapter with the values of an earlier one: `adapter.path`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ def locate_earlier(config: AdapterConfig, base: str) -> checkpoint.Location | No
 
     Args:
         config: The settings of the adapter.
-        base: Path or hub id of the model that it is to be for.
+        base: Path or hub id of the model that the adapter must belong to.
 
     Raises:
-        ConfigError: There is nothing, or no adapter.
-        CheckpointError: It cannot be read.
+        ConfigError: The path does not exist or is not an adapter.
+        CheckpointError: The adapter cannot be read.
     """
     if not isinstance(config, LoraConfig) or config.path is None:
         return None
@@ -43,7 +43,7 @@ def _locate(path: str) -> checkpoint.Location:
 
 
 def pin_earlier(config: AdapterConfig, base: str) -> None:
-    """Make `adapter.path` the step that it leads to now, if it is a run, so that all ranks and records have that one.
+    """If `adapter.path` is a run, replace it with the step that it leads to now, for all ranks and records.
 
     The arguments and errors are those of `locate_earlier`.
     """
@@ -64,18 +64,18 @@ def check_earlier(
     base: checkpoint.TensorIndex,
     directory: Path,
 ) -> None:
-    """Check that an adapter can begin with the values of an earlier one. Reads what identifies the base.
+    """Check that an adapter can begin with the values of an earlier one. Reads the data that identifies the base model.
 
     Args:
         adapter: The new adapter.
-        config: Its settings.
+        config: The settings of the new adapter.
         shapes: Unsharded shapes of its parameters, by FQN.
         earlier: The earlier one.
         base: The weights of the model.
-        directory: The directory with the config of the model.
+        directory: The directory with the model's config.
 
     Raises:
-        ConfigError: It is another adapter than the settings define, for another model, or damaged.
+        ConfigError: The earlier adapter differs from the settings, belongs to another model, or is damaged.
     """
     try:
         checkpoint.check_on_base(earlier.index, base, directory)
@@ -85,18 +85,19 @@ def check_earlier(
 
 
 def check_planned(adapter: Adapter, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Check what a plan can of the adapter of `adapter.path`: not whether it is for these weights, which it has not.
+    """Check the adapter of `adapter.path` as far as a plan can: not whether it belongs to these weights, which are not
+    read.
 
     Args:
         adapter: The new adapter.
-        config: Its settings, with a path.
+        config: The settings of the new adapter, with a path.
         shapes: Unsharded shapes of its parameters, by FQN.
 
     Returns:
-        Whether it is on this machine. If not, nothing is checked.
+        Whether the adapter is on this machine. If not, nothing is checked.
 
     Raises:
-        ConfigError: It is another adapter than the settings define, or damaged.
+        ConfigError: The earlier adapter differs from the settings or is damaged.
     """
     assert config.path is not None
     if checkpoint.is_remote(config.path) or is_gone(config):
@@ -108,7 +109,7 @@ def check_planned(adapter: Adapter, config: LoraConfig, shapes: Mapping[str, tup
 def _check_same(
     adapter: Adapter, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]], earlier: checkpoint.Location
 ) -> None:
-    """Raise ConfigError unless an earlier adapter has the tensors and scales that the settings define."""
+    """Raise ConfigError unless the earlier adapter has the tensors and scales that the settings define."""
     try:
         found, entries = earlier.index.shapes, checkpoint.read_adapter_config(earlier.weights)
         settings = checkpoint.parse_lora(earlier.weights / checkpoint.ADAPTER_CONFIG, entries)
@@ -142,7 +143,7 @@ def _check_same(
 
 
 def check_head(config: LoraConfig, labels: Sequence[str], earlier: checkpoint.Location) -> None:
-    """Raise ConfigError if the head of an earlier adapter has other classes than `labels`, or in another order."""
+    """Raise ConfigError if the head of an earlier adapter has classes other than `labels`, or another order."""
     recorded = checkpoint.read_base_model(earlier.weights)
     if recorded is None or recorded.head is None:
         return
@@ -154,27 +155,27 @@ def check_head(config: LoraConfig, labels: Sequence[str], earlier: checkpoint.Lo
 
 
 def load_earlier(adapter: Adapter, shards: Mapping[str, LocalShard], earlier: checkpoint.Location) -> None:
-    """Read this rank's shards of an earlier adapter, which `check_earlier` has accepted.
+    """Read this rank's shards of an earlier adapter that `check_earlier` has accepted.
 
     Args:
         adapter: The new adapter.
-        shards: The shards of the model; those of the adapter are filled.
+        shards: The shards of the model, of which those of the adapter are filled.
         earlier: The earlier one.
     """
     checkpoint.load_shards(earlier.index, adapter.stored(shards))
 
 
 def is_gone(config: AdapterConfig) -> bool:
-    """Whether `adapter.path` is set, and there is nothing any more."""
+    """Whether `adapter.path` is set but no longer exists."""
     path = config.path if isinstance(config, LoraConfig) else None
     return path is not None and not checkpoint.is_remote(path) and not Path(path.partition("@")[0]).exists()
 
 
 def check_resumed(config: AdapterConfig, base: str, step_directory: Path) -> None:
-    """Check that `adapter.path` is what the run to resume began with, unless it is gone.
+    """Check that `adapter.path` is the adapter that the run to resume began with, unless it was deleted.
 
     Raises:
-        ConfigError: It is no adapter.
+        ConfigError: It is not an adapter.
         CheckpointError: It is another adapter.
     """
     recorded = checkpoint.read_base_model(step_directory)
@@ -185,7 +186,7 @@ def check_resumed(config: AdapterConfig, base: str, step_directory: Path) -> Non
         return
     if given is not None and began is not None:
         if is_gone(config) and where is not None and Path(where).is_relative_to(given.partition("@")[0]):
-            return  # the values are those of the step
+            return  # values come from the step
         earlier = locate_earlier(config, base)
         assert earlier is not None
         if checkpoint.fingerprint(earlier.index) == began:
@@ -202,7 +203,7 @@ def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
 
 
 def _advice(earlier: Mapping[str, Any], own: Mapping[str, Any], stored: Collection[str]) -> str:
-    """What to set to define the earlier adapter, whose tensors are `stored`, or why that cannot be done."""
+    """The settings that define the earlier adapter, whose tensors are `stored`, or why there are none."""
     if patterns := [name for name in ("rank_pattern", "alpha_pattern") if earlier.get(name)]:
         return f"Its {' and '.join(patterns)} cannot be set here; train another one, without adapter.path."
     if isinstance(earlier.get("target_modules"), str) and earlier["target_modules"] != "all-linear":
@@ -213,7 +214,7 @@ def _advice(earlier: Mapping[str, Any], own: Mapping[str, Any], stored: Collecti
             found.append(f"adapter.{setting}={in_yaml(value)}")
     for name in LIST_ENTRIES:
         value = earlier.get(name) or []
-        if name == "modules_to_save":  # peft lists modules that the model need not have
+        if name == "modules_to_save":  # peft also lists modules that the model may lack
             value = [module for module in value if any(f".{module}." in tensor for tensor in stored)]
         if isinstance(value, list) and {*map(str, value)} != {*map(str, own[name] or [])}:
             found.append(f"adapter.{name}=[{','.join(map(str, value))}]")

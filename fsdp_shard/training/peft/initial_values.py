@@ -1,4 +1,4 @@
-"""The values that a new adapter begins with: random factors, and for DoRA the norms of the weights it is added to."""
+"""Initial values of a new adapter: random factors, and for DoRA the norms of the weights to which it is added."""
 
 import math
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.training.peft.config import EVA
 from fsdp_shard.training.seeding import derived_seed
 
-MAGNITUDE_CHUNK_BYTES = 16 << 20  # of the base, read at a time
+MAGNITUDE_CHUNK_BYTES = 16 << 20  # of the base model, read at a time
 
 
 @dataclass(frozen=True)
 class Magnitude:
-    """What the magnitudes of an adapted module are the norms of.
+    """The weight whose norms are the magnitudes of an adapted module.
 
     Attributes:
-        weight: Parameter of the base weight.
-        is_transposed: Whether the norms are of its columns: embeddings, and layers that store it transposed.
+        weight: FQN of the base weight.
+        is_transposed: Whether the norms are those of its columns, as in embeddings and layers that store it transposed.
     """
 
     weight: str
@@ -32,17 +32,17 @@ class Magnitude:
 def fill_new(
     shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: int, settings: Mapping[str, Any] | None = None
 ) -> None:
-    """Initialize the factors of a new adapter, as peft does: their product is zero.
+    """Initialize the factors of a new adapter like peft: their product is zero.
 
-    Those that `fill_eva` finds later are not numbers until then.
+    Factors that `fill_eva` computes later are NaN until then.
 
-    Each matrix is drawn unsharded from (seed, its name), so the values do not depend on the number of ranks.
+    Each matrix is drawn unsharded from (seed, its name), so its values do not depend on the number of ranks.
 
     Args:
         shards: This rank's shards of all parameters and buffers.
         names: Those that are filled from stored tensors.
         seed: Seed of the run.
-        settings: Content of adapter_config.json: `init_lora_weights`, which is true without it, and `r`.
+        settings: Content of adapter_config.json: `init_lora_weights`, true by default, and `r`.
     """
     kind = True if settings is None else settings["init_lora_weights"]
     for name, shard in shards.items():
@@ -68,9 +68,9 @@ def fill_new(
 
 
 def _orthogonal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """A or B of peft's initialization with orthogonal rows (https://datta0.github.io/posts/rethink-lora-init).
+    """Return A or B of peft's initialization with orthogonal rows (https://datta0.github.io/posts/rethink-lora-init).
 
-    Both lie in spans that are orthogonal to each other, so that B @ A is zero although neither is.
+    Both lie in mutually orthogonal spans, so B @ A is zero although neither matrix is.
     """
     module, _, rest = name.partition(".lora_")
     is_a = rest.startswith("A")
@@ -89,12 +89,12 @@ def fill_magnitudes(
     names: Mapping[str, str],
     index: TensorIndex,
 ) -> None:
-    """Initialize the magnitudes of DoRA with the norms of the base weights, for each of their outputs.
+    """Initialize DoRA's magnitudes with the norms of the base weights, one per output.
 
-    A rank reads only the rows, or columns, that belong to its own magnitudes.
+    Each rank reads only the rows or columns for its own magnitudes.
 
     Args:
-        magnitudes: By the parameter that holds them.
+        magnitudes: The base weights, by the parameter that holds the magnitudes.
         shards: This rank's shards of all parameters.
         names: Parameter -> stored tensor that fills it.
         index: The stored tensors.
@@ -110,7 +110,7 @@ def fill_magnitudes(
         squares = torch.zeros(len(outputs), dtype=torch.float64)
         per_chunk = max(1, MAGNITUDE_CHUNK_BYTES // (4 * num_columns))
         for chunk in (rows[first : first + per_chunk] for first in range(0, len(rows), per_chunk)):
-            # In the dtype that the model holds, as the forward pass computes its norms of that.
+            # In the model's dtype, from which the forward pass computes the norms.
             part = index.read(stored, [slice(chunk.start, chunk.stop), columns]).to(dtype).double().square()
             if magnitude.is_transposed:
                 squares += part.sum(dim=0)

@@ -1,7 +1,7 @@
-"""LoRA on a model before it is sharded: injected on the meta device, filled from a seed or a checkpoint.
+"""Adds LoRA to a model before sharding: injected on the meta device, filled from a seed or a checkpoint.
 
-The frozen parameters stay the same objects, so the stored tensor that fills each is found by identity, whatever peft
-names it.
+The frozen parameters remain the same objects, so each one's stored tensor is found by identity, regardless of peft's
+renaming.
 """
 
 import json
@@ -33,31 +33,31 @@ _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")  # how peft finds the numb
 _PEFT_TASKS = {CAUSAL: "CAUSAL_LM", SEQ2SEQ: "SEQ_2_SEQ_LM"}  # peft has none for masked language models
 _EMBEDDING_LR = 1e-6  # peft's default with LoRA+
 _NAME = "default"  # peft's default name of an adapter
-# Entries of adapter_config.json that define the adapter; the others only describe where it comes from.
-# Entry -> the setting `adapter.NAME` that makes it, and peft's default.
+# Entries of adapter_config.json that define the adapter; the others only describe its origin. Entry -> the setting
+# `adapter.NAME` that sets it, and peft's default.
 SETTING_OF_ENTRY: dict[str, tuple[str, Any]] = {
     "r": ("rank", 8),
     "lora_alpha": ("alpha", 8),
     "use_rslora": ("rank_stabilized", False),
     "use_dora": ("dora", False),
 }
-LIST_ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "modules_to_save")  # settings of that name
+LIST_ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "modules_to_save")  # also names of settings
 _DEFINING = (*SETTING_OF_ENTRY, *LIST_ENTRIES, "fan_in_fan_out")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a checkpoint keeps of a model with an adapter.
+    """The part of a model with an adapter that checkpoints store.
 
     Attributes:
         names: FQN of a trained parameter -> its name in peft's file.
         config: Content of adapter_config.json.
         base: The base model.
         frozen: Quantization of the frozen weights, to print.
-        magnitudes: Parameter with the magnitudes of DoRA -> what they are the norms of.
-        principal: The layers that begin as a part of their weights, if any.
-        eva: FQNs of layers whose first values are found in their inputs, by `fill_eva`.
-        lora_plus: (ratio, learning rate of embeddings) of LoRA+, if it is used.
+        magnitudes: Parameter with DoRA magnitudes -> the weight whose norms they are.
+        principal: The layers that are initialized with a part of their weights, if any.
+        eva: FQNs of layers that `fill_eva` initializes from their inputs.
+        lora_plus: (ratio, learning rate of embeddings) of LoRA+, if used.
     """
 
     FILE: ClassVar[str] = checkpoint.ADAPTER_WEIGHTS
@@ -79,14 +79,15 @@ class Adapter:
         return f"{kind}: training {num_params / 1e6:,.2f} M parameters in {len(self.names)} tensors, {frozen}"
 
     def learning_rates(self, lr: float, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-        """The peak learning rates of LoRA+ (Hayou et al., 2024), grouped as in peft's `create_loraplus_optimizer`.
+        """Return the peak learning rates of LoRA+ (Hayou et al., 2024), grouped as in peft's
+        `create_loraplus_optimizer`.
 
         Args:
-            lr: The learning rate of the A matrices, and of matrices in modules_to_save.
+            lr: The learning rate of A matrices, and of matrices in modules_to_save.
             shapes: Unsharded shapes of the trained parameters.
 
         Returns:
-            FQN -> learning rate of the B matrices and the vectors, and of adapted embeddings; empty without LoRA+.
+            FQN -> learning rate, for B matrices, vectors and adapted embeddings; empty without LoRA+.
         """
         if self.lora_plus is None:
             return {}
@@ -95,16 +96,16 @@ class Adapter:
         return rates | {name: of_embeddings for name in shapes if ".lora_embedding_" in name}
 
     def stored(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
-        """Return the trained ones of `shards`, by their names in peft's file."""
+        """Return the trained `shards`, by their names in peft's file."""
         return {stored: shards[name] for name, stored in self.names.items()}
 
     def to_save(self, shards: Mapping[str, LocalShard], ranks: Communicator) -> dict[str, LocalShard]:
-        """Return what a checkpoint has of `shards`, by the names in peft's file; a collective."""
+        """Return the `shards` that a checkpoint stores, by their names in peft's file; a collective."""
         found = self.stored(shards)
         return found if self.principal is None else found | self.principal.stored(self.names, shards, ranks)
 
     def files(self) -> dict[str, bytes]:
-        """Return the content of adapter_config.json and of the file about the base model."""
+        """Return the content of adapter_config.json and of the file that describes the base model."""
         config = (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
         base = b"{}\n" if self.base is None else self.base.to_json()
         return {checkpoint.ADAPTER_CONFIG: config, checkpoint.ADAPTER_BASE: base}
@@ -126,10 +127,10 @@ def inject_lora(
         base: Path or hub id of the base model, for adapter_config.json.
         names: Parameter or buffer of the model -> stored tensor that fills it.
         task: Task of the model.
-        head: Modules of a new head, which are trained and saved as if they were in modules_to_save.
+        head: Modules of a new head, which are trained and saved as if listed in modules_to_save.
 
     Returns:
-        The adapter, and `names` for the FQNs after the injection, including the copies in modules_to_save.
+        The adapter, and `names` with the FQNs after the injection, including the copies in modules_to_save.
 
     Raises:
         ConfigError: The settings do not fit the modules of the model.
@@ -150,11 +151,11 @@ def inject_lora(
     if principal is not None:
         for name, value in combined_settings(config).items():
             setattr(settings, name, value)
-    elif config.init != "default":  # set before, peft would draw the values, here of tensors on meta
+    elif config.init != "default":  # set earlier, peft would draw values of meta tensors
         settings.init_lora_weights = config.init  # type: ignore[assignment]  # one of peft's words
         if config.init == EVA:
             settings.eva_config = peft.EvaConfig(rho=1.0)
-    if task == SEQUENCE_CLASSIFICATION:  # set before, peft would train the head in any case
+    if task == SEQUENCE_CLASSIFICATION:  # set earlier, peft would always train the head
         settings.task_type = "SEQ_CLS"
     adapter = Adapter(
         trained,
@@ -174,7 +175,7 @@ def _peft_settings(
 
     return peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it, so it may be any number
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only divides it, so any number works
         lora_dropout=config.dropout,
         target_modules=list(config.target_modules) or _all_linear(model, config),
         layers_to_transform=sorted(config.layers_to_transform) or None,
@@ -193,16 +194,16 @@ def _inject(model: PreTrainedModel, settings: "peft.LoraConfig") -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects it itself
-            # peft sets these for fused experts, which are parameters, but looks for them among the modules only.
+            # peft sets these for fused experts, which are parameters, but looks for them only among modules.
             warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
-            with torch.device("meta"):  # else peft makes each matrix in memory before it moves it to meta
+            with torch.device("meta"):  # else peft allocates each matrix before it moves it to meta
                 peft.inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}") from error
 
 
 def _filled(model: PreTrainedModel, stored: Mapping[int, str]) -> dict[str, str]:
-    """The stored tensor of each parameter and buffer, by the identity of what it filled before the injection."""
+    """Map each parameter and buffer to its stored tensor, by the identity of the tensor before the injection."""
     now = model.state_dict(keep_vars=True)
     filled = {name: stored[id(tensor)] for name, tensor in now.items() if id(tensor) in stored}
     for name in now:
@@ -213,7 +214,7 @@ def _filled(model: PreTrainedModel, stored: Mapping[int, str]) -> dict[str, str]
 
 
 def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
-    """Return the base model for adapter_config.json: an absolute path, or the hub id; ConfigError for an adapter."""
+    """Return the base model for adapter_config.json: an absolute path or a hub id; raise ConfigError for an adapter."""
     if checkpoint.is_adapter(source.weights):
         raise ConfigError(
             f"model.path={config.path} is an adapter itself, so adapter=lora cannot train another one on it; to train "
@@ -225,7 +226,7 @@ def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
 
 
 def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: Path) -> None:
-    """Load the trained ones of `shards` from a step; raises CheckpointError if it holds another adapter."""
+    """Load the trained `shards` from a step; raise CheckpointError if it holds another adapter."""
     assert adapter.base is not None
     saved = checkpoint.read_base_model(step_directory)
     if saved is not None and saved.quantize != adapter.base.quantize:
@@ -264,7 +265,7 @@ def is_adapter_step(step_directory: Path) -> bool:
 
 
 def check_continues(config: AdapterConfig, step_directory: Path | None) -> None:
-    """Raise ConfigError if a step was saved with an adapter and these settings have none, or the other way around."""
+    """Raise ConfigError if a step was saved with an adapter but these settings have none, or vice versa."""
     if step_directory is not None and config.trains_all == is_adapter_step(step_directory):
         was, remedy = ("with", "adapter=lora") if config.trains_all else ("without", "adapter=none")
         raise ConfigError(
@@ -285,7 +286,7 @@ def _check_tied(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig, modules: Sequence[str]) -> None:
-    """Check that each target module exists; ConfigError with the names of the linear layers for one that does not."""
+    """Raise ConfigError, with the names of the linear layers, if a target module does not exist."""
     for part in config.target_modules:
         if not any(_matches(name, part) for name in modules):
             linear = (torch.nn.Linear, Conv1D)  # Conv1D is a linear layer of GPT-2
@@ -297,10 +298,10 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, modules: Sequence
 
 
 def _all_linear(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
-    """The target modules if none are set; peft takes layers_to_transform with names only.
+    """Return the default target modules; with layers_to_transform, peft requires names.
 
     Raises:
-        ConfigError: There are none, or more than linear layers.
+        ConfigError: The layers to transform have no linear layers, or also weights of other kinds.
     """
     if not config.layers_to_transform:
         return "all-linear"
@@ -334,10 +335,10 @@ def _no_layer(model: PreTrainedModel, number: int) -> ConfigError:
 
 
 def _eva_layers(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """The layers of `init=eva`: all but embeddings, which begin as with `default`, as in peft.
+    """Return the layers for `init=eva`: all except embeddings, which use `default`, as in peft.
 
     Raises:
-        ConfigError: One has fewer inputs than the rank.
+        ConfigError: A layer has fewer inputs than the rank.
     """
     from peft.tuners.lora import Linear
 
@@ -371,7 +372,7 @@ def _check_init(model: PreTrainedModel, config: LoraConfig, task: str) -> None:
 
 
 def _check_found(model: PreTrainedModel, config: LoraConfig, modules: Sequence[str]) -> None:
-    """Check each setting: peft accepts target modules if any exists, and ignores other modules that do not.
+    """Check every entry: peft accepts target modules if any of them exists, and ignores other missing modules.
 
     `modules` are the names of the modules before the injection.
     """
@@ -410,7 +411,7 @@ def _lora_plus(config: LoraConfig) -> tuple[float, float] | None:
 
 
 def _magnitudes(model: PreTrainedModel) -> dict[str, Magnitude]:
-    """What the magnitudes of DoRA are the norms of, by the FQN of the parameter that holds them."""
+    """The weights whose norms are DoRA's magnitudes, by the FQN of the parameter that holds the magnitudes."""
     found = {}
     for name, module in model.named_modules():
         owner, is_one, _ = name.partition(f".lora_magnitude_vector.{_NAME}")
@@ -420,13 +421,13 @@ def _magnitudes(model: PreTrainedModel) -> dict[str, Magnitude]:
 
 
 def _peft_name(name: str) -> str:
-    """The name in peft's file: without the name of the adapter, and copies of modules under the module's name."""
+    """Return the name in peft's file: without the adapter's name; copies of modules use the module's name."""
     plain = name.replace(f".modules_to_save.{_NAME}.", ".")
     plain = plain.replace(f".lora_magnitude_vector.{_NAME}.weight", ".lora_magnitude_vector")
     return checkpoint.PEFT_PREFIX + ".".join(part for part in plain.split(".") if part != _NAME)
 
 
 def _as_json(settings: Any) -> dict[str, Any]:
-    """The content of adapter_config.json, as peft writes it: sets as lists, enumerations as text."""
+    """Convert to the content of adapter_config.json like peft: sets as lists, enumerations as strings."""
     content: dict[str, Any] = json.loads(json.dumps(settings.to_dict() | {"inference_mode": True}, default=sorted))
     return content

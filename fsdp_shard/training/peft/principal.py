@@ -1,9 +1,9 @@
-"""PiSSA (Meng et al., 2024) and OLoRA (Büyükakyüz, 2024): adapters that begin as a part of the weights.
+"""PiSSA (Meng et al., 2024) and OLoRA (Büyükakyüz, 2024): adapters that are initialized with a part of the weights.
 
-peft takes that part out of the base model. Here the base stays what it is: a second, frozen adapter of each layer
-subtracts the part, W + s * B @ A - s * B0 @ A0, so that a base without adapters is exact; with both it is the model up
-to rounding in the dtype of the computation. A checkpoint has both as one plain LoRA of twice the rank, A' = [A, A0],
-B' = [B, -B0], for any tool; a resume divides it.
+peft subtracts that part from the base model. Here, the base stays unchanged, and a second, frozen adapter of each layer
+subtracts the part: W + s * B @ A - s * B0 @ A0. The base without adapters is therefore exact; with both adapters, it
+equals the model up to rounding in the computation dtype. A checkpoint stores both as one plain LoRA of twice the rank,
+A' = [A, A0], B' = [B, -B0], which any tool can read; a resume splits it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Factors = tuple[torch.Tensor, torch.Tensor]  # A [rank, inputs] and B [outputs, 
 
 @dataclass(frozen=True)
 class PrincipalLayer:
-    """A layer that begins as a part of its weight.
+    """A layer whose adapter is initialized with a part of its weight.
 
     Attributes:
-        weight: Parameter of the base weight.
-        is_transposed: Whether it is stored as [inputs, outputs].
-        scale: Factor of the product of the adapter's matrices.
+        weight: FQN of the base weight.
+        is_transposed: Whether the weight is stored as [inputs, outputs].
+        scale: Scale of the product of the adapter's matrices.
         rank: Rank of the trained adapter.
     """
 
@@ -47,7 +47,7 @@ class PrincipalLayer:
 
 
 def principal_factors(kind: str, weight: torch.Tensor, rank: int, scale: float, seed: int) -> Factors:
-    """Decompose a weight, float32 [outputs, inputs], as `adapter.init=kind` does, in the CPU's memory."""
+    """Decompose a weight, float32 [outputs, inputs], as in `adapter.init=kind`, in CPU memory."""
     if kind == "olora":
         q, r = torch.linalg.qr(weight)
         return r[:rank].contiguous(), q[:, :rank].contiguous()
@@ -65,13 +65,13 @@ def principal_factors(kind: str, weight: torch.Tensor, rank: int, scale: float, 
 
 @dataclass(frozen=True)
 class Principal:
-    """All such layers of a model, by FQN, and how the part is chosen: `pissa`, `pissa_fast` or `olora`."""
+    """All such layers of a model, by FQN, and the decomposition: `pissa`, `pissa_fast` or `olora`."""
 
     kind: str
     layers: Mapping[str, PrincipalLayer]
 
     def parameters(self) -> Iterator[str]:
-        """FQNs of the parameters of both adapters of all layers."""
+        """Yield the FQNs of the parameters of both adapters in all layers."""
         for layer in self.layers:
             yield from (_name(layer, factor, which) for factor in "AB" for which in (_TRAINED, _FROZEN))
 
@@ -113,7 +113,7 @@ class Principal:
         names: Mapping[str, str],
         seed: int,
     ) -> Factors:
-        # In the dtype that the model holds; the same formulas as peft's pissa_init and olora_init.
+        # In the model's dtype, with the formulas of peft's pissa_init and olora_init.
         weight = index.read(names[layer.weight]).to(shards[layer.weight].data.dtype).float()
         if not bool(weight.isfinite().all()):
             raise CheckpointError(
@@ -125,7 +125,7 @@ class Principal:
     def stored(
         self, trained: Mapping[str, str], shards: Mapping[str, LocalShard], ranks: Communicator
     ) -> dict[str, LocalShard]:
-        """The factors of both adapters as those of one, gathered on rank 0, by their names in peft's file.
+        """Return the factors of both adapters combined into one, gathered on rank 0, by their names in peft's file.
 
         A collective.
 
@@ -152,7 +152,7 @@ class Principal:
         return found
 
     def restore(self, trained: Mapping[str, str], shards: Mapping[str, LocalShard], index: TensorIndex) -> None:
-        """Fill both adapters from what `stored` has combined in a file."""
+        """Fill both adapters from the factors that `stored` combined."""
         for layer in self.layers:
             for factor in "AB":
                 name, frozen = (_name(layer, factor, which) for which in (_TRAINED, _FROZEN))
@@ -161,7 +161,7 @@ class Principal:
                 shards[frozen].fill(two if factor == "A" else -two)
 
     def shapes(self, trained: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """`shapes` by names in peft's file, with twice the rank for the factors of these layers."""
+        """Return `shapes` by names in peft's file, with twice the rank for these layers' factors."""
         found = dict(shapes)
         for layer in self.layers:
             rows, columns = found[a := trained[_name(layer, "A", _TRAINED)]]
@@ -172,10 +172,10 @@ class Principal:
 
 
 def inject_principal(model: nn.Module, config: LoraConfig) -> Principal | None:
-    """Add the frozen adapters to a model on meta that has the trained ones; None for other initial values.
+    """Add the frozen adapters to a model on meta that has the trained ones; return None for other values of `init`.
 
     Raises:
-        ConfigError: A layer cannot begin as a part of its weight.
+        ConfigError: A layer's adapter cannot be initialized with a part of its weight.
     """
     if config.init not in PRINCIPAL:
         return None
@@ -198,7 +198,7 @@ def inject_principal(model: nn.Module, config: LoraConfig) -> Principal | None:
         layers[fqn] = PrincipalLayer(f"{fqn}.base_layer.weight", bool(module.fan_in_fan_out), scale, config.rank)
     frozen = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=-config.alpha,  # type: ignore[arg-type]  # it may be any number: this one subtracts
+        lora_alpha=-config.alpha,  # type: ignore[arg-type]  # any number works: a negative one subtracts
         target_modules=list(layers),
         use_rslora=config.rank_stabilized,
     )
@@ -206,7 +206,7 @@ def inject_principal(model: nn.Module, config: LoraConfig) -> Principal | None:
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects it itself
         peft.inject_adapter_in_model(frozen, model, _FROZEN, low_cpu_mem_usage=True)
-    for module in model.modules():  # peft has made the new adapter the active one of all
+    for module in model.modules():  # peft has activated only the new adapter everywhere
         if isinstance(module, AuxiliaryTrainingWrapper):
             module.set_adapter(_TRAINED)
     for fqn in layers:
@@ -218,7 +218,7 @@ def inject_principal(model: nn.Module, config: LoraConfig) -> Principal | None:
 
 
 def combined_settings(config: LoraConfig) -> dict[str, Any]:
-    """What adapter_config.json says of both adapters as one, which has the same scale."""
+    """The entries of adapter_config.json for both adapters combined, which have the same scale."""
     alpha = config.alpha * (math.sqrt(2) if config.rank_stabilized else 2)
     return {"r": 2 * config.rank, "lora_alpha": alpha}
 

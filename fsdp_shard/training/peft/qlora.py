@@ -1,7 +1,7 @@
-"""Quantization of the frozen layers under an adapter (QLoRA).
+"""Quantizes the frozen layers under an adapter (QLoRA).
 
-The frozen linear layers of the repeated blocks are quantized; embeddings, norms and the output head, which lose most by
-it, are not.
+The frozen linear layers of the repeated blocks are quantized. Embeddings, norms and the output head, which would lose
+most precision, are not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ class QuantizedBase:
     """The quantized weights of a model.
 
     Attributes:
-        code: How they are quantized.
+        code: The quantization scheme.
         names: Parameter of a quantized weight -> stored tensor that fills it.
         num_weights: Number of quantized weights.
     """
@@ -49,10 +49,10 @@ def quantize_base(
         names: Parameter -> stored tensor that fills it.
 
     Returns:
-        The quantized weights, or None for `none`; and `names` without them.
+        The quantized weights, or None for `none`; and `names` without the quantized weights.
 
     Raises:
-        ConfigError: The wrapper or the model does not allow it.
+        ConfigError: The wrapper or the model does not support quantization.
     """
     left = dict(names)
     if kind == "none":
@@ -74,7 +74,7 @@ def quantize_base(
 
 
 def _frozen_linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """FQN and module of the frozen linear layers that are used; peft's `original_module` of a trained copy is not."""
+    """Yield FQN and module of the frozen linear layers in use, not of peft's `original_module` of a trained copy."""
     ties = tied_names(model)
     tied = {*ties, *ties.values()}
     for layer in [block.fqn for block in no_split_blocks(model, blocks) if block.repeated]:

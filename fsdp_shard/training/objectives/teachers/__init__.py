@@ -1,1 +1,1 @@
-"""The teacher of distillation: its model, what it says of the samples on disk, and whether it fits a run."""
+"""The teacher in distillation: its model, its targets for samples stored on disk, and checks that it fits a run."""
