@@ -1,4 +1,4 @@
-"""From rows of text to batches of token ids, in one global order that follows from the seed."""
+"""Turns rows of text into batches of token ids, in one global order determined by the seed."""
 
 import lazy_loader
 

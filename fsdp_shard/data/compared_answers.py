@@ -1,4 +1,4 @@
-"""Pairs of answers, as a reward model is trained on them, and where each comes from: for evaluations."""
+"""Answer pairs in the form on which a reward model is trained, with the origin of each, for evaluations."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 
 
 class ComparedPair(NamedTuple):
-    """A pair of the data, or something else in it that is left out.
+    """A pair of the data, or a pair, answer or row that is skipped.
 
     Attributes:
-        where: File and line or number of its row.
-        name: What the data calls the row, in a column id or name; None without one.
-        texts: Its `prompt`, `chosen` and `rejected`, each a text or a list of messages; empty if it is no pair.
-        sample: The number of its sample; None if it is left out.
-        what: What is left out: a pair, an answer or a row; empty if nothing is.
-        left_out: Why it is left out; may be empty.
+        where: File and line, or number, of its row.
+        name: The value of the row's id or name column; None without one.
+        texts: `prompt`, `chosen` and `rejected`, each a text or a list of messages; empty if it is not a pair.
+        sample: The number of its sample; None if it is skipped.
+        what: The kind of skipped item, a pair, an answer or a row; empty if nothing is skipped.
+        left_out: Reason for skipping it; may be empty.
     """
 
     where: str
@@ -60,13 +60,13 @@ class ComparedPairs:
 
     Attributes:
         samples: The pairs.
-        digest: Of their tokens and margins.
+        digest: Digest of the samples' tokens and margins.
         source: The rows.
-        kind: How they are read.
-        counts: The number of examples of each row [num_rows].
-        reasons: For each example what it is, CHOSEN or REJECTED, or why something is left out.
-        sample_of: For each example that is the rejected answer of a sample its number; -1 for others [num_examples].
-        in_window: For each example whether something of its answer and the chosen one is in the window [num_examples].
+        kind: The kind that reads them.
+        counts: Number of examples in each row [num_rows].
+        reasons: For each example, its role, CHOSEN or REJECTED, or the reason why an item is skipped.
+        sample_of: For each rejected answer of a sample, the number of the sample; -1 for other examples [num_examples].
+        in_window: For each example, whether a part of its answer and of the chosen one is in the window [num_examples].
     """
 
     samples: RewardRows
@@ -80,16 +80,16 @@ class ComparedPairs:
 
     @property
     def lengths(self) -> Ints:
-        """Tokens of both texts of each sample before they are truncated [num_samples, 2], the chosen one first."""
+        """Number of tokens in both texts of each sample before truncation [num_samples, 2], the chosen one first."""
         return np.asarray(self.samples.examples.lengths[self.samples.kept])
 
     @property
     def margins(self) -> Floats | None:
-        """The margin of each sample that the data states [num_samples]; None if it states none."""
+        """The margin of each sample as given in the data [num_samples]; None if the data has none."""
         return self.samples.extras.get(MARGIN)
 
     def pairs(self) -> Iterator[ComparedPair]:
-        """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
+        """Read the rows again, in order; raise DataError if they have changed since they were tokenized."""
         first, columns = 0, self.kind.columns
         rows = rows_again(self.source, columns, len(self.counts))
         for row, count in zip(rows, map(int, self.counts), strict=True):
@@ -107,7 +107,7 @@ class ComparedPairs:
             first = end
 
     def _left_out(self, example: int) -> tuple[str, str]:
-        """Return what an example stands for, and why it is left out; empty texts for one in a sample."""
+        """Return the kind of a skipped example and the reason why it is skipped; empty strings for others."""
         if self.reasons[example] != REJECTED:
             what, words = LEFT_OUT[self.reasons[example]]
             return what, words.strip()
@@ -118,16 +118,16 @@ class ComparedPairs:
 
 
 def open_compared_pairs(config: DataConfig, tokenizer: Tokenizer, task: Task, ranks: Communicator) -> ComparedPairs:
-    """Tokenize `data.eval_path`, or data.path without it, on rank 0 unless it is in the cache. A collective.
+    """Tokenize `data.eval_path`, or else data.path, on rank 0 unless it is in the cache. A collective.
 
     Args:
-        config: The settings of the data, which is of data.kind=preference.
+        config: The settings of the data, with data.kind=preference.
         tokenizer: The model's tokenizer.
-        task: The classification, with the padding token of the model.
-        ranks: The ranks, which all get the same samples.
+        task: The classification task, with the model's padding token.
+        ranks: The ranks, which all receive the same samples.
 
     Raises:
-        DataError: The data cannot be read, has answers with a label, or has no pair.
+        DataError: The data cannot be read, has labeled answers, or has no pairs.
     """
     source, kind = open_evaluated(config), kind_of(config, SEQUENCE_CLASSIFICATION)
     assert isinstance(kind, PreferenceKind)

@@ -1,4 +1,4 @@
-"""Texts with their classes, as a classifier is trained on them, and where each comes from: for evaluations."""
+"""Labeled texts in the form on which a classifier is trained, with the origin of each, for evaluations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class LabeledText(NamedTuple):
     """A row of the data.
 
     Attributes:
-        where: File and line or number of the row.
-        name: What the data calls it, in a column id or name; None without one.
+        where: File and line, or number, of the row.
+        name: The value of its id or name column; None without one.
         text: Its text.
-        sample: The number of its sample; None if it is left out.
-        left_out: Why it is left out; empty if it is not.
+        sample: The number of its sample; None if it is skipped.
+        left_out: Reason for skipping it; empty if it is not skipped.
     """
 
     where: str
@@ -45,11 +45,11 @@ class LabeledTexts:
     """The rows of some data as samples of a classifier.
 
     Attributes:
-        samples: Those with a text and a label.
-        digest: Of their tokens and labels.
+        samples: The rows with a text and a label.
+        digest: Digest of the samples' tokens and labels.
         source: The rows.
-        kind: How they are read.
-        sample_of: For each row the number of its sample, or one of the negative numbers of `_LEFT_OUT` [num_rows].
+        kind: The kind that reads them.
+        sample_of: The number of each row's sample, or one of the negative numbers in `_LEFT_OUT` [num_rows].
     """
 
     samples: LabeledRows
@@ -60,17 +60,17 @@ class LabeledTexts:
 
     @property
     def lengths(self) -> Ints:
-        """Tokens of each sample before it is truncated [num_samples]."""
+        """Number of tokens in each sample before truncation [num_samples]."""
         return np.asarray(self.samples.examples.lengths[self.samples.kept])
 
     @property
     def labels(self) -> Ints:
-        """The model's index of the class of each sample [num_samples]."""
+        """The model's class index for each sample [num_samples]."""
         numbers = np.asarray(self.samples.numbers, np.int64)
         return np.asarray(numbers[self.samples.examples.labels[self.samples.kept]])
 
     def rows(self) -> Iterator[LabeledText]:
-        """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
+        """Read the rows again, in order; raise DataError if they have changed since they were tokenized."""
         columns = self.kind.columns
         rows = rows_again(self.source, columns, len(self.sample_of))
         for row, sample in zip(rows, map(int, self.sample_of), strict=True):
@@ -84,16 +84,16 @@ _LEFT_OUT = {-1: "without text or label", -2: "without tokens"}
 
 
 def open_labeled_texts(config: DataConfig, tokenizer: Tokenizer, task: Task, ranks: Communicator) -> LabeledTexts:
-    """Tokenize `data.eval_path`, or data.path without it, on rank 0 unless it is in the cache. A collective.
+    """Tokenize `data.eval_path`, or else data.path, on rank 0 unless it is in the cache. A collective.
 
     Args:
-        config: The settings of the data.
+        config: The data settings.
         tokenizer: The model's tokenizer.
-        task: The classification: the classes of the model, and its padding token.
-        ranks: The ranks, which all get the same samples.
+        task: The classification task: the model's classes and its padding token.
+        ranks: The ranks, which all receive the same samples.
 
     Raises:
-        DataError: The data cannot be read, has no text with a label, or has a class that the model does not have.
+        DataError: The data cannot be read, has no labeled text, or has a class that the model lacks.
     """
     source, kind = open_evaluated(config), kind_of(config, SEQUENCE_CLASSIFICATION)
 
@@ -108,5 +108,5 @@ def open_labeled_texts(config: DataConfig, tokenizer: Tokenizer, task: Task, ran
     sample_of_example = np.full(file.num_examples, -2, np.int64)
     sample_of_example[samples.kept] = np.arange(len(samples))
     sample_of = np.full(len(counts), -1, np.int64)
-    sample_of[counts > 0] = sample_of_example  # a row has one example at most
+    sample_of[counts > 0] = sample_of_example  # a row has at most one example
     return LabeledTexts(samples, file.digest, source, kind, sample_of)

@@ -1,4 +1,4 @@
-"""Prompts with the answers of the data, as a model that was trained on such rows is asked: for evaluations."""
+"""Prompts in the form that a model trained on such rows expects, with the answers in the data, for evaluations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fsdp_shard.data.kinds.conversation import read_conversation
 from fsdp_shard.data.kinds.kind import Question, Tokenizer
 from fsdp_shard.data.sources.row import Row
 
-_ROWS_AT_ONCE = 256  # tokenizers are faster on many texts
+_ROWS_AT_ONCE = 256  # tokenizers are faster in batches
 
 
 class QuestionRow(NamedTuple):
     """A row of the data.
 
     Attributes:
-        where: File and line or number of the row.
-        name: What the data calls it, in a column id or name; None without one.
-        question: Its prompt and answer; None if it is left out.
-        left_out: Why it is left out; empty if it is not.
+        where: File and line, or number, of the row.
+        name: The value of its id or name column; None without one.
+        question: Its prompt and answer; None if it is skipped.
+        left_out: Reason for skipping it; empty if it is not skipped.
     """
 
     where: str
@@ -34,19 +34,19 @@ class QuestionRow(NamedTuple):
 
 
 def read_questions(config: DataConfig, tokenizer: Tokenizer, task: str) -> Iterator[QuestionRow]:
-    """Read `data.eval_path`, or data.path without it.
+    """Read `data.eval_path`, or else data.path.
 
     Args:
-        config: The settings of the data. Of `data.kind=chat`, the answer is the last turn of the assistant, and the
-            prompt the conversation before it.
+        config: The data settings. With `data.kind=chat`, the answer is the assistant's last turn, and the prompt is the
+            conversation before it.
         tokenizer: The model's tokenizer.
-        task: What the model was trained to do: causal_lm or seq2seq.
+        task: The task of the model: causal_lm or seq2seq.
 
     Yields:
-        The rows, in their order.
+        The rows, in order.
 
     Raises:
-        DataError: The data cannot be read, or the tokenizer or its chat template does not suit it.
+        DataError: The data cannot be read, or the tokenizer or its chat template does not support it.
     """
     kind, tokenizer = kind_of(config, task), with_chat_template(tokenizer, config)
     if config.kind == "chat":
@@ -62,10 +62,10 @@ def read_questions(config: DataConfig, tokenizer: Tokenizer, task: str) -> Itera
 
 
 def render_conversation(values: Mapping[str, Any], where: str, tokenizer: Tokenizer) -> str:
-    """Render a conversation up to where the assistant answers, as training on rows of `data.kind=chat` does.
+    """Render a conversation up to the assistant's answer, as in training with `data.kind=chat`.
 
     Args:
-        values: `messages`, and `tools` and `system` if there are any.
+        values: `messages`, and `tools` and `system` if present.
         where: File and line, for messages.
         tokenizer: The model's tokenizer, with a chat template.
 

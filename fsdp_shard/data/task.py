@@ -1,4 +1,4 @@
-"""What a model is trained to do, as far as its samples depend on it."""
+"""The task of a model, as far as its samples depend on it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _ONLY_FOR = {"target_length": SEQ2SEQ, "mask_fraction": MASKED_LM, "label_column
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a model and what it says about samples.
+    """The task of a model, with its requirements for samples.
 
     Attributes:
         name: The value of `model.task`.
         decoder_start: The first token of the decoder's input, for seq2seq models.
         num_labels: Number of classes of a classifier.
         label_numbers: Indices of the classes by name, if they have names.
-        padding: The padding token of seq2seq models and classifiers, some of which take the last other token.
-        samples: What the objective compares: rows (nothing), pairs of answers (DPO, reward models) or labeled answers
-            (KTO).
-        vocabulary: Number of tokens that the model embeds; None if that is unknown.
+        padding: The padding token of seq2seq models and classifiers, some of which read the last other token.
+        samples: The items that the objective compares: rows (nothing), pairs of answers (DPO, reward models) or labeled
+            answers (KTO).
+        vocabulary: Number of tokens that the model embeds; None if unknown.
     """
 
     name: str = CAUSAL
@@ -43,7 +43,7 @@ class Task:
 class SpecialTokens:
     """The special tokens in the windows of a masked language model; `begin` and `end` may be empty.
 
-    `vocabulary` is the number of tokens of which one may replace another. The tokens in `all` are never masked.
+    Replacements are drawn from `vocabulary` tokens. The tokens in `all` are never masked.
     """
 
     mask: int
@@ -54,7 +54,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> SpecialTokens:
-        """Return those of `tokenizer`; raise DataError if it has no mask token."""
+        """Return the special tokens of `tokenizer`; raise DataError if it has no mask token."""
         if tokenizer.mask_token_id is None:
             raise DataError(
                 "model.task=masked_lm needs a mask token, but the model's tokenizer has none. Set mask_token in its "
@@ -70,17 +70,17 @@ class SpecialTokens:
         )
 
     def within(self, vocabulary: int | None) -> SpecialTokens:
-        """Return these for a model that embeds `vocabulary` tokens, which may be fewer than the tokenizer has."""
+        """Adapt to a model that embeds `vocabulary` tokens, possibly fewer than the tokenizer has."""
         return self if vocabulary is None else replace(self, vocabulary=min(self.vocabulary, vocabulary))
 
 
 def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
-    """Raise ConfigError for data that cannot be used.
+    """Raise ConfigError for data that does not fit the task.
 
     Args:
         task: The value of `model.task`.
         data: The settings of the data.
-        samples: The shape of samples that the objective needs, as in `Task`.
+        samples: The required shape of samples, as in `Task`.
     """
     _check_samples(task, data, samples)
     kinds = [name for name, kind in KINDS.items() if task in kind.tasks]
@@ -98,12 +98,12 @@ def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
 
 
 def check_settings_of_task(task: str, settings: Mapping[str, object], where: str = "data") -> None:
-    """Raise ConfigError for settings of the data that are for other tasks.
+    """Raise ConfigError for data settings of other tasks.
 
     Args:
         task: The value of `model.task`.
         settings: Values by name.
-        where: What the names begin with, for messages.
+        where: Prefix of the names in messages.
     """
     for name, value in settings.items():
         needs = _ONLY_FOR.get(name, task)
@@ -118,7 +118,7 @@ def check_packed(task: str, samples: str) -> None:
 
 
 def check_class_order(names: Sequence[str], task: Task, where: str) -> None:
-    """Raise DataError if the data, of which `where` is the setting, has the classes of the model in another order."""
+    """Raise DataError if the data of the setting `where` has the model's classes in another order."""
     known = sorted(task.label_numbers, key=lambda name: task.label_numbers[name])
     if sorted(names) == sorted(known) and list(names) != known:
         number = next(number for number, name in enumerate(names) if name != known[number])
@@ -130,7 +130,7 @@ def check_class_order(names: Sequence[str], task: Task, where: str) -> None:
 
 
 def _check_samples(task: str, data: DataConfig, samples: str) -> None:
-    """Raise ConfigError unless all data has answers to compare, or none, as the objective needs it."""
+    """Raise ConfigError unless all data, or none, has answers to compare, as the objective requires."""
     for source in all_sources(data):
         given = f"{source.where}.kind={source.kind}"
         if samples == ROWS and source.kind == PREFERENCE:

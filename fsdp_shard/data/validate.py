@@ -1,4 +1,4 @@
-"""Checks of data settings against the files and the tokenizer, before any rank starts."""
+"""Checks data settings against the files and the tokenizer, before any rank starts."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -18,13 +18,13 @@ from fsdp_shard.data.sources.source import DatasetSource, Source, open_source
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import CAUSAL
 
-_NUM_FIRST = 256  # rows that are looked at together
+_NUM_FIRST = 256  # rows checked together
 
 
 def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> None:
     """Check that the rows can be read, up to the first row with something to learn.
 
-    Nothing is written and no torch is imported. A dataset on the hub is downloaded into the `datasets` cache, where the
+    Nothing is written, and torch is not imported. A hub dataset is downloaded into the `datasets` cache, where the
     ranks will find it.
 
     Args:
@@ -33,7 +33,7 @@ def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> N
         samples: The shape of samples, as in `Task`.
 
     Raises:
-        DataError: There is no such file, no row, or no such column.
+        DataError: The file or a column does not exist, or there are no rows.
         ConfigError: Settings for datasets on the hub are given for a local path.
     """
     trained = list(sources_of(config).values())
@@ -56,7 +56,7 @@ def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> N
 
 
 def refuse_unread(given: Sequence[DataConfig], found: Sequence[Source]) -> None:
-    """Raise ConfigError for a setting of texts that no source has for which it is set.
+    """Raise ConfigError for a setting of plain text files, or of columns, if no source with the setting has such rows.
 
     Args:
         given: The settings of sources.

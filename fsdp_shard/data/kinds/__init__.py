@@ -1,1 +1,1 @@
-"""One file a kind of row: how it becomes token ids, and which of them are predicted."""
+"""One file per kind of row, which defines its token ids and which of them are predicted."""

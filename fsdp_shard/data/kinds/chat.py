@@ -17,7 +17,7 @@ CHAT = "chat"
 
 @dataclass(frozen=True)
 class ChatKind(Kind):
-    """`column` has the messages; None: it is found by its name. `roles` maps role names of the data to roles."""
+    """`column` holds the messages; if None, it is found by its name. `roles` maps the data's role names to roles."""
 
     chosen_by, version = "data.kind=chat", "chat-3"
 
@@ -31,7 +31,7 @@ class ChatKind(Kind):
     def read(self, row: Row) -> Conversation | None:
         self.require(row)
         read = read_conversation(row, self.column, self.roles)
-        # Unknown roles are counted over more than one row.
+        # Unknown roles are reported for all rows together.
         return read if read.unknown or read.trained else None
 
     def check_rows(self, rows: Sequence[Row], samples: str = ROWS) -> bool:
@@ -58,7 +58,7 @@ class ChatKind(Kind):
         return [self._question(one, tokenizer) for one in read]
 
     def _question(self, conversation: Conversation, tokenizer: Tokenizer) -> Question | None:
-        """Return what comes before the last turn of the assistant, and the text of that turn."""
+        """Return the conversation before the assistant's last turn, and the text of that turn."""
         messages = conversation.messages
         last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
         answer = messages[last].get("content")

@@ -1,11 +1,12 @@
-"""Where the assistant's turns are in a conversation that a chat template has rendered.
+"""Locates the assistant's turns in a conversation rendered by a chat template.
 
-A template may mark them with {% generation %}, but most do not. Then the conversation is rendered twice: as it is, and
-with a marker instead of each text of the assistant: reasoning, content and the names of tool calls. What is between
-the markers is the template's, and must surround the texts in the first rendering; otherwise the row is an error.
+A template may mark the turns with {% generation %}, but most do not. Then the conversation is rendered twice:
+unchanged, and with a marker in place of each assistant text (reasoning, content and the names of tool calls). The text
+between the markers comes from the template, and must surround the assistant texts in the first rendering; otherwise the
+row is an error.
 
-A tool call begins where the conversation up to it differs from one in which the assistant says something instead, and
-ends where that conversation ends. Reasoning begins where the generation prompt ends.
+A tool call begins where the conversation up to it differs from one in which the assistant writes text instead, and ends
+where that conversation ends. Reasoning begins where the generation prompt ends.
 """
 
 import json
@@ -29,9 +30,9 @@ T = TypeVar("T")
 _AN_END = re.compile(r"end|eot|eom|eos|</|sep|return", re.IGNORECASE)
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _MARK = re.compile("\ue000([0-9]+)\ue001")
-# Arguments that show whether a template writes a mapping as Python does, instead of as JSON.
+# Arguments that show whether a template formats a mapping as Python instead of JSON.
 _PROBE = {"probe of the arguments": 1}
-# As templates want tool calls: arguments as mappings or as JSON text, content left out or null.
+# Forms of tool calls that templates expect: arguments as mappings or as JSON text, content omitted or null.
 _FORMS: list[tuple[Callable[[Any], Any], Message]] = [
     (write, absent) for write in (dict, partial(json.dumps, ensure_ascii=False)) for absent in ({}, {"content": None})
 ]
@@ -40,7 +41,7 @@ _THINKS = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 
 @dataclass
 class _Piece:
-    """A text of the assistant in a message: its reasoning, its text or the name of a tool; and where it is shown."""
+    """An assistant text in a message (reasoning, content or the name of a tool), and its position in the rendering."""
 
     message: int
     what: str
@@ -50,7 +51,7 @@ class _Piece:
 
 
 class Renderer:
-    """Applies the chat template of a tokenizer to one conversation; `ends` are the tokens that end a turn."""
+    """Applies a tokenizer's chat template to one conversation; `ends` are the tokens that end a turn."""
 
     def __init__(self, tokenizer: Tokenizer, conversation: Conversation, ends: tuple[str, ...]) -> None:
         self._conversation, self._ends = conversation, ends
@@ -67,7 +68,7 @@ class Renderer:
             )
 
     def render(self) -> tuple[str, list[Span]]:
-        """Return the text and the spans of the assistant's turns that are trained, each with the token that ends it.
+        """Return the text and the spans of the trained assistant turns, each including the token that ends it.
 
         Raises:
             DataError: The template rejects the conversation, or the spans cannot be identified.
@@ -79,7 +80,7 @@ class Renderer:
         return self._accepted(with_spans)
 
     def render_prompt(self, *, begins_turn: bool = True) -> str:
-        """Return the text, with `begins_turn` up to where the assistant's next turn begins.
+        """Return the text; with `begins_turn`, up to the beginning of the assistant's next turn.
 
         Raises:
             DataError: The template rejects the conversation.
@@ -87,7 +88,7 @@ class Renderer:
         return self._accepted(lambda messages, text, spans: text, prompt=begins_turn)
 
     def _accepted(self, finish: Callable[[list[Message], str, list[Span]], T], *, prompt: bool = False) -> T:
-        """Return what `finish` makes of the first form of the messages that the template accepts, and of its text."""
+        """Return the result of `finish` for the first form of messages that the template accepts, and for its text."""
         rejected: Exception | None = None
         for form in _FORMS:
             messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
@@ -106,17 +107,17 @@ class Renderer:
         return DataError(f"{self._where}: {self._template} rejects the conversation: {reason}")
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
-        """Return the text and the spans that the template marks; with `prompt`, up to where the assistant begins."""
+        """Return the text and the spans that the template marks; with `prompt`, up to the assistant's turn."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: Any = render_jinja_template([messages], add_generation_prompt=prompt, **self._options)
         return str(rendered[0][0]), [(start, stop) for start, stop in rendered[1][0]] if self._marks else []
 
     def _trained(self, spans: list[Span]) -> list[Span]:
-        """Return those of the spans that the template marks, one for each turn, that are of turns which are trained."""
+        """Return the spans of trained turns, out of the spans that the template marks, one for each turn."""
         turns = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
         trained = set(self._conversation.trained)
-        # A template may leave out turns without text, or those that are not trained.
+        # A template may omit turns without text, or turns that are not trained.
         shown = [number for number in turns if not is_empty(self._messages[number])]
         for numbers in (turns, shown, trained):
             if len(numbers) == len(spans):
@@ -130,7 +131,7 @@ class Renderer:
         )
 
     def _find(self, messages: list[Message], text: str) -> list[Span]:
-        """Find the turns in `text`, which is `messages` as the template renders them."""
+        """Find the turns in `text`, the template's rendering of `messages`."""
         marked, pieces = self._mark(messages)
         self._align(text, self._render(marked)[0], pieces)
         found, trained = [], set(self._conversation.trained)
@@ -147,7 +148,7 @@ class Renderer:
         return found
 
     def _turn(self, text: str, start: int, stop: int, lead: str, tail: str) -> Span:
-        """Return the span of a turn, which has `lead` before its first piece at `start`, and `tail` behind its last."""
+        """Return the span of a turn, including `lead` before its first piece at `start` and `tail` after its last."""
         if not (text.endswith(lead, 0, start) and text.startswith(tail, stop)):
             raise self._refusal("the template writes a turn in another way if others follow")
         stop += len(tail)
@@ -157,7 +158,7 @@ class Renderer:
         return start - len(lead), next((blank + len(end) for end in self._ends if text.startswith(end, blank)), stop)
 
     def _mark(self, messages: list[Message]) -> tuple[list[Message], list[_Piece]]:
-        """Return the messages with marks, which are numbers of pieces, instead of the texts of the assistant."""
+        """Return the messages with marks, which hold piece numbers, in place of the assistant's texts."""
         marked, pieces = list[Message](), list[_Piece]()
 
         def mark(what: str, words: str) -> str:
@@ -183,25 +184,25 @@ class Renderer:
         return marked, pieces
 
     def _align(self, text: str, outline: str, pieces: list[_Piece]) -> None:
-        """Set where each piece that the template shows is in `text`, by the text with marks in `outline`."""
+        """Set the position in `text` of each piece that the template shows, using the marked text `outline`."""
         if "\ue000" in text:
             raise self._refusal("the conversation contains the private character \\ue000")
         written, *parts = _MARK.split(outline)
         for number, behind in zip(parts[::2], parts[1::2], strict=True):
-            piece, at = pieces[int(number)], len(written)  # the template may strip its words, and add white space
+            piece, at = pieces[int(number)], len(written)  # the template may strip or add white space
             ways = [strip(piece.words, of) for of in ("", None, "\n") for strip in (str.strip, str.lstrip, str.rstrip)]
             way = next((way for way in ways if text.startswith(way + behind, at)), piece.words)
-            if piece.start < 0:  # a result may name its tool again
+            if piece.start < 0:  # a tool result may repeat the tool's name
                 piece.start, piece.stop = at, at + len(way)
             written += way + behind
         if written != text:
             raise self._refusal("the template changes the assistant's messages, or its own text depends on them")
 
     def _around(self, earlier: list[Message], turn: Message, first: str, last: str) -> tuple[str, str]:
-        """Return what belongs to a turn before its first piece and behind its last one, if those are no text."""
+        """Return the parts of a turn before its first piece and after its last one, if those are not content."""
         if (first, last) == ("text", "text"):
             return "", ""
-        if first == "tool call":  # the template may show reasoning in the last turn only
+        if first == "tool call":  # the template may show reasoning only in the last turn
             kept = {name: value for name, value in turn.items() if name != "reasoning_content"}
             turn = kept | ({"content": ""} if kept.get("content") is not None else {})
         said: Message = {"role": "assistant", "content": "\ue000"}
@@ -221,12 +222,12 @@ class Renderer:
 
 
 def _changed(calls: list[Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Any]:
-    """Return tool calls with what `change` returns for the function of each."""
+    """Return tool calls with each function replaced by the result of `change`."""
     return [call | {"function": call["function"] | change(call["function"])} for call in calls]
 
 
 def _form(messages: list[Message], write: Callable[[Any], Any], absent: Message, value: Any = None) -> list[Message]:
-    """Return the messages on top of `absent`, with arguments of calls, or `value` instead, as `write` writes them."""
+    """Return the messages merged into `absent`, with `write` applied to the arguments of calls, or to `value`."""
     changed = []
     for message in messages:
         calls = _changed(message.get("tool_calls", []), lambda call: {"arguments": write(value or call["arguments"])})
@@ -237,7 +238,7 @@ def _form(messages: list[Message], write: Callable[[Any], Any], absent: Message,
 def end_marks(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the tokens that end a turn, longest first: end-of-text, and added tokens with a name such as <|im_end|>.
 
-    Other added tokens do not count: without an end token, a turn is followed by the token that begins the next one.
+    Other added tokens are excluded: without an end token, a turn is followed by the token that begins the next turn.
     """
     added = {str(token.content) for token in tokenizer.added_tokens_decoder.values()}
     ends = {text for text in added if _AN_END.search(text)} | {str(tokenizer.eos_token or "")}
@@ -245,7 +246,7 @@ def end_marks(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it overlaps one of `spans`; both are in order."""
+    """Return whether each token overlaps one of `spans`; both are in order."""
     marked, number = [], 0
     for start, end in offsets:
         while number < len(spans) and spans[number][1] <= start:
@@ -255,13 +256,13 @@ def inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def ends_turns(examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer) -> bool:
-    """Return whether any stretch of predicted tokens ends with a token that ends a turn, or white space behind one.
+    """Return whether any run of predicted tokens ends with an end-of-turn token, or with white space after one.
 
     True if none are predicted.
 
     Args:
         examples: Token ids, and whether each is predicted.
-        tokenizer: What made them; its special tokens end turns, too.
+        tokenizer: The tokenizer of the examples; its special tokens also end turns.
     """
     ends = tuple({end.rstrip() for end in (*end_marks(tokenizer), *tokenizer.all_special_tokens)})
     is_any = False

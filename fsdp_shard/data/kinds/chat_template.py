@@ -1,4 +1,4 @@
-"""The settings of chat templates that all kinds with conversations share: the template, its variables, role names.
+"""The chat template settings shared by all kinds with conversations: the template, its variables, role names.
 
 `chat_spans.py` renders conversations for training, and `inference/generation/tokenize_prompts.py` for `generate`.
 """
@@ -18,14 +18,14 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import tokenizer_files
 from fsdp_shard.utils import Parsed, first_line, setting
 
-_DATE = "\ue000date\ue001"  # private characters, which no template writes
+_DATE = "\ue000date\ue001"  # private-use characters, which no template writes
 
-# What transformers gives to every template, so that a default would be ignored.
+# Variables that transformers passes to every template, so a default would be ignored.
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
 def _read_template(value: str | None, name: str) -> str | None:
-    """Return the content of the file `value`; None if it is no file, but may be the name of a template."""
+    """Return the content of the file `value`; None if it is not a file and may be the name of a template."""
     path = Path(value or "").expanduser()
     try:
         if value and (path.is_file() or path.suffix or len(path.parts) > 1):
@@ -36,7 +36,7 @@ def _read_template(value: str | None, name: str) -> str | None:
 
 
 def parse_chat_template_kwargs(value: Any, name: str) -> dict[str, Any]:
-    """Parse the values of a chat template's variables; ConfigError unless they map names to JSON values."""
+    """Parse the values of chat template variables; raise ConfigError unless they map names to JSON values."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value} is not a mapping; give variables, such as {{enable_thinking: false}}.")
     for key, given in (value or {}).items():
@@ -60,7 +60,7 @@ def _is_plain(value: Any) -> bool:
 
 @dataclass
 class TemplateSettings(RowSettings):
-    """Settings of the kinds of rows that a chat template renders."""
+    """Settings of the kinds whose rows a chat template renders."""
 
     roles: Any = setting(
         None,
@@ -92,8 +92,8 @@ def check_template(tokenizer: Tokenizer, chosen_by: str, other: str) -> None:
 
     Args:
         tokenizer: The tokenizer.
-        chosen_by: What needs a chat template, for messages.
-        other: What else could be done without one.
+        chosen_by: The setting that requires a chat template, for messages.
+        other: The alternative without one.
     """
     from jinja2 import TemplateSyntaxError
 
@@ -124,10 +124,10 @@ def check_template(tokenizer: Tokenizer, chosen_by: str, other: str) -> None:
 
 
 def user_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a conversation with one message of a user, up to where the assistant begins.
+    """Return the tokens of a conversation with one user message, up to the beginning of the assistant's turn.
 
     Raises:
-        DataError: The chat template refuses it.
+        DataError: The chat template rejects it.
     """
     message = {"role": "user", "content": text}
     try:
@@ -141,7 +141,7 @@ def user_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def writes_date(tokenizer: Tokenizer) -> bool:
-    """Return whether the chat template writes the date of the day into a conversation, as Llama 3's does."""
+    """Return whether the chat template writes the current date into a conversation, like Llama 3's."""
     hiding = "{% macro strftime_now(format) %}" + _DATE + "{% endmacro %}"
     message = {"role": "user", "content": ""}
     with suppress(Exception):  # a template is a program
@@ -151,9 +151,9 @@ def writes_date(tokenizer: Tokenizer) -> bool:
 
 
 def with_chat_template(tokenizer: Tokenizer, settings: TemplateSettings) -> Tokenizer:
-    """Return a copy of `tokenizer` with the chat template that `settings` choose, and defaults of its variables.
+    """Return a copy of `tokenizer` with the chat template that `settings` choose, and defaults for its variables.
 
-    It has no other template then. Without such settings, `tokenizer` itself is returned.
+    The copy has no other template. Without such settings, `tokenizer` itself is returned.
 
     Raises:
         DataError: The tokenizer has no template of that name, or has one with the name of the file; or the template
@@ -176,14 +176,14 @@ def with_chat_template(tokenizer: Tokenizer, settings: TemplateSettings) -> Toke
 
 
 def with_template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any], name: str) -> Tokenizer:
-    """Return a copy of `tokenizer` whose chat template has defaults for variables; itself if there are none.
+    """Return a copy of `tokenizer` whose chat template has defaults for variables, or itself if there are none.
 
-    The defaults are part of the template, so that whatever renders it, here or elsewhere, has them.
+    The defaults become part of the template, so they apply wherever it is rendered, here or elsewhere.
 
     Args:
         tokenizer: The tokenizer.
         variables: Name -> value.
-        name: The setting that they are from, for messages.
+        name: The setting that defines them, for messages.
 
     Raises:
         DataError: The tokenizer has several templates or none, or its template does not use a variable.
@@ -202,7 +202,7 @@ def with_template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any], 
             why = "is a special token of the tokenizer" if given else "is no variable that the chat template uses"
             raise DataError(f"{name}.{variable} {why} ({tokenizer_files(tokenizer)}); correct the name, or remove it.")
     changed = copy.copy(tokenizer)
-    # Templates are rendered with trim_blocks: a newline behind a statement is left out.
+    # Templates are rendered with trim_blocks, which drops a newline after a statement.
     lines = [f"{{% set {variable} = {variable} | default({value!r}) %}}\n" for variable, value in variables.items()]
     changed.chat_template = "".join(lines) + template
     return changed

@@ -1,7 +1,7 @@
-"""Conversations as commonly stored, by OpenAI's, ShareGPT's or Alpaca's columns, as messages for a chat template.
+"""Reads conversations stored in the common formats (columns of OpenAI, ShareGPT or Alpaca) as chat template messages.
 
-Lists and tool calls may be JSON text, as CSV and Parquet exports have them. Nulls in mappings are left out: Arrow puts
-them where rows have different keys.
+Lists and tool calls may be JSON text, as in CSV and Parquet exports. Nulls in mappings are dropped: Arrow adds them
+where rows have different keys.
 """
 
 import json
@@ -27,8 +27,8 @@ _KNOWN = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     "human": "user",
 }
-_MARKS = ("weight", "train", "training", "loss")  # OpenAI's, axolotl's and others' names of whether a turn is trained
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes the first of them
+_MARKS = ("weight", "train", "training", "loss")  # keys of OpenAI, axolotl and others for whether a turn is trained
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers uses the first
 
 
 class Conversation(NamedTuple):
@@ -44,13 +44,13 @@ class Conversation(NamedTuple):
 
     @property
     def trained(self) -> list[int]:
-        """The numbers of the messages that are trained: of the assistant, with text or tool calls, not excluded."""
+        """The numbers of the trained messages: those of the assistant with text or tool calls that are not excluded."""
         turns = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
         return [number for number in turns if number not in self.excluded and not is_empty(self.messages[number])]
 
 
 def check_role_names(roles: Any, name: str) -> None:
-    """Raise ConfigError unless the setting `name` maps role names to roles, or to themselves."""
+    """Raise ConfigError unless the setting `name` maps role names to roles or to themselves."""
     if not isinstance(roles, Mapping):
         raise ConfigError(f"{name}={roles} is not a mapping; give role names of the data, such as {{bot: assistant}}.")
     for given, role in roles.items():
@@ -64,8 +64,8 @@ def check_role_names(roles: Any, name: str) -> None:
 def read_conversation(row: Row, column: str | None, roles: Mapping[str, str]) -> Conversation:
     """Read the conversation of a row.
 
-    It is in `column`, or is found by the names of columns if that is None. `roles` maps roles of the data to those of
-    the chat template. DataError: There is no conversation, or more than one, or it cannot be read.
+    The conversation is in `column`; if that is None, it is found by the column names. `roles` maps the data's roles to
+    those of the chat template. Raises DataError if there is no conversation, more than one, or one that cannot be read.
     """
     try:
         messages = [_message(given, row.where) for given in _given(row, column)]
@@ -92,7 +92,7 @@ def is_empty(message: Message) -> bool:
 
 
 def _is_excluded(message: Message, where: object) -> bool:
-    """Return whether the data says not to train a message of the assistant; others never are."""
+    """Return whether the data excludes an assistant message from training; other messages are never trained."""
     marks = {name: message[name] for name in _MARKS if name in message and message["role"] == "assistant"}
     for name, value in marks.items():
         if not isinstance(value, (int, float)) or value not in (0, 1):
@@ -120,7 +120,7 @@ def check_roles(conversations: Sequence[Conversation]) -> None:
 
 
 def _given(row: Row, column: str | None) -> Iterable[Any]:
-    """Return the messages of a row as they are given, by the reader of the column that has some."""
+    """Return the messages of a row in their original form, with the reader of the first column that has any."""
     alpaca = {_ALPACA[0]: _alpaca} if "output" in row.values else {}
     readers = {column: _listed} if column is not None else {**dict.fromkeys(_LISTS, _listed), **alpaca}
     found = [name for name in readers if row.values.get(name) is not None]
@@ -144,7 +144,7 @@ def _listed(row: Row, name: str) -> list[Any]:
 
 
 def _alpaca(row: Row, _: str) -> list[Message]:
-    """Return the questions and answers of `history`, and those of the row itself."""
+    """Return the questions and answers of `history`, followed by those of the row itself."""
     instruction, given, output = (
         text_of(row.values.get(name), name, row.where, "data.messages_column") for name in _ALPACA
     )
@@ -165,7 +165,7 @@ def _tools(row: Row) -> list[Any] | None:
 
 
 def _message(given: Mapping[str, Any], where: object) -> Message:
-    """Return a message of {role, content} or {from, value}, without nulls, its tool calls in OpenAI's form."""
+    """Convert a message with {role, content} or {from, value}: without nulls, tool calls in OpenAI's form."""
     message: Message = {name: value for name, value in _without_nulls(given).items() if value != []}
 
     def take(*names: str) -> Any:
@@ -201,7 +201,7 @@ def _call(given: Any, where: object) -> dict[str, Any]:
 
 
 def decoded(value: Any) -> Any:
-    """Return what `value` is the JSON text of, or `value` itself if it is none."""
+    """Decode `value` if it is JSON text; otherwise return `value` itself."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):  # of thousands of levels

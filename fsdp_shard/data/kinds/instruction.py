@@ -13,8 +13,9 @@ from fsdp_shard.utils import prose, setting
 
 @dataclass(frozen=True)
 class InstructionKind(PromptKind):
-    """Columns and prompts of the rows. `prompt` contains {instruction} and {input}; `prompt_no_input` is for rows
-    without an input.
+    """Columns and prompt templates of the rows.
+
+    `prompt` contains {instruction} and {input}; `prompt_no_input` is for rows without an input.
     """
 
     chosen_by, version, required = "data.kind=instruction", "instruction", ("instruction", "response")

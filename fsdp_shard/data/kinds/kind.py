@@ -1,4 +1,4 @@
-"""What every kind of row provides: its settings, its examples, and helpers to tokenize them."""
+"""The interface of a kind of row: its settings, its examples, and helpers that tokenize them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ROWS, PAIRS, LABELED = "rows", "pairs", "labeled"
 
 
 class Example(NamedTuple):
-    """Token ids of one row and, for each, whether it is predicted (seq2seq: whether it is part of the target).
+    """Token ids of one row, and whether each is predicted (for seq2seq models, whether it is part of the target).
 
-    `label` is the class of a row that has one; of data.kind=preference, what the answer is, or why one is left out, and
-    `margin` the difference in quality that the data states.
+    `label` is the class of a row, if it has one. With data.kind=preference, `label` is the role of the answer or the
+    reason why it is skipped, and `margin` is the difference in quality given in the data.
     """
 
     ids: list[int]
@@ -35,7 +35,7 @@ class Example(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A prompt: its text, its token ids as a trained model expects them, and the answer of the data."""
+    """A prompt: its text, its token ids in the form that a trained model expects, and the answer in the data."""
 
     prompt: str
     ids: list[int]
@@ -44,14 +44,14 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """How rows become examples. Plain data, so that it can be sent to other processes.
+    """Converts rows to examples. Plain data, so it can be sent to other processes.
 
-    A subclass reads a row, and makes examples of what it has read.
+    A subclass reads rows, and creates examples from the result.
 
     Attributes:
-        chosen_by: The setting that chooses it, for messages.
-        version: What its examples are, to be changed if others are made of the same rows.
-        required: The fields that name columns which every row needs. `data.<field>_column` sets such a field.
+        chosen_by: The setting that selects this kind, for messages.
+        version: Version of the examples; change it if the same rows result in other examples.
+        required: The fields that name columns required in every row. `data.<field>_column` sets such a field.
     """
 
     chosen_by: ClassVar[str]
@@ -60,44 +60,45 @@ class Kind(ABC):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that it reads."""
+        """The columns that this kind reads."""
         return tuple(getattr(self, field) for field in self.required)
 
     @property
     def stream_separators(self) -> tuple[int, ...] | None:
-        """The tokens before each example of one stream but for the first; None if examples are separate."""
+        """The tokens before each example of a stream except the first; None if examples are separate."""
         return None
 
     @abstractmethod
     def read(self, row: Row) -> Any:
-        """Return what `row` has to train on, None for nothing; raise DataError if a column is missing or wrong."""
+        """Read the training content of `row`, None if empty; raise DataError if a column is missing or wrong."""
 
     @abstractmethod
     def examples(self, read: list[Any], tokenizer: Tokenizer) -> list[list[Example]]:
-        """Return the examples of each row that has been read."""
+        """Return the examples of each result of `read`."""
 
     def questions(self, read: list[Any], tokenizer: Tokenizer) -> list[Question | None]:
-        """Return the question of each row that has been read, None for one without a prompt or an answer.
+        """Return the question of each result of `read`, None for one without a prompt or an answer.
 
         Raises:
-            DataError: The tokenizer's chat template refuses a conversation.
+            DataError: The tokenizer's chat template rejects a conversation.
         """
-        return [None] * len(read)  # running text asks nothing
+        return [None] * len(read)  # running text has no questions
 
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a prompt as a trained model expects it, such as an instruction without its response.
+        """Return the tokens of a prompt in the form that a trained model expects, such as an instruction without its
+        response.
 
         Raises:
-            DataError: The tokenizer's chat template refuses it.
+            DataError: The tokenizer's chat template rejects it.
         """
         return [*beginning(tokenizer), *plain_ids([text], tokenizer)[0]]
 
     def check_row(self, row: Row) -> bool:
-        """Return whether `row` has anything to train on; raise DataError if a column is missing or of a wrong type."""
+        """Return whether `row` has training content; raise DataError if a column is missing or has a wrong type."""
         return self.read(row) is not None
 
     def check_rows(self, rows: Sequence[Row], samples: str = ROWS) -> bool:
-        """Return whether any of the first rows has anything to train on; `samples` is as in `Task`.
+        """Return whether any of the first rows has training content; `samples` is as in `Task`.
 
         Raises:
             DataError: As `check_row` does, or the rows have no such samples.
@@ -105,11 +106,11 @@ class Kind(ABC):
         return any(self.check_row(row) for row in rows)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raise DataError if `tokenizer` lacks something that this kind needs: by default the end-of-text token."""
+        """Raise DataError if `tokenizer` lacks a feature that this kind needs, by default the end-of-text token."""
         self.end(tokenizer)
 
     def check_num_rows(self, num_rows: int | None, name: str) -> None:  # noqa: B027  # most kinds take any number
-        """Raise DataError if there are too many rows, of which `name` is the source; None is any number."""
+        """Raise DataError if the source `name` has too many rows; None stands for an unknown number."""
 
     def encode(self, rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[Example]]:
         """Return the examples of each row; none for a row with nothing to predict."""
@@ -119,7 +120,7 @@ class Kind(ABC):
         return [[] if one is None else next(examples) for one in read]
 
     def fingerprint(self) -> Any:
-        """Return, as JSON, everything that decides about the examples except for rows and tokenizer."""
+        """Return, as JSON, everything that determines the examples except rows and tokenizer."""
         return [self.version, asdict(self)]
 
     def require(self, row: Row) -> None:
@@ -132,12 +133,12 @@ class Kind(ABC):
         require_columns(row, {f"data.{field}_column": getattr(self, field) for field in self.required})
 
     def text_in(self, row: Row, field: str) -> str:
-        """Return the text in the column that `field` names, an empty one without it; raise DataError if it is none."""
+        """Return the text in the column named by `field`, empty if it is missing; raise DataError if it is not text."""
         column = getattr(self, field)
         return text_of(row.values.get(column), column, row.where, f"data.{field}_column")
 
     def end(self, tokenizer: Tokenizer) -> int:
-        """Return the end-of-text token, with which a model learns to stop; raise DataError if there is none."""
+        """Return the end-of-text token, from which a model learns to stop; raise DataError if there is none."""
         if tokenizer.eos_token_id is None:
             raise DataError(
                 f"{self.chosen_by} ends each answer with the end-of-text token, but the model's tokenizer has none. "
@@ -148,9 +149,9 @@ class Kind(ABC):
 
 @dataclass
 class RowSettings(ABC):
-    """Base of the settings of each kind of row, all of which are settings of `data.*`.
+    """Base of each kind's settings, all of which are settings of `data.*`.
 
-    A subclass has the name of its kind, one sentence of help, the tasks that it can train, and its own settings.
+    A subclass defines the name of its kind, one sentence of help, the tasks that it supports, and its own settings.
     """
 
     name: ClassVar[str]
@@ -174,17 +175,17 @@ class RowSettings(ABC):
 
     @property
     def window_length(self) -> int:
-        """`sequence_length`, once it is known; raises ConfigError before."""
+        """The `sequence_length`; raises ConfigError if it is not known yet."""
         if self.sequence_length is None:
             raise ConfigError("data.sequence_length is not set, and without a model there is no default; set it.")
         return self.sequence_length
 
     @abstractmethod
     def build_kind(self, task: str) -> Kind:
-        """Build the kind with these settings for a value of `model.task`."""
+        """Build the kind from these settings, for a value of `model.task`."""
 
     def check_kind(self, prefix: str) -> None:  # noqa: B027  # not all have something to check
-        """Raise ConfigError if the settings of this kind are wrong; `prefix` is that of their names."""
+        """Raise ConfigError if the settings of this kind are wrong; `prefix` precedes their names."""
 
 
 def token_ids(texts: Sequence[str], tokenizer: Tokenizer, **options: Any) -> list[list[int]]:
@@ -199,7 +200,7 @@ def plain_ids(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Tokenize each text without special tokens."""
     if not is_plain_fast_tokenizer(tokenizer):
         return token_ids(texts, tokenizer, add_special_tokens=False)
-    # A third faster than a call of the tokenizer, as it computes no offsets.
+    # A third faster than calling the tokenizer, as no offsets are computed.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -210,7 +211,7 @@ def plain_ids(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 def letter_ids(tokenizer: Tokenizer, *, is_target: bool = False) -> list[int]:
     """Tokenize one letter, as a target of a seq2seq model if `is_target`, with the special tokens around it.
 
-    Not in the tokenizer's threads: a process that is forked later, to tokenize the data, would have none.
+    This avoids the tokenizer's threads: a process forked later, to tokenize the data, would not have them.
     """
     with set_environment({"TOKENIZERS_PARALLELISM": "false"}):
         encoded = tokenizer(text_target="a") if is_target else tokenizer("a")
@@ -225,5 +226,5 @@ def beginning(tokenizer: Tokenizer) -> list[int]:
 
 def ends_in_special(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer ends a text with a special token, such as </s> or [SEP]."""
-    last = letter_ids(tokenizer)[-1:]  # empty if it has neither this letter nor an unknown token
+    last = letter_ids(tokenizer)[-1:]  # empty if the tokenizer has neither this letter nor an unknown token
     return not set(tokenizer.all_special_ids).isdisjoint(last)

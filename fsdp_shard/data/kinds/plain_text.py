@@ -1,6 +1,6 @@
-"""`data.kind=text` as examples: documents in windows of their own, or texts with a class for classifiers.
+"""`data.kind=text` as separate examples: documents in their own windows, or texts with a class for classifiers.
 
-Documents that continue from window to window, the default, are in running_text.py.
+Documents that continue from window to window, the default, are handled in running_text.py.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,10 @@ from fsdp_shard.utils import setting
 
 @dataclass(frozen=True)
 class TextKind(Kind):
-    """One document per row. A document of more than `longest` tokens becomes several examples. Neighboring examples
-    overlap by one token, so that every token but the first is predicted exactly once. None: rows are only checked.
+    """One document per row.
+
+    A document of more than `longest` tokens becomes several examples. Neighboring examples overlap by one token, so
+    every token except the first is predicted exactly once. If `longest` is None, rows are only checked.
     """
 
     chosen_by, required = "data.kind=text", ("text",)
@@ -45,7 +47,7 @@ class TextKind(Kind):
 
 @dataclass(frozen=True)
 class LabeledKind(Kind):
-    """Columns of the rows. A label is an integer or text, a name or a number; rows without a label are dropped."""
+    """Texts with a label, an integer or text (a name or a number); rows without a label are dropped."""
 
     chosen_by, version, required = "model.task=sequence_classification", "labelled-2", ("text", "label")
 

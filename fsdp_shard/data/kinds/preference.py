@@ -1,9 +1,9 @@
-"""`data.kind=preference`: prompts with answers of which some are better than others.
+"""`data.kind=preference`: prompts with better and worse answers.
 
-The examples of a row are those of its answers: the chosen one, then each rejected one, which makes a pair with the
-chosen one before it; or one answer alone, desirable or not. What is left out is an example without tokens whose label
-says why: in the place of the rejected answer of a pair that is left out, otherwise at the end. `samples.preferences`
-makes samples of them.
+A row becomes one example per answer: the chosen one, then each rejected one, which forms a pair with the chosen one
+before it; or a single answer, desirable or not. A skipped item becomes an example without tokens whose label holds the
+reason: in the place of the rejected answer for a skipped pair, otherwise at the end. `samples.preferences` turns the
+examples into samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREFERENCE = "preference"
 
 @dataclass(frozen=True)
 class PreferenceKind(Kind, PreferenceColumns):
-    """`scored` is whether a classifier, a reward model, reads prompt and answer as one text."""
+    """Rows of compared answers; with `scored`, a classifier (a reward model) reads prompt and answer as one text."""
 
     chosen_by, version = "data.kind=preference", "preference-2"
 
@@ -51,7 +51,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         return tuple(dict.fromkeys((*named, *others, "system", "tools")))
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raise DataError if `tokenizer` suits neither text nor conversations; what the rows are is known later."""
+        """Raise DataError if `tokenizer` supports neither text nor conversations; which of them is not known yet."""
         if not tokenizer.chat_template:
             self.end(tokenizer)
 
@@ -76,7 +76,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         return bool(self.read(row).answers)
 
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a user's message, or of a plain text if the tokenizer has no chat template."""
+        """Return the tokens of a user message, or of plain text if the tokenizer has no chat template."""
         return user_prompt(text, tokenizer) if tokenizer.chat_template else super().encode_prompt(text, tokenizer)
 
     def examples(self, read: list[Compared], tokenizer: Tokenizer) -> list[list[Example]]:
@@ -87,7 +87,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         return [self._row(one, plain, turns) for one in read]
 
     def _row(self, row: Compared, plain: Iterator[Example], turns: Iterator[Example]) -> list[Example]:
-        """Return the examples of a row, of which `plain` and `turns` have the next ones."""
+        """Return the examples of a row, the next ones of `plain` and `turns`."""
         found = [next(plain if isinstance(answer.whole, str) else turns) for answer in row.answers]
         found = [
             one._replace(label=answer.label, margin=row.margin) for one, answer in zip(found, row.answers, strict=True)
@@ -97,7 +97,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         else:
             others = [_why_not(found[0], one) for one in found[1:]]
             reasons = ["", *others]
-            if all(others):  # of no pair, the chosen answer is none
+            if all(others):  # without a pair, the chosen answer is dropped
                 found, reasons = found[1:], others
         kept = [
             Example([], [], reason, row.margin) if reason else one for one, reason in zip(found, reasons, strict=True)
@@ -105,7 +105,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         return kept + [Example([], [], reason, row.margin) for reason in row.left_out]
 
     def _plain(self, answers: list[Answer], tokenizer: Tokenizer) -> list[Example]:
-        """Tokenize prompts and answers that are text, each alone, as the prompt is at inference."""
+        """Tokenize text prompts and answers separately, as prompts are at inference."""
         if not answers:
             return []
         begin, end = self._beginning(tokenizer), self.end(tokenizer)
@@ -125,7 +125,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         return first if set(first) <= set(tokenizer.all_special_ids) else []
 
     def _turns(self, answers: list[Answer], tokenizer: Tokenizer) -> list[Example]:
-        """Tokenize conversations; predicted is what the chat template adds to the prompt for the answer."""
+        """Tokenize conversations; the tokens that the chat template adds to the prompt for the answer are predicted."""
         if not answers:
             return []
         check_template(tokenizer, f"{self.chosen_by} with conversations", "give prompts and answers as text")
@@ -141,7 +141,7 @@ class PreferenceKind(Kind, PreferenceColumns):
 
 
 def _why_not(chosen: Example, rejected: Example) -> str:
-    """Return why two answers are no pair, an empty text if they are."""
+    """Return the reason why two answers are not a pair, or an empty string if they are."""
     if not (True in chosen.predicted and True in rejected.predicted):
         return EMPTY
     return EQUAL if chosen.ids == rejected.ids else ""
@@ -152,9 +152,9 @@ def _conversations(read: Sequence[Compared]) -> list[Conversation]:
 
 
 def _render(answers: list[Answer], tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Return conversations as text, and where each answer begins in it: where the assistant would begin to write.
+    """Yield conversations as text, with the position of each answer: where the assistant would begin to write.
 
-    What a template adds there alone, such as an empty thought, belongs to the answer.
+    Text that a template adds only there, such as empty reasoning, belongs to the answer.
     """
     prompt, known, begun = None, "", ""
     for answer in answers:
@@ -173,7 +173,7 @@ def _render(answers: list[Answer], tokenizer: Tokenizer) -> Iterator[tuple[str, 
 
 
 def _render_prompt(prompt: str | Conversation, tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return a prompt as text without white space at its end, and up to where the assistant begins to write."""
+    """Return a prompt as text without trailing white space, and as text up to where the assistant begins to write."""
     assert isinstance(prompt, Conversation)
     if not prompt.messages:
         return "", ""

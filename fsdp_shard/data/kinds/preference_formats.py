@@ -1,8 +1,8 @@
-"""Rows that compare answers, in the formats of TRL's datasets, as answers that are chosen and others that are rejected.
+"""Reads rows that compare answers, in the formats of TRL's datasets, as chosen and rejected answers.
 
-A row has a pair (`chosen`, `rejected`), one answer with a label (`completion`), or a ranked list (`completions`).
-Prompt and answers are texts or lists of messages. Without a prompt, a pair has the common beginning of both as its
-prompt, by the rules of TRL's `extract_prompt`.
+A row has a pair (`chosen`, `rejected`), one labeled answer (`completion`), or a ranked list (`completions`). Prompt and
+answers are texts or lists of messages. In a pair without a prompt, the common beginning of both answers is the prompt,
+as in TRL's `extract_prompt`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsdp_shard.data.sources.row import Row, require_columns
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count, num_common
 
-_LARGEST = 3.4e38  # of numbers in float32
-# What an answer is.
+_LARGEST = 3.4e38  # float32 number
+# Roles of an answer.
 CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE = "chosen", "rejected", "desirable", "undesirable"
 
-# Why something is left out: what it is, and the reason, to print.
+# Reasons for skipping: the kind of item and the reason, to print.
 EQUAL, EMPTY, EMPTY_ANSWER, TIED, SINGLE = "equal", "empty", "empty answer", "tied", "single"
 UNLABELED, UNSCORED = "unlabeled", "unscored"
 LEFT_OUT = {
@@ -40,8 +40,9 @@ Given: TypeAlias = "str | list[Message]"
 
 @dataclass(frozen=True)
 class PreferenceColumns:
-    """The columns of the rows. `given` has those that the user named, which every row needs; `roles` maps role names of
-    the data to roles.
+    """The columns of the rows.
+
+    `given` holds the columns that the user named, which every row needs. `roles` maps the data's role names to roles.
     """
 
     prompt: str
@@ -58,7 +59,7 @@ class PreferenceColumns:
 
 
 class Answer(NamedTuple):
-    """An answer: what it is, its prompt, and its text or, of a conversation, the prompt's messages and its own."""
+    """An answer: its role, its prompt, and its text or, in a conversation, the messages of prompt and answer."""
 
     label: str
     prompt: str | Conversation
@@ -76,7 +77,7 @@ class Compared(NamedTuple):
 
 
 def read_compared(row: Row, columns: PreferenceColumns) -> Compared:
-    """Read a row of one of the formats; raise DataError if a column is missing or holds something else."""
+    """Read a row in one of the formats; raise DataError if a column is missing or has other content."""
     readers = {
         columns.completions: _ranked,
         columns.chosen: _pair,
@@ -99,7 +100,7 @@ def read_compared(row: Row, columns: PreferenceColumns) -> Compared:
 
 
 def refuse_labeled(where: str, number: int) -> None:
-    """Raise DataError if `number` answers have a label, where pairs are to be compared."""
+    """Raise DataError if `number` answers have a label although pairs are required."""
     if number:
         raise DataError(
             f"{where}: {format_count(number, 'answer')} of the data {'has' if number == 1 else 'have'} a label, and "
@@ -119,7 +120,7 @@ def _pair(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[str]
             f"{row.where}: of {columns.chosen!r} and {columns.rejected!r}, one is text and the other a list of "
             f"messages; make both the same."
         )
-    # A prompt that is text may repeat the question of conversations.
+    # A text prompt may repeat the question of the conversations.
     repeats = isinstance(prompt, str) and _asks(chosen, columns)
     if prompt is None or repeats or (not prompt and isinstance(chosen, list)):
         prompt, chosen, rejected = _extract(chosen, rejected)
@@ -133,7 +134,7 @@ def _pair(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[str]
 def _single(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[str]]:
     _require(row, columns, "prompt", "completion", "desirable")
     value = row.values[columns.desirable]
-    if isinstance(value, str):  # CSV files have it as text
+    if isinstance(value, str):  # CSV files store it as text
         value = {"true": True, "1": True, "false": False, "0": False, "": None}.get(value.strip().lower(), value)
     if value is None:
         return [], [UNLABELED]
@@ -149,7 +150,7 @@ def _single(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[st
 
 
 def _ranked(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[str]]:
-    """Return the best answer, and each other one that is worse: a pair with each of them."""
+    """Return the best answer and each worse one, which forms a pair with it."""
     _require(row, columns, "prompt", "completions")
     listed = decoded(row.values[columns.completions])
     if listed is None:
@@ -179,7 +180,7 @@ def _ranked(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[st
 
 
 def _orders(row: Row, columns: PreferenceColumns, count: int) -> list[float | None]:
-    """Return a number for each answer, smaller for a better one, None without; by ranks, scores or position."""
+    """Return a number for each answer, smaller for better ones, from ranks, scores or position; None if unranked."""
     for field, sign in (("ranks", 1), ("scores", -1)):
         column = getattr(columns, field)
         values = decoded(row.values.get(column))
@@ -197,7 +198,7 @@ def _orders(row: Row, columns: PreferenceColumns, count: int) -> list[float | No
 
 
 def _answer(row: Row, columns: PreferenceColumns, label: str, prompt: Given, completion: Given) -> Answer | None:
-    """Return an answer; None for an empty one. A prompt or answer that is text joins the other's messages."""
+    """Return an answer, None if empty. If only one of prompt and answer is text, it becomes a message of the other."""
     if isinstance(prompt, str) and isinstance(completion, str):
         system = row.values.get("system")
         if isinstance(system, str) and system.strip():
@@ -229,7 +230,7 @@ def _answer(row: Row, columns: PreferenceColumns, label: str, prompt: Given, com
 
 
 def _asks(completion: Given, columns: PreferenceColumns) -> bool:
-    """Return whether messages begin with a question, instead of an answer."""
+    """Return whether messages begin with a question rather than an answer."""
     first = completion[0] if isinstance(completion, list) and completion else {}
     role = first.get("role", first.get("from"))
     return isinstance(role, str) and columns.roles.get(role, role) in ("system", "developer", "user", "human")
@@ -245,7 +246,7 @@ def _refuse_questions(row: Row, columns: PreferenceColumns, *completions: Given)
 
 
 def _extract(chosen: Given, rejected: Given) -> tuple[Given, Given, Given]:
-    """Return the common beginning of two answers, and what is left of each: as TRL does, always something.
+    """Return the common beginning of two answers and the rest of each, which is never empty, as in TRL.
 
     A space between prompt and answers belongs to the answers.
     """
@@ -261,7 +262,7 @@ def _given(row: Row, column: str, field: str) -> Given:
 
 
 def _as_given(value: Any, row: Row, column: str, field: str) -> Given:
-    """Return a text or a list of messages, which may be JSON text; null is the empty text."""
+    """Return a text or a list of messages, parsed from JSON text if needed; null becomes the empty text."""
     listed = decoded(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
     if isinstance(listed, list) and all(isinstance(message, Mapping) for message in listed):
         is_json = isinstance(value, str)

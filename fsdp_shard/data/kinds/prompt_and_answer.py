@@ -1,4 +1,4 @@
-"""Kinds of rows that are read as a prompt and its answer; only the answer, and the token that ends it, is predicted."""
+"""Kinds of rows with a prompt and an answer; only the answer and its end token are predicted."""
 
 import re
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from fsdp_shard.data.kinds.kind import Example, Kind, Question, Tokenizer
 class PromptKind(Kind):
     """Rows that `read` returns as (prompt, answer).
 
-    Prompt and answer are tokenized separately, as the prompt is alone at inference. For a seq2seq model the tokenizer
-    adds the special tokens of a source and of a target.
+    Prompt and answer are tokenized separately, as inference tokenizes only the prompt. For a seq2seq model, the
+    tokenizer adds the special tokens of source and target.
     """
 
     seq2seq: bool
@@ -48,5 +48,5 @@ class PromptKind(Kind):
 
 
 def fill(template: str, **values: str) -> str:
-    """Replace each {name} in `template` by its value in one pass: braces in a value have no meaning."""
+    """Replace each {name} in `template` with its value, in one pass, so braces in values have no effect."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)

@@ -1,4 +1,4 @@
-"""The kinds of rows. A new kind is a file in this folder, and its settings class among the bases of `KindSettings`."""
+"""The kinds of rows. To add one, add a file to this folder and its settings class to the bases of `KindSettings`."""
 
 from dataclasses import dataclass
 from typing import cast

@@ -1,4 +1,4 @@
-"""Samples, and how they are stacked to batches."""
+"""Samples, and their collation into batches."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Values: TypeAlias = npt.NDArray[Any]
 
 MASKED = -100  # the label that the losses of torch and transformers ignore
-# What a token of packed pairs belongs to, a segment, is a number: 0 is padding, and the prompt, the chosen and the
-# rejected answer of pair k of its sample are 3k + 1, 3k + 2 and 3k + 3. Answers in rows of their own have their prompts
-# in them.
+# Segment numbers of tokens in packed pairs: 0 is padding; 3k + 1, 3k + 2 and 3k + 3 are the prompt, the chosen and the
+# rejected answer of the sample's pair k. Answers in separate rows include their prompts.
 PROMPT_PART, CHOSEN_PART, REJECTED_PART, NUM_PARTS = 1, 2, 3, 3
 NO_WINDOW = -1  # the index of a sample in which every label is masked
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a `Batch`: its arrays without their first dimension.
+    """One sample of a `Batch`: its arrays, without their first dimension.
 
-    A sample of two texts that are compared has arrays of two rows, which become rows 2i and 2i + 1 of a batch.
+    A sample of two compared texts has arrays with two rows, which become rows 2i and 2i + 1 of a batch.
 
     Attributes:
-        inputs: Inputs of the model, but for those of a decoder; [length], or [2, length].
+        inputs: Inputs of the model, except those of a decoder; [length], or [2, length].
         labels: Labels.
-        padding: The padding token, in which `input_ids` end where other samples of a batch are longer.
-        decoder_start: The token before the labels in the input of a decoder, for models that have one.
-        extras: Other values by name, float32 [] or [2]; of packed pairs [num_pairs] or [num_pairs, 2].
-        token_values: Values of each label that is not masked, by name, [num_predictions, ...].
-        segments: Of packed pairs, what each token belongs to (`CHOSEN_PART`), int64 [length]; [2, length] where the
-            answers of pairs are in rows of their own.
+        padding: The padding token, which fills `input_ids` up to the longest sample of a batch.
+        decoder_start: The token before the labels in the decoder's input, for models with a decoder.
+        extras: Additional values by name, float32 [] or [2]; for packed pairs [num_pairs] or [num_pairs, 2].
+        token_values: Values of each unmasked label, by name, [num_predictions, ...].
+        segments: For packed pairs, the segment of each token (`CHOSEN_PART`), int64 [length]; [2, length] if the
+            answers of pairs are in separate rows.
     """
 
     inputs: Mapping[str, Ints]
@@ -50,7 +49,7 @@ class Sample:
 
     @property
     def rows(self) -> list[Sample]:
-        """Its rows, each a sample without `extras`; itself unless it has two."""
+        """Its rows, each as a sample without `extras`; the sample itself unless it has two rows."""
         if self.inputs["input_ids"].ndim == 1:
             return [self]
         return [
@@ -69,16 +68,16 @@ class Batch:
     """Stacked samples.
 
     Attributes:
-        inputs: Inputs of the model by the names of its arguments, int64 [num_samples, length]; [2 * num_samples,
-            length] of samples with two rows.
-        labels: Labels, int64, with the shape of the model's logits without their last dimension. Those of a next token
-            are already shifted.
-        extras: Other values of each sample by name, float32 [num_samples], or [num_samples, 2] with one for each row;
-            of packed pairs those of one pair after the other.
-        token_values: Values of each label that is not masked, by name, [num_predictions, ...], in the order of the flat
+        inputs: Inputs of the model by argument name, int64 [num_samples, length]; [2 * num_samples, length] for samples
+            with two rows.
+        labels: Labels, int64, with the shape of the model's logits without their last dimension. Next-token labels are
+            already shifted.
+        extras: Additional values of each sample by name, float32 [num_samples], or [num_samples, 2] with one for each
+            row; for packed pairs, the values of all pairs in order.
+        token_values: Values of each unmasked label, by name, [num_predictions, ...], in the order of the flattened
             labels.
-        segments: Of packed pairs, as in `Sample`, with the shape of `input_ids`.
-        rows_per_sample: Number of rows of each sample, 1 or 2.
+        segments: For packed pairs, as in `Sample`, with the shape of `input_ids`.
+        rows_per_sample: Number of rows per sample, 1 or 2.
     """
 
     inputs: Mapping[str, Ints]
@@ -95,12 +94,12 @@ class Batch:
 
     @property
     def num_predictions(self) -> int:
-        """Number of labels that are not masked."""
+        """Number of unmasked labels."""
         return int(np.count_nonzero(self.labels != MASKED))
 
     @property
     def answer_sizes(self) -> Ints:
-        """Number of labels that are not masked of both answers of each pair, [num_pairs, 2]; 0 of one that fills up."""
+        """Number of unmasked labels in both answers of each pair, [num_pairs, 2]; 0 for fillers."""
         counted = self.labels != MASKED
         if self.segments is None:
             return np.asarray(counted.reshape(len(counted), -1).sum(axis=1).reshape(-1, 2), np.int64)
@@ -113,9 +112,9 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Stack samples of one model, which all have the same inputs.
+    """Stack samples for one model, which all have the same inputs.
 
-    Shorter ones are padded at the end: some models look for the last token that is not padding.
+    Shorter samples are padded at the end, as some models look for the last token that is not padding.
     """
     first, inputs, rows = samples[0], dict[str, Ints](), list(chain.from_iterable(sample.rows for sample in samples))
     for name in first.inputs:
@@ -123,7 +122,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
         inputs[name] = _stack([row.inputs[name] for row in rows], padding)
     labels = _stack([row.labels for row in rows], MASKED)
     segments = None if first.segments is None else _stack([row.segments for row in rows if row.segments is not None], 0)
-    # A sample of packed pairs has values of several.
+    # A sample of packed pairs has values for several pairs.
     join: Callable[..., Floats] = np.stack if segments is None else np.concatenate
     extras = {name: join([sample.extras[name] for sample in samples]) for name in first.extras}
     values = {name: np.concatenate([sample.token_values[name] for sample in samples]) for name in first.token_values}
@@ -141,13 +140,13 @@ def _stack(arrays: Sequence[Ints], padding: int) -> Ints:
 
 
 def padded(values: Indices, length: int, padding: int = 0) -> Ints:
-    """Return `values` [num_values] as int64 [length], which ends in `padding`."""
+    """Return `values` [num_values] as int64 [length], filled up with `padding`."""
     result = np.full(length, padding, np.int64)
     result[: len(values)] = values
     return result
 
 
 def attended(ids: Indices, length: int, padding: int = 0) -> dict[str, Ints]:
-    """Return the inputs [length] of a model that takes the tokens `ids` [num_tokens] and an attention mask."""
+    """Return the inputs [length] of a model for the tokens `ids` [num_tokens], with an attention mask."""
     mask = padded(np.ones(len(ids), np.int64), length)
     return {"input_ids": padded(ids, length, padding), "attention_mask": mask}

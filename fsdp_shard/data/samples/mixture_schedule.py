@@ -1,9 +1,10 @@
-"""Which source each sample of a mixture comes from: a function of the weights and the position of the sample.
+"""Selects the source of each sample of a mixture, as a function of the weights and the position of the sample.
 
 Weights become integer counts per round. Within a round of P samples, the k-th sample (from 0) of a source with count m
 is scheduled among positions floor(k P / m) to ceil((k + 1) P / m) - 1, earliest deadline first, which is always
-possible (Baruah et al., Proportionate progress, 1996). So among the first n samples each source has its proportion of n
-to within less than one sample, for every n, and the source of sample n follows without a loop over those before it.
+possible (Baruah et al., Proportionate progress, 1996). Among the first n samples, for every n, each source therefore
+has its share of n to within less than one sample, and the source of sample n follows without a loop over earlier
+samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,8 @@ LONGEST_ROUND = 1 << 14
 def counts_per_round(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the smallest integers in the proportion of `weights`.
 
-    They are exact unless their sum would exceed `LONGEST_ROUND`: then that many are distributed by largest remainders,
-    at least one to each source.
+    They are exact unless their sum would exceed `LONGEST_ROUND`. In that case, `LONGEST_ROUND` samples are distributed
+    by largest remainders, with at least one for each source.
     """
     if not weights:
         return {}

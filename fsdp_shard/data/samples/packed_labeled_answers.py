@@ -1,8 +1,8 @@
-"""Labeled answers, several in a window, and in a second window their prompts with answers to other prompts.
+"""Packs several labeled answers into a window, and their prompts with answers to other prompts into a second window.
 
-Text k of both windows has the same prompt. An objective runs the first window with gradients and the second without.
-Positions restart at each text, which keeps them apart as in `packing`. Texts are truncated as they are without packing,
-so that losses are the same.
+Text k has the same prompt in both windows. An objective runs the first window with gradients and the second without.
+Positions restart at each text, which separates the texts as in `packing`. Texts are truncated as without packing, so
+losses are the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fsdp_shard.utils import format_count
 
 @dataclass(frozen=True)
 class PackedLabeledAnswers(PackedCompared, LabeledAnswers):
-    """Samples of two windows: one of answers, and one of their prompts with other answers."""
+    """Samples of two windows: one with answers, and one with their prompts and other answers."""
 
     @classmethod
     def pack(cls, rows: ComparedRows) -> Self:
-        """Pack the answers of `rows` by best fit, such that both windows have space for them."""
+        """Pack the answers of `rows` by best fit, so that they fit into both windows."""
         order, starts = packed_windows(_input_lengths(rows).max(axis=1), rows.sequence_length)
         extras = {name: values[order] for name, values in rows.extras.items()}
         return cls(rows.examples, rows.kept[order], rows.sequence_length, "", extras, starts)
@@ -55,7 +55,7 @@ class PackedLabeledAnswers(PackedCompared, LabeledAnswers):
 
 
 def _input_lengths(rows: ComparedRows) -> Ints:
-    """Return the number of inputs of each answer, and of its prompt with the other answer, [num_answers, 2]."""
+    """Return the number of inputs for each answer, and for its prompt with the other answer, [num_answers, 2]."""
     first, lengths = rows.examples.first, rows.examples.lengths
     own, other = rows.kept.T
     inputs = np.stack([lengths[own], first[own] + lengths[other] - first[other]], axis=1) - 1

@@ -1,11 +1,11 @@
-"""Several pairs in one window, each as its prompt, the chosen and the rejected answer: a prompt is computed once.
+"""Packs several pairs into one window, each as prompt, chosen and rejected answer, so a prompt is computed only once.
 
-The rejected answer attends to the prompt and to itself, not to the chosen one between them, and its positions go on
-from the prompt: `models.shared_prompt_masks` makes the masks, and `models.check_shared_prompts` refuses models that do
-not support them.
+The rejected answer attends to the prompt and to itself, but not to the chosen answer in between, and its positions
+continue from the prompt. `models.shared_prompt_masks` creates the masks, and `models.check_shared_prompts` rejects
+models that do not support them.
 
-The last token of a prompt predicts the first one of both answers, so that each answer begins with a copy of it: then
-every token has one label. A pair is never truncated: one that is longer than a window is left out.
+The last token of a prompt predicts the first token of both answers, so each answer begins with a copy of it, which
+gives every token one label. Pairs are never truncated: a pair that is longer than a window is skipped.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fsdp_shard.data.samples.rows import Cut, LeftOut, next_labels
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
 
-_PAIRS_AT_ONCE = 1024  # whose tokens are in memory together
+_PAIRS_AT_ONCE = 1024  # pairs whose tokens are in memory at a time
 
 
 @dataclass(frozen=True)
 class PackedCompared(ComparedRows):
-    """Samples of several pairs of texts: sample i has the pairs `kept[starts[i] : starts[i + 1]]`.
+    """Samples of several text pairs: sample i consists of the pairs `kept[starts[i] : starts[i + 1]]`.
 
     Attributes:
-        extras: Other values of each pair by name, float32 [num_pairs] or [num_pairs, 2].
-        starts: Where the pairs of each sample begin, and where those of the last one end [num_samples + 1].
+        extras: Additional values of each pair by name, float32 [num_pairs] or [num_pairs, 2].
+        starts: First pair of each sample, followed by the number of pairs [num_samples + 1].
     """
 
     starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -61,7 +61,7 @@ class PackedCompared(ComparedRows):
         )
 
     def pairs_of(self, index: int | None) -> range:
-        """Return the numbers of the pairs of a sample, of which None has none."""
+        """Return the numbers of a sample's pairs; none for None."""
         return range(0) if index is None else range(int(self.starts[index]), int(self.starts[index + 1]))
 
     def extras_of(self, index: int | None) -> dict[str, Floats]:
@@ -71,12 +71,12 @@ class PackedCompared(ComparedRows):
 
 @dataclass(frozen=True)
 class PackedPairs(PackedCompared):
-    """Several pairs per window, each with one prompt for both answers.
+    """Several pairs per window, each with one shared prompt.
 
     Attributes:
-        shared: Number of tokens of each pair that both answers share [num_pairs].
-        padding: The padding token of a reward model, which reads the last other token of a text; None where the tokens
-            of answers are predicted.
+        shared: Number of tokens shared by both answers of each pair [num_pairs].
+        padding: The padding token of a reward model, which reads the last other token of a text; None if answer tokens
+            are predicted.
     """
 
     shared: Ints = field(default_factory=lambda: np.empty(0, np.int64))
@@ -84,7 +84,7 @@ class PackedPairs(PackedCompared):
 
     @classmethod
     def pack(cls, rows: ComparedRows, shared: Ints, padding: int | None) -> Self:
-        """Pack the pairs of `rows` by best fit, in which `shared` [num_pairs] tokens are computed once."""
+        """Pack the pairs of `rows` by best fit, computing `shared` [num_pairs] tokens once."""
         lengths = pair_lengths(rows.examples, rows.kept, shared, is_scored=padding is not None)
         order, starts = packed_windows(lengths, rows.sequence_length)
         extras = {name: values[order] for name, values in rows.extras.items()}
@@ -111,7 +111,7 @@ class PackedPairs(PackedCompared):
         return replace(super().slice(first, last), shared=self.shared[self.starts[first] : self.starts[last]])
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        """Join pairs; without one there is padding only, which attends to itself."""
+        """Concatenate pairs; without any, the sample is only padding, which attends to itself."""
         length, end = self.sequence_length, 0
         ids, labels = padded([], length, self.padding or 0), padded([], length, MASKED)
         positions, segments = padded([], length), padded([], length)
@@ -132,9 +132,9 @@ class PackedPairs(PackedCompared):
         return Sample({"input_ids": ids, "position_ids": positions}, labels, extras=extras, segments=segments)
 
     def _inputs_and_labels(self, example: int) -> tuple[Ints, Ints]:
-        """Return the inputs [length] of an answer after its prompt, and the labels.
+        """Return the inputs [length] of a prompt with its answer, and the labels.
 
-        Of a reward model's, the label of the token whose score counts is 0, and the others are masked.
+        For a reward model, the label of the token whose score is used is 0, and the others are masked.
         """
         tokens, predicted = self.examples.tokens_of(example)
         if self.padding is None:
@@ -145,24 +145,24 @@ class PackedPairs(PackedCompared):
 
 
 def read_token(tokens: npt.NDArray[Any], padding: int) -> int:
-    """Return the position of the token of a text whose score counts: the last one that is no padding, as in models."""
+    """Return the position of the token whose score is used: the last one that is not padding, as in models."""
     found = np.flatnonzero(tokens != padding)
     return int(found[-1]) if len(found) else 0
 
 
 def pair_lengths(examples: Examples, pairs: Ints, shared: Ints, *, is_scored: bool) -> Ints:
-    """Return the tokens that pairs [num_pairs, 2] take in a window, `shared` [num_pairs] of which once."""
-    inputs = examples.lengths[pairs] - (0 if is_scored else 1)  # the last token is predicted only
+    """Return the lengths of pairs [num_pairs, 2] in a window, counting `shared` [num_pairs] tokens once."""
+    inputs = examples.lengths[pairs] - (0 if is_scored else 1)  # the last token is only predicted
     return np.asarray(inputs.sum(axis=1) - shared, np.int64)
 
 
 def fitting_pairs(cut: Cut, examples: Examples, longest: int, padding: int | None) -> Cut:
-    """Find what the answers of each pair share, and leave out pairs that are longer than a window.
+    """Find the tokens that the answers of each pair share, and skip pairs that are longer than a window.
 
     Args:
         cut: The pairs, in the order of the examples.
         examples: The examples.
-        longest: Inputs in a window.
+        longest: Number of inputs in a window.
         padding: The padding token of a reward model, None for a model whose answers are predicted.
     """
     parts = [cut.kept[first : first + _PAIRS_AT_ONCE] for first in range(0, len(cut.kept), _PAIRS_AT_ONCE)]
@@ -182,9 +182,9 @@ def fitting_pairs(cut: Cut, examples: Examples, longest: int, padding: int | Non
 
 
 def _shared_tokens(examples: Examples, pairs: Ints, padding: int | None) -> Ints:
-    """Return how many tokens both answers of each pair [num_pairs, 2] begin with, without the last of the prompt.
+    """Return the length of the common beginning of each pair [num_pairs, 2], without the prompt's last token.
 
-    Nor has it the token that a reward model reads, where an answer is nothing but padding.
+    It also excludes the token that a reward model reads, if an answer is only padding.
     """
     most = examples.first[pairs].min(axis=1)
     starts = examples.ends[pairs] - examples.lengths[pairs]
@@ -195,7 +195,7 @@ def _shared_tokens(examples: Examples, pairs: Ints, padding: int | None) -> Ints
         read = np.maximum(last[examples.ends[pairs] - offset - 1] - (starts - offset), 0)
         most = np.minimum(most, read.min(axis=1) + 1)
     most = np.maximum(most, 1)
-    # The tokens before the answers, one pair after the other.
+    # The tokens before the answers, for all pairs in order.
     begins = np.cumsum(most) - most
     within = np.arange(int(most.sum())) - np.repeat(begins, most)
     one, other = (tokens[np.repeat(starts[:, side] - offset, most) + within] for side in (0, 1))

@@ -1,9 +1,10 @@
-"""Answers to compare as samples of two texts each, which become neighboring rows of a batch.
+"""Compared answers as samples of two texts each, which become neighboring rows of a batch.
 
-A pair has the chosen answer and the rejected one. A labeled answer has itself, and its prompt with the answer of
-another sample, from which KTO (Ethayarajh et al., 2024) estimates how far the model is from the reference model. As in
-TRL that is the sample before it, of the first sample the last one; if a row has several answers, it is that of the row
-before it with the same position, as another answer to the same prompt would not mismatch.
+A pair consists of the chosen and the rejected answer. A labeled answer comes with a second text, its prompt with the
+answer of another sample, from which KTO (Ethayarajh et al., 2024) estimates how far the model is from the reference
+model. As in TRL, the other sample is the previous one, and the last one for the first sample. If a row has several
+answers, it is the answer at the same position in the previous row, as another answer to the same prompt would not be a
+mismatch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import format_count
 
 DESIRABLE_VALUE, MARGIN = "desirable", "margin"  # names of extras
-# Why the window leaves out something, with its length.
+# Reasons for skipping items because of the window, with its length.
 PROMPT_FILLS, EQUAL_WHEN_CUT = (
     " whose prompt fills the first {} tokens",
     " whose answers are equal in the first {} tokens",
@@ -36,21 +37,21 @@ NO_OTHER = " without another prompt's answer to compare with"
 
 @dataclass(frozen=True)
 class ComparedRows(RowDataset):
-    """Samples of two texts, made of the examples `kept` [num_samples, 2].
+    """Samples of two texts, the examples `kept` [num_samples, 2].
 
     Attributes:
-        extras: Other values by name, float32 [num_samples], or [num_samples, 2] with one for each text.
+        extras: Additional values by name, float32 [num_samples], or [num_samples, 2] with one for each text.
     """
 
     extras: Mapping[str, Floats] = field(default_factory=dict)
 
     @property
     def num_pairs(self) -> int:
-        """Number of values that `extras` have: one a sample, unless samples have several pairs."""
+        """Number of values in `extras`: one per sample, unless samples have several pairs."""
         return len(self.kept)
 
     def pairs_of(self, index: int) -> range:
-        """Return the places in `extras` of the values of a sample."""
+        """Return the positions of a sample's values in `extras`."""
         return range(index, index + 1)
 
     @property
@@ -63,7 +64,7 @@ class ComparedRows(RowDataset):
         )
 
     def extras_of(self, index: int | None) -> dict[str, Floats]:
-        """Return the values of a sample, zeros for None."""
+        """Return the extra values of a sample; zeros for None."""
         return {
             name: np.zeros(values.shape[1:], np.float32) if index is None else np.asarray(values[index])
             for name, values in self.extras.items()
@@ -74,7 +75,7 @@ class PairedRows(ComparedRows):
     """The chosen and the rejected answer, each after its prompt; their tokens are predicted from those before them."""
 
     def answers_of(self, index: int) -> list[tuple[Ints, npt.NDArray[Any]]]:
-        """Return the tokens of both texts and which of them are predicted."""
+        """Return the tokens of both texts, and which of them are predicted."""
         return [self.examples.tokens_of(int(example)) for example in self.kept[index]]
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
@@ -111,7 +112,7 @@ class RewardRows(ComparedRows):
     padding: int = 0
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        # Without a label there are still texts: some models look for the token that ends them.
+        # Texts without a label still need tokens: some models look for the last one.
         found = [self.examples.tokens_of(int(example))[0].astype(np.int64) for example in self.kept[index or 0]]
         texts = [self.text_inputs(ids, self.padding) for ids in found]
         width = max(len(text["input_ids"]) for text in texts)
@@ -124,18 +125,18 @@ class RewardRows(ComparedRows):
 
 
 def with_extras(dataset: SourceDataset, name: str, values: npt.NDArray[Any]) -> SourceDataset:
-    """Return samples to compare with further values, such as log-probabilities under a reference model.
+    """Return compared samples with additional values, such as log-probabilities under a reference model.
 
     Args:
         dataset: The samples.
         name: Name of the values in `Sample.extras` and `Batch.extras`.
-        values: A value for each text of each sample, or pair in it, [num_pairs, 2]; becomes float32.
+        values: A value for each text of each sample, or of each pair in it, [num_pairs, 2]; converted to float32.
 
     Returns:
-        The dataset, with the same identity: the values follow from it and from what computed them.
+        The dataset, with the same identity: the dataset and the model that computed the values determine them.
 
     Raises:
-        ValueError: The samples have no two texts, or the values another shape.
+        ValueError: The samples do not have two texts, or the values have another shape.
     """
     if not isinstance(dataset, ComparedRows) or np.shape(values) != (dataset.num_pairs, 2):
         raise ValueError(f"values {np.shape(values)} for {len(dataset)} samples of {type(dataset).__name__}")
@@ -145,22 +146,22 @@ def with_extras(dataset: SourceDataset, name: str, values: npt.NDArray[Any]) -> 
 def cut_answers(
     examples: Examples, classes: Sequence[str | int], task: Task, longest: int, where: str, *, keeps_whole: bool
 ) -> Cut:
-    """Make pairs or labeled answers of examples, truncated to windows.
+    """Combine examples into pairs or labeled answers, truncated to windows.
 
     Args:
         examples: The examples of rows of data.kind=preference.
-        classes: What the labels of the examples are.
+        classes: The values of the examples' labels.
         task: The task, and whether pairs are compared.
-        longest: Inputs in a window.
+        longest: Number of inputs in a window.
         where: Prefix of the settings of the source, for messages.
-        keeps_whole: Whether the pairs will be packed, which are never truncated.
+        keeps_whole: Whether pairs will be packed, and so never truncated.
 
     Returns:
-        For each pair its examples, for each labeled answer its example and the one with the other answer, and what was
-        left out.
+        For each pair its examples, for each labeled answer its example and the one with the other answer, and the
+        skipped items.
 
     Raises:
-        DataError: Pairs are compared, and the data has answers with a label.
+        DataError: Pairs are required, but the data has labeled answers.
     """
     is_one = {name: examples.labels == number for number, name in enumerate(classes)}
     none = np.zeros(len(examples), bool)
@@ -180,7 +181,7 @@ def cut_answers(
     else:
         answers = np.flatnonzero(chosen | rejected | desirable | undesirable)
         noun, num_filled = "answer", int(np.count_nonzero(~usable[answers]))
-        # The chosen answer is left out with the last of those that it is compared with.
+        # The chosen answer is skipped together with the last answer with which it is compared.
         left_out = [pairs[are_equal, 1], np.setdiff1d(pairs[are_equal, 0], pairs[~are_equal, 0])]
         kept = np.setdiff1d(answers[usable[answers]], np.concatenate(left_out))[:, None]
     counts.append(LeftOut(num_filled, noun, PROMPT_FILLS.format(longest)))
@@ -200,28 +201,28 @@ def cut_answers(
 
 
 def chosen_before(chosen: npt.NDArray[np.bool_]) -> Ints:
-    """Return for each example the last `chosen` one up to it, -1 without one; all [num_examples]."""
+    """Return the last `chosen` example up to each example, -1 without one; all [num_examples]."""
     return np.maximum.accumulate(np.where(chosen, np.arange(len(chosen)), -1))
 
 
 def fits(examples: Examples, task: Task, longest: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return of which examples a part of the answer is in the window, and which are longer than it."""
+    """Return which examples have a part of the answer in the window, and which are longer than the window."""
     first, lengths = examples.first, examples.lengths
     if task.name == SEQUENCE_CLASSIFICATION:
         return (first >= 0) & (first < np.minimum(lengths, longest)), lengths > longest
-    # A window has one token more than inputs, and its first is not predicted.
+    # A window has one more token than inputs, and its first token is not predicted.
     return (first >= 0) & (np.maximum(first, 1) < np.minimum(lengths, longest + 1)), lengths > longest + 1
 
 
 def _equal_when_cut(examples: Examples, pairs: Ints, task: Task, longest: int) -> npt.NDArray[np.bool_]:
-    """Return which pairs [num_pairs, 2] are equal once they are truncated: their loss is constant.
+    """Return which pairs [num_pairs, 2] are equal after truncation, so that their loss is constant.
 
-    What is left of its gradient is rounding noise, which an optimizer such as Adam takes for a full step.
+    The gradient of such a loss is rounding noise, which optimizers such as Adam turn into a full step.
     """
     is_scored = task.name == SEQUENCE_CLASSIFICATION
     longest, keeps_last = (longest, examples.keeps_last) if is_scored else (longest + 1, False)
     lengths, found = examples.lengths[pairs], np.zeros(len(pairs), bool)
-    # Whole answers that are equal were left out before.
+    # Answers that are equal without truncation were skipped earlier.
     for number in np.flatnonzero((lengths >= longest).all(axis=1) & (lengths > longest).any(axis=1)):
         one, other = (cut_text(examples.tokens_of(int(each))[0], longest, keeps_last) for each in pairs[number])
         found[number] = np.array_equal(one, other)
@@ -229,7 +230,7 @@ def _equal_when_cut(examples: Examples, pairs: Ints, task: Task, longest: int) -
 
 
 def _with_others(own: Ints, row_of: Ints) -> Ints:
-    """Return examples `own` [num], each with one of the row before it [num, 2]; `row_of` has the row of an example."""
+    """Return examples `own` [num], each with one of the previous row [num, 2]; `row_of` maps examples to rows."""
     if not len(own):
         return np.empty((0, 2), np.int64)
     _, starts, row, sizes = np.unique(row_of[own], return_index=True, return_inverse=True, return_counts=True)
@@ -241,7 +242,7 @@ def _with_others(own: Ints, row_of: Ints) -> Ints:
 def preference_samples(
     examples: Examples, kept: Ints, sequence_length: int, classes: Sequence[str | int], task: Task
 ) -> ComparedRows:
-    """Make samples of what `cut_answers` kept."""
+    """Create samples from a result of `cut_answers`."""
     if task.samples != PAIRS:
         good = [number for number, name in enumerate(classes) if name in (CHOSEN, DESIRABLE)]
         values = np.isin(examples.labels[kept[:, 0]], good).astype(np.float32)

@@ -1,11 +1,12 @@
-"""A stream of tokens as windows of one length.
+"""Divides a stream of tokens into windows of equal length.
 
-In `WindowDataset`, window i predicts tokens i*L+1 to i*L+L from those before them: no token is predicted twice and none
-is left out. The last window may be short; it is padded, and the padding is masked.
+In `WindowDataset`, window i predicts tokens i*L+1 to i*L+L from earlier tokens, so every token is predicted exactly
+once. The last window may be short; it is padded, and the padding is masked.
 
-In `MaskedWindows`, some tokens are masked and predicted. Which ones follows from the seed, the epoch and the sample:
-others in each epoch, and the same in a resumed run. As in BERT (Devlin et al., 2018), 80% of the chosen tokens become
-the mask token, 10% a random token, and 10% stay. Special tokens, such as those between documents, are never chosen.
+In `MaskedWindows`, some tokens are masked and predicted. They depend on the seed, the epoch and the sample: they differ
+between epochs, but are the same in a resumed run. As in BERT (Devlin et al., 2018), 80% of the chosen tokens become the
+mask token, 10% a random token, and 10% stay unchanged. Special tokens, such as those between documents, are never
+chosen.
 """
 
 from dataclasses import dataclass, replace
@@ -25,13 +26,13 @@ _TO_MASK, _TO_RANDOM = 0.8, 0.9
 
 @dataclass(frozen=True)
 class TokenWindows(SourceDataset):
-    """`tokens` [num_tokens] in windows of `sequence_length`; `name` identifies the stream of tokens."""
+    """`tokens` [num_tokens], in windows of `sequence_length`; `name` identifies the token stream."""
 
     tokens: Array
     sequence_length: int
     name: str
 
-    overlap: ClassVar[int] = 0  # tokens of a window that belong to the next one too
+    overlap: ClassVar[int] = 0  # tokens of a window that also belong to the next one
 
     @property
     def stride(self) -> int:
@@ -53,7 +54,7 @@ class TokenWindows(SourceDataset):
 
 @dataclass(frozen=True)
 class WindowDataset(TokenWindows):
-    """Windows in which each token is predicted from those before it; neighbors overlap by one token."""
+    """Windows in which each token is predicted from earlier tokens; neighbors overlap by one token."""
 
     overlap: ClassVar[int] = 1
 
@@ -67,7 +68,7 @@ class WindowDataset(TokenWindows):
 
     @property
     def num_padded(self) -> int:
-        """Positions without a token in the last window."""
+        """Number of positions without a token in the last window."""
         return len(self) * self.sequence_length - self.num_predictions
 
     @property
@@ -83,7 +84,7 @@ class WindowDataset(TokenWindows):
 
 @dataclass(frozen=True)
 class MaskedWindows(TokenWindows):
-    """Windows in which some tokens are masked, each between the special tokens."""
+    """Windows in which some tokens are masked; special tokens surround each window."""
 
     special: SpecialTokens
     fraction: float
@@ -112,12 +113,12 @@ class MaskedWindows(TokenWindows):
         return Sample(attended(ids, self.sequence_length), labels)
 
     def _mask(self, tokens: Ints, epoch: int, index: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Mask `tokens`; return them, and which tokens were chosen: at least one, but no special ones."""
+        """Mask `tokens`; return them, and which ones were chosen: at least one, but never special ones."""
         seed = np.random.SeedSequence([self.seed, epoch, index, len(tokens)])
         raw = np.random.Philox(seed).random_raw((3, len(tokens)))
         chance, fate = (raw[:2] >> np.uint64(11)).astype(np.float64) / 2.0**53
         chance[np.isin(tokens, self.special.all)] = 1.0
-        chosen = chance < max(self.fraction, np.nextafter(chance.min(), 1.0))  # none where all of them are special
+        chosen = chance < max(self.fraction, np.nextafter(chance.min(), 1.0))  # none if all are special
         another = (raw[2] % np.uint64(self.special.vocabulary)).astype(np.int64)
         replaced = np.where(fate < _TO_MASK, self.special.mask, np.where(fate < _TO_RANDOM, another, tokens))
         return np.where(chosen, replaced, tokens), chosen

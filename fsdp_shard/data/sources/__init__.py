@@ -1,1 +1,1 @@
-"""Reading rows from files and from hub data sets."""
+"""Reads rows from files and from hub datasets."""

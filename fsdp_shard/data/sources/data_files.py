@@ -1,4 +1,4 @@
-"""The files of some data: at a local path, or at any address that fsspec opens (s3://, https://, hf://, ...)."""
+"""Data files, at a local path or at any address that fsspec opens (s3://, https://, hf://, ...)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LINES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 TABLES = (".parquet", ".arrow")
-COMPRESSIONS = (".gz", ".zst")  # of files that are read as lines
+COMPRESSIONS = (".gz", ".zst")  # of files read as lines
 KNOWN = f"{', '.join((*LINES, *TABLES))} (those of text also with {' or '.join(COMPRESSIONS)})"
 
 _AT_ONCE = 1 << 20
@@ -37,30 +37,30 @@ class DataFile:
 
     Attributes:
         address: A local path, or a URL.
-        name: Its path in the directory that was given; of a file that was given, its name.
+        name: Its path relative to the given directory, or the name of a given file.
     """
 
     address: str
     name: str
 
     def __str__(self) -> str:
-        """The path or URL in messages, from the current directory if it is in there."""
+        """The path or URL for messages; a path in the current directory is relative to it."""
         return shown(self.address).removeprefix(f"{os.getcwd()}/")
 
     @property
     def format(self) -> tuple[str, str]:
-        """Extension and compression in lower case, such as (".jsonl", ".gz"); the latter may be empty."""
+        """Lower-case extension and compression, such as (".jsonl", ".gz"); the latter may be empty."""
         return _format(self.address)
 
     def info(self) -> dict[str, Any]:
-        """Return what the store has about the file, such as its `size` in bytes, which some web servers leave out."""
+        """Return the store's metadata of the file, such as its `size` in bytes, which some web servers omit."""
         if not is_url(self.address):
             return {"size": os.stat(self.address).st_size}
         store, path = _store(self.address)
         return {key: str(value) if key != "size" else value for key, value in store.info(path).items() if key != "url"}
 
     def digest(self, first: int | None = None) -> str:
-        """Return the digest of the stored bytes, or of the `first` of them."""
+        """Return the digest of the stored bytes, or of only the `first` ones."""
         with self.open(is_stored=True) as stream:
             if first is not None:
                 return xxhash.xxh3_128_hexdigest(stream.read(first))
@@ -68,12 +68,12 @@ class DataFile:
 
     @contextmanager
     def open(self, offset: int = 0, *, is_stored: bool = False) -> Iterator[BinaryIO]:
-        """Open the content at an offset in it, decompressed unless `is_stored`."""
+        """Open the content at an offset, decompressed unless `is_stored`."""
         with ExitStack() as stack:
             if is_url(self.address):
                 import fsspec
 
-                options = {"block_size": 0} if _is_web(self.address) else {}  # many servers send no parts of a file
+                options = {"block_size": 0} if _is_web(self.address) else {}  # many servers do not support byte ranges
                 stream = stack.enter_context(fsspec.open(self.address, "rb", **options))
             else:
                 stream = stack.enter_context(Path(self.address).open("rb"))
@@ -93,24 +93,24 @@ class DataFile:
 
 
 def find_files(given: str, setting: str) -> tuple[list[DataFile], list[str]]:
-    """Find the files at a path, at a URL, or of a pattern of either, such as data/*.jsonl.
+    """Find the files at a path or URL, or those that match a pattern such as data/*.jsonl.
 
     Args:
         given: The path, URL or pattern.
-        setting: Where that was given, for messages.
+        setting: The setting with that value, for messages.
 
     Returns:
-        The files in the order of their names, and the names of those that are not read; nothing if nothing is there.
+        The files sorted by name, and the names of those that are not read; both empty if nothing is there.
 
     Raises:
-        DataError: What is there cannot be read.
+        DataError: The files cannot be read.
     """
     store, root = _store(given)
     address = store.unstrip_protocol if is_url(given) else str
     if has_known_extension(given) and store.isfile(root):
         return [DataFile(given if is_url(given) else root, root.rpartition("/")[2])], []
     directory, paths = root, []
-    # Asking a web server for the files of a directory downloads what is there, so that has to be one.
+    # Listing a URL on a web server downloads its content, so only a URL that ends in / is a directory.
     if (given.endswith("/") or not _is_web(given)) and store.isdir(root):
         paths = store.find(root)
     elif store.exists(root):
@@ -133,24 +133,24 @@ def find_files(given: str, setting: str) -> tuple[list[DataFile], list[str]]:
 
 
 def saved_dataset(given: str) -> str | None:
-    """Return the file by which a directory is known that `save_to_disk` of `datasets` wrote; None for all else."""
+    """Return the file that identifies a directory written by `save_to_disk` of `datasets`; None for others."""
     store, root = _store(given)
     marks = () if has_known_extension(given) else (SAVED_SPLITS, "state.json")
     return next((name for name in marks if store.isfile(f"{root}/{name}")), None)
 
 
 def is_url(address: str) -> bool:
-    """Return whether `address` is a URL, not a local path."""
+    """Return whether `address` is a URL rather than a local path."""
     return "://" in address
 
 
 def shown(address: str) -> str:
-    """Return `address` without logins and without a query, which may sign a request."""
+    """Return `address` without credentials and without the query, which may hold a signature."""
     return redact(address.partition("?")[0] if _is_web(address) else address)
 
 
 def has_known_extension(name: str) -> bool:
-    """Return whether a file of this name can be read."""
+    """Return whether a file with this name can be read."""
     extension, compression = _format(name)
     return extension in LINES or (extension in TABLES and not compression)
 
@@ -165,7 +165,7 @@ def _format(name: str) -> tuple[str, str]:
 
 
 def _store(address: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of an address, and the path in it."""
+    """Return the file system of an address, and the path within it."""
     import fsspec
 
     if not is_url(address):

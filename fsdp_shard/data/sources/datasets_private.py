@@ -1,4 +1,4 @@
-"""The package `datasets`: its private name that is used, and its words on the screen, which are not."""
+"""The private name of `datasets` that is used, and a context that silences the package."""
 
 import sys
 import threading
@@ -17,7 +17,7 @@ _LOCK = threading.RLock()  # streams are read in threads
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """No log of `datasets` (its errors are ours to report), and progress bars on a terminal only."""
+    """Silence the log of `datasets` (we report its errors), and show progress bars only on a terminal."""
     import datasets
 
     with _LOCK:

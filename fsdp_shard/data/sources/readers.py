@@ -1,8 +1,8 @@
-"""Rows of one file, one at a time and from any position, by the file extension.
+"""Reads the rows of a file one at a time and from any position; the extension defines the format.
 
-What is text is read as lines and parsed by the standard library: the builders of `datasets` for JSON and CSV infer one
-schema over all rows, which puts null into messages that lack a key, changes the numbers in CSV files, and does not name
-a bad row. Tables have a schema, and are read by `datasets`.
+Text formats are read as lines and parsed with the standard library. For JSON and CSV, the builders of `datasets` infer
+one schema over all rows, which adds nulls to messages that lack a key, changes numbers in CSV files, and does not
+identify a bad row. Tables have a schema, and are read with `datasets`.
 """
 
 import csv
@@ -21,18 +21,19 @@ from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import first_line, format_size, other_content, redact
 
-# Byte offset in the decompressed file, and number of lines before it; in tables and JSON arrays 0 and number of rows.
+# Byte offset in the decompressed file, and number of lines before it; for tables and JSON arrays, 0 and the number of
+# rows.
 Position = tuple[int, int]
 START: Position = (0, 0)
 
-# Bytes of a document, characters of a line and of a value: a small compressed file may hold any amount of data.
+# Limits for bytes of a document and characters of a line or value: a small compressed file may expand to any size.
 LARGEST_DOCUMENT = 256 << 20
-_CSV_LIMIT = threading.Lock()  # of a field, 128 KiB: there is one for the process, and streams are read in threads
+_CSV_LIMIT = threading.Lock()  # of a field, 128 KiB: it is global to the process, and streams are read in threads
 _ROWS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1 << 20
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLANKS = re.compile(r"[ \t\r\n]*")
-_COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5": ".zst"}  # how their files begin
+_COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5": ".zst"}  # first bytes of their files
 
 
 Rows = Iterator[tuple[Row, Position]]
@@ -43,15 +44,15 @@ def read_rows(file: DataFile, sample_by: str, columns: Sequence[str], start: Pos
 
     Args:
         file: The file; its extension gives the format.
-        sample_by: What one row of a plain text file is: document, paragraph or line.
-        columns: The columns that are needed; rows may have others.
-        start: The position to start from, as returned with an earlier row.
+        sample_by: The unit of one row in a plain text file: document, paragraph or line.
+        columns: The required columns; rows may have others.
+        start: The start position, as returned with an earlier row.
 
     Yields:
         Each row, with the position after it.
 
     Raises:
-        DataError: The file does not have the format that its extension names, or cannot be read.
+        DataError: The file's format does not match its extension, or the file cannot be read.
     """
     position = start
     try:
@@ -81,7 +82,7 @@ def check_size(file: DataFile, sample_by: str) -> None:
 
 
 class _Lines:
-    """The lines of a UTF-8 file from a position on; `position` is that after the last line."""
+    """The lines of a UTF-8 file from a position on; `position` is the one after the last line read."""
 
     def __init__(self, file: DataFile, position: Position) -> None:
         self._file, self.position = file, position
@@ -96,7 +97,7 @@ class _Lines:
                     if len(line) == LARGEST_DOCUMENT:
                         raise too_large(self.where)
                     yield line.removeprefix("\ufeff") if number == 1 else line
-            except UnicodeDecodeError as error:  # of what comes after the line that is not read to its end yet
+            except UnicodeDecodeError as error:  # in the text after the current line
                 raise _not_text(self._file, error, number) from error
 
     @property
@@ -105,7 +106,7 @@ class _Lines:
 
 
 def too_large(where: str) -> DataError:
-    """Return the error for something at `where` that is too large to be held in memory."""
+    """Return the error for an item at `where` that is too large for memory."""
     return DataError(
         f"{where} has more than {format_size(LARGEST_DOCUMENT)}, which is too much for one row of a stream or out of a "
         f"compressed file. Give smaller rows; for plain text, set data.sample_by=paragraph or line."
@@ -143,7 +144,7 @@ def _read_text(file: DataFile, sample_by: str, columns: Sequence[str], start: Po
 
 
 def _size(file: DataFile) -> int | None:
-    """Return the bytes of the content, if that is known without reading it."""
+    """Return the size of the content in bytes, if it is known without reading."""
     return None if file.format[1] else file.info().get("size")
 
 
@@ -177,7 +178,7 @@ def _read_json_lines(file: DataFile, sample_by: str, columns: Sequence[str], sta
 
 
 def _read_json(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
-    """An array of objects, or one object per line."""
+    """Read an array of objects, or one object per line."""
     with file.open() as binary, io.TextIOWrapper(binary, encoding="utf-8-sig") as stream:
         try:
             while (text := stream.read(_CHARACTERS_AT_ONCE)) and not text.strip():
@@ -194,7 +195,7 @@ def _read_json(file: DataFile, sample_by: str, columns: Sequence[str], start: Po
 
 
 def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]:
-    """Yield the elements of an array that begins with `text`, and their source, with a part of it in memory."""
+    """Yield the elements of an array that begins with `text`, and their source text, with only a part in memory."""
     decode = json.JSONDecoder().raw_decode
     at, number, separator = 0, 0, "["
 
@@ -234,7 +235,7 @@ def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]
 
 
 def _checked(values: Any, source: str, where: str) -> dict[str, Any]:
-    """Return `values`, parsed from `source`; raise DataError unless they are an object of valid text."""
+    """Return `values`, parsed from `source`; raise DataError unless they are an object with valid text."""
     if not isinstance(values, dict):
         raise DataError(f"{where} is a JSON {type(values).__name__}; expected one object per line.")
     if _ESCAPED_SURROGATE.search(source) and not _is_text(values):
@@ -291,7 +292,7 @@ def _csv_rows(lines: _Lines, delimiter: str) -> Iterator[list[str]]:
 
 
 def class_names(file: DataFile, column: str) -> Sequence[str]:
-    """Return the names of the classes whose indices are in a column of a table, if the table has them."""
+    """Return the names of the classes whose indices a table column holds, if the table has them."""
     with quiet_datasets():
         return tuple(getattr(_load_table(file).features.get(column), "names", ()))
 

@@ -8,14 +8,14 @@ from fsdp_shard.utils import nearest
 
 
 class Header(NamedTuple):
-    """The columns of data that names them once, and where it does."""
+    """The columns of a file with a header, and where the header is."""
 
     where: str
     columns: Sequence[str]
 
 
 class Row(NamedTuple):
-    """Values by column, and where the row is, for messages. A document of a plain text file has only `text`."""
+    """Values by column, and the row's location for messages. A document of a plain text file has only `text`."""
 
     where: str
     values: dict[str, Any]
@@ -24,12 +24,12 @@ class Row(NamedTuple):
 
 
 def require_columns(row: Row, wanted: Mapping[str, str], advice: str = "") -> None:
-    """Raise DataError unless `row` has all columns; the header is blamed if the columns are named there.
+    """Raise DataError unless `row` has all columns; the error names the header if there is one.
 
     Args:
         row: The row.
         wanted: The columns, by the settings that name them.
-        advice: What else than these settings may be wrong.
+        advice: Other possible causes than these settings.
     """
     where, columns = row.header or (row.where, list(row.values))
     if missing := {setting: column for setting, column in wanted.items() if column not in columns}:
@@ -50,7 +50,7 @@ def text_of(value: object, column: str, where: str, setting: str) -> str:
 
 
 def document_of(row: Row, column: str) -> str:
-    """Return the text of a row: that in `column`, or the document of a plain text file; raise DataError without one."""
+    """Return the text of a row, from `column` or from a plain text file; raise DataError without one."""
     if row.is_text:
         return str(row.values["text"])
     others = ", or data.kind=chat, instruction or pairs if the rows are such"

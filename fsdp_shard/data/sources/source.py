@@ -1,4 +1,4 @@
-"""Where rows come from: files, a dataset on the hub, or one that was saved. One row at a time, from any position."""
+"""Sources of rows: files, a hub dataset, or a saved dataset. Rows are read one at a time, from any position."""
 
 import re
 from abc import ABC, abstractmethod
@@ -20,12 +20,12 @@ from fsdp_shard.utils import first_line, format_count, missing_file_system, reda
 
 _HEAD_BYTES = 1 << 16
 
-# Rows, each with a function that returns the position after it as JSON, to call before the next row.
+# Rows, each with a function that returns the position after it as JSON; call it before the next row.
 ResumableRows = Iterator[tuple[Row, Callable[[], Any]]]
 
 
 class Source(ABC):
-    """Rows in a fixed order, and the fingerprints that identify them.
+    """Rows in a fixed order, with fingerprints that identify them.
 
     Attributes:
         name: Setting and value, for messages.
@@ -38,33 +38,33 @@ class Source(ABC):
         """Read the rows of an epoch.
 
         Args:
-            columns: The columns that are needed; rows may have others.
-            start: A position that an earlier call returned; None is the beginning.
-            epoch: Number of the epoch.
-            seed: Seed of the order of the files, which changes with the epoch; None keeps that of their names.
+            columns: The required columns; rows may have others.
+            start: A position returned by an earlier call; None is the beginning.
+            epoch: Epoch number.
+            seed: Seed of the file order, which changes with the epoch; None sorts files by name.
         """
 
     @abstractmethod
     def fingerprint(self) -> Any:
-        """Return, as JSON, what changes if the rows may have changed."""
+        """Return a JSON value that changes if the rows may have changed."""
 
     @abstractmethod
     def stream_fingerprint(self) -> Any:
-        """Return, as JSON, what identifies the rows as far as that is known without reading all of them."""
+        """Return a JSON value that identifies the rows as far as possible without reading all of them."""
 
     def has_rows(self, *, plain: bool) -> bool:
-        """Return whether any rows are documents of plain text files, or, unless `plain`, have columns."""
+        """Return whether any rows are documents of plain text files if `plain`, else whether any have columns."""
         return not plain
 
     def class_names(self, column: str) -> Sequence[str]:
-        """Return the names of the classes whose indices are in a column, as far as the data has them."""
+        """Return the names of the classes whose indices a column holds, as far as the data has them."""
         return ()
 
     def check_stream(self) -> None:  # noqa: B027  # most rows are small
         """Raise DataError if the rows are too large for streaming."""
 
     def empty(self, num_rows: int) -> DataError:
-        """Return the error of data without a row that has anything to learn, among `num_rows` rows."""
+        """Return the error for data with nothing to learn in any of its `num_rows` rows."""
         rows = format_count(num_rows, "row")
         return DataError(f"{self.name} is empty: it has {rows}, none with anything to learn. Give a file with rows.")
 
@@ -74,10 +74,10 @@ class Source(ABC):
 
 
 def open_source(config: DataConfig, held_out: bool) -> Source:
-    """Open the source of some data.
+    """Open a data source.
 
     Args:
-        config: The settings of the data, or of one source of a mixture.
+        config: The data settings, or those of one source of a mixture.
         held_out: Whether to open `eval_path` instead of `path`.
 
     Raises:
@@ -113,7 +113,7 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
 
 
 def file_notes(given: str) -> list[str]:
-    """Describe the files of a directory that are not read, and those that are if they have several formats."""
+    """Describe the files of a directory that are not read, and if they have several formats, those that are."""
     if _is_hub_name(given) or files.saved_dataset(given):
         return []
     found, others = files.find_files(given, "data.path")
@@ -147,9 +147,9 @@ class FileSource(Source):
                 yield row, lambda number=number, after=after: [number, *after]  # type: ignore[misc]  # mypy infers no lambda with defaults
 
     def fingerprint(self) -> Any:
-        """The content of the files, and what decides how they are cut into documents.
+        """The content of the files, and the settings that divide it into documents.
 
-        What a remote store has about a file, such as its checksum or date, stands for its content.
+        A remote store's metadata of a file, such as its checksum or date, stands for its content.
         """
         head = {file: _HEAD_BYTES if files.is_url(file.address) else None for file in self.files}
         return [self.sample_by, [[file.format, file.info(), file.digest(head[file])] for file in self.files]]
@@ -162,7 +162,7 @@ class FileSource(Source):
         return any(is_plain_text(file) == plain for file in self.files)
 
     def class_names(self, column: str) -> Sequence[str]:
-        """As above, of the first table."""
+        """The class names in the first table."""
         table = next((file for file in self.files if file.format[0] in files.TABLES), None)
         return () if table is None else class_names(table, column)
 
@@ -187,7 +187,7 @@ class FileSource(Source):
 
 @dataclass(frozen=True)
 class DatasetSource(Source):
-    """Rows of a dataset on the hub, in the cache of the `datasets` library, or, if `is_saved`, in a directory."""
+    """Rows of a hub dataset, in the cache of the `datasets` library, or, if `is_saved`, of one in a directory."""
 
     name: str
     given: str
@@ -204,7 +204,7 @@ class DatasetSource(Source):
                 raise CheckpointError(f"{start} is not a position in {self.name}.")
             number = start["number"]
             data.load_state_dict(start["state"])
-        elif not self.streaming:  # else the state would have another structure than that of earlier runs
+        elif not self.streaming:  # else the structure of the state would differ from earlier runs
             data = data.select_columns([name for name in data.column_names if name in columns] or data.column_names)
         for values in data:
             number += 1
@@ -225,7 +225,7 @@ class DatasetSource(Source):
         """Load the dataset with the `datasets` library; raise DataError if that fails."""
         import datasets
 
-        # The name of a builder stands for the files of its kind below the current directory.
+        # The name of a builder would read the files of its type below the current directory.
         if not self.is_saved and "." not in self.given and find_spec(f"datasets.packaged_modules.{self.given}"):
             raise DataError(f"{self.name} is a file format of the datasets library, not a dataset. Give files of it.")
         try:
@@ -233,7 +233,7 @@ class DatasetSource(Source):
                 if not self.is_saved:
                     return datasets.load_dataset(self.given, self.subset, split=self.split, streaming=self.streaming)
                 found = datasets.load_from_disk(self.given)
-        except Exception as error:  # the library raises many types, of its own and of its dependencies
+        except Exception as error:  # the library raises many types, including those of its dependencies
             hub = f"that can be loaded from the hub (subset={self.subset}, split={self.split})"
             problem = (
                 "is no dataset that can be read" if self.is_saved else f"is neither a local file nor a dataset {hub}"
@@ -244,12 +244,12 @@ class DatasetSource(Source):
                 raise DataError(f"{self.name} has no split {self.split!r}; it has {', '.join(found)}.")
             found = found[self.split]
         if found.format["type"] is not None or found.format["columns"] != found.column_names:
-            found = found.with_format(None)  # as saved, it may hide columns, or give tensors
+            found = found.with_format(None)  # a saved format may hide columns or return tensors
         return found.to_iterable_dataset() if self.streaming else found
 
 
 def _is_hub_name(given: str) -> bool:
-    """Hub names are `name` or `organization/name`; with the extension of a known format, a file is meant."""
+    """Hub names are `name` or `organization/name`; a name with the extension of a known format is a file."""
     is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", given) is not None
     is_file = files.has_known_extension(given) or given.lower().endswith(files.COMPRESSIONS)
     return is_name and not is_file and not Path(given).exists()
@@ -261,7 +261,7 @@ def _reject_hub_settings(config: DataConfig, name: str, held_out: bool, has_spli
         if held_out
         else (f"{config.where}.split", config.split, config.default_split)
     )
-    other = config.path if held_out else config.eval_path  # if that is on the hub, the subset is for it
+    other = config.path if held_out else config.eval_path  # if that one is on the hub, the subset applies to it
     subset = (f"{config.where}.subset", None if _is_hub_name(other or "") else config.subset, None)
     for setting, value, default in (subset,) if has_splits else (split, subset):
         if value != default:

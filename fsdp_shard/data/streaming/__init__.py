@@ -1,1 +1,1 @@
-"""Samples of rows that are read and tokenized while training."""
+"""Samples from rows that are read and tokenized during training."""

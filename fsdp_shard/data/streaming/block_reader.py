@@ -1,7 +1,7 @@
-"""The blocks of a stream: every rank reads them, each row is tokenized on one rank, and the ranks exchange the results.
+"""The blocks of a stream: every rank reads them, one rank tokenizes each row, and the ranks exchange the results.
 
 A thread, or the processes of a `torch.utils.data.DataLoader`, read and tokenize ahead of need.
-They make no collective: the exchange is where a block is asked for, which all ranks do at the same sample.
+These run no collectives: the exchange happens when a block is requested, which all ranks do at the same sample.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Encode: TypeAlias = "Callable[[list[Row]], pyarrow.Table]"
 
-# What is tokenized in one call, and exchanged at once if blocks are smaller: enough for the tokenizer's threads and to
-# be worth a collective, few enough for the memory. A row counts as at least 1/64 of it.
+# Characters tokenized in one call, and exchanged together if blocks are smaller: enough for the tokenizer's threads and
+# to be worth a collective, few enough for memory. A row counts as at least 1/64 of it.
 _CHARACTERS_AT_ONCE = 1 << 20
 _CHARACTERS_OF_A_ROW = _CHARACTERS_AT_ONCE >> 6
 
 
 class RowBlock(NamedTuple, Generic[T]):
-    """Rows of an epoch, the position after them, and whether the epoch ends with them."""
+    """Rows of an epoch, the position after them, and whether they end the epoch."""
 
     rows: T
     after: Any
@@ -48,14 +48,14 @@ class RowBlock(NamedTuple, Generic[T]):
 def read_blocks(
     source: Source, columns: tuple[str, ...], size: int, seed: int | None, epoch: int, start: Any
 ) -> Iterator[RowBlock[list[Row]]]:
-    """Read blocks of `size` rows, one epoch after the other; the last of an epoch has fewer, or none.
+    """Read blocks of `size` rows, epoch after epoch; the last block of an epoch has fewer rows, or none.
 
     Args:
         source: The rows.
-        columns: The columns that are needed.
-        size: Rows in a block.
-        seed: Seed of the order of the files; None keeps that of their names.
-        epoch: Number of the epoch of the first block.
+        columns: The required columns.
+        size: Rows per block.
+        seed: Seed of the file order; None sorts files by name.
+        epoch: Epoch number of the first block.
         start: Position of its first row; None is the beginning of the epoch.
     """
     while True:
@@ -75,14 +75,14 @@ def read_blocks(
 def encode_blocks(
     name: str, blocks: Iterator[RowBlock[list[Row]]], encode: Encode, ranks: Communicator | None, num_workers: int = 1
 ) -> Iterator[RowBlock[pyarrow.Table]]:
-    """Tokenize blocks over the ranks, ahead of need. To ask for a block is a collective.
+    """Tokenize blocks over the ranks, ahead of need. Requesting a block is a collective.
 
     Args:
         name: Setting and value of the source, for messages.
         blocks: The blocks, the same on every rank.
-        encode: Returns the table of some rows; called in a thread, or in the processes.
-        ranks: The ranks that ask for these blocks, with a group on the CPU; None is this process alone.
-        num_workers: Processes of this rank that read and tokenize; 1: a thread, which is one exchange ahead.
+        encode: Returns the table of some rows; called in a thread or in processes.
+        ranks: The ranks that request these blocks, with a CPU group; None for only this process.
+        num_workers: Processes of this rank that read and tokenize; 1 for a thread, which is one exchange ahead.
 
     Raises:
         DataError: On all ranks: a row cannot be read or used, or ranks read different rows.
@@ -108,9 +108,9 @@ _Part: TypeAlias = "tuple[list[RowBlock[int]], pyarrow.Table]"
 
 @dataclass(frozen=True)
 class _Parts:
-    """The part of one rank of each exchange, which is a range of the rows in it.
+    """One rank's part of each exchange, a range of its rows.
 
-    Each of several processes reads all blocks, and tokenizes every n-th exchange: a DataLoader takes one from each in
+    With several processes, each reads all blocks and tokenizes every n-th exchange: a DataLoader takes one from each in
     order.
     """
 
@@ -128,7 +128,7 @@ class _Parts:
 
         rows = list(chain.from_iterable(block.rows for block in blocks))
         own = rows[len(rows) * self.rank // self.num_ranks : len(rows) * (self.rank + 1) // self.num_ranks]
-        tables = [self.encode([])]  # there may be none for this rank
+        tables = [self.encode([])]  # this rank may have none
         for some in _batched(own, _size):
             _end_with_main_thread()
             tables.append(self.encode(some))
@@ -136,9 +136,9 @@ class _Parts:
 
 
 def _in_thread(parts: Iterator[_Part]) -> Iterator[_Part]:
-    """Make each part in a thread while the one before is used.
+    """Prepare each part in a thread while the previous one is used.
 
-    The thread is no daemon, as Python before 3.14 aborts when it ends while one is in native code.
+    The thread is not a daemon: Python before 3.14 aborts if it exits while a daemon thread is in native code.
     """
 
     def start() -> Future[_Part]:
@@ -161,7 +161,7 @@ def _in_thread(parts: Iterator[_Part]) -> Iterator[_Part]:
 
 
 def _in_processes(parts: _Parts, num_workers: int) -> Iterator[_Part]:
-    """Make parts in processes, two ahead in each of them."""
+    """Prepare parts in processes, each two parts ahead."""
     from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
     class Ahead(IterableDataset[Any]):
@@ -172,7 +172,7 @@ def _in_processes(parts: _Parts, num_workers: int) -> Iterator[_Part]:
             except Exception as error:  # a DataLoader would add its traceback to the message
                 yield error
 
-    with set_environment({"TOKENIZERS_PARALLELISM": "false"}):  # processes are enough, and they are forked
+    with set_environment({"TOKENIZERS_PARALLELISM": "false"}):  # processes suffice, and they are forked
         ahead = iter(DataLoader(Ahead(), batch_size=None, num_workers=num_workers, worker_init_fn=_end_with_parent))
     while True:
         try:
@@ -190,7 +190,7 @@ def _in_processes(parts: _Parts, num_workers: int) -> Iterator[_Part]:
 def _end_with_parent(_: int) -> None:
     """End this worker when its rank is killed.
 
-    A DataLoader's worker notices that, but then waits until its last part has been read, which nobody does any more.
+    A DataLoader worker notices that, but then waits forever until its last part is read.
     """
     parent = parent_process()
     assert parent is not None

@@ -1,8 +1,8 @@
-"""Rows to tables of tokens, the one form of tokenized rows: in files of the cache, and between the ranks of a stream.
+"""Converts rows to tables of tokens, the form of tokenized rows in cache files and between the ranks of a stream.
 
-A table has a row for each row of the data: the tokens of all of its examples, whether each is predicted, the length of
-each example, the position in it of its first predicted token, its class, as JSON, and, if the data states them, its
-margin. They are empty for a row with nothing to learn.
+A table has a row for each row of the data: the tokens of all of its examples, whether each is predicted, and for each
+example its length, the position of its first predicted token, its class as JSON and, if the data has them, its margin.
+All are empty for a row with nothing to learn.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NONE = -1  # no predicted token, no class
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tables of tokens; plain data, as it is sent to other processes."""
+    """Creates tables of tokens; plain data, as it is sent to other processes."""
 
     kind: Kind
     tokenizer: Tokenizer
 
     @cached_property
     def schema(self) -> pyarrow.Schema:
-        """The types of the columns: of tokens, the smallest that has all ids of the tokenizer."""
+        """The column types; for tokens, the smallest type that fits all ids of the tokenizer."""
         import pyarrow
 
         largest = max(self.tokenizer.get_vocab().values(), default=0)
@@ -63,7 +63,7 @@ class Encoder:
         return pyarrow.table(columns, self.schema)
 
     def fingerprint(self) -> list[Any]:
-        """Return, as JSON, everything that decides about the tokens except for the rows."""
+        """Return, as JSON, everything that determines the tokens except the rows."""
         template = getattr(self.tokenizer, "chat_template", None)
         return [tokenizer_state(self.tokenizer), template, self.kind.fingerprint()]
 
@@ -73,24 +73,24 @@ def _first(predicted: list[bool]) -> int:
 
 
 def tokenizer_state(tokenizer: Tokenizer) -> list[Any]:
-    """Return, as JSON, everything about the tokenizer that decides about the tokens of a text."""
+    """Return, as JSON, everything about the tokenizer that determines the tokens of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         state: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), *_made_with(tokenizer)]
     else:
-        backend.no_truncation()  # state of the last call, without effect on the next
+        backend.no_truncation()  # left from the last call, without effect on the next
         backend.no_padding()
         state = xxhash.xxh3_128_hexdigest(backend.to_str().encode())
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}  # chat templates name them
-    around = letter_ids(tokenizer), letter_ids(tokenizer, is_target=True)  # languages, of targets too
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}  # chat templates use them
+    around = letter_ids(tokenizer), letter_ids(tokenizer, is_target=True)  # language tokens, also for targets
     ends = [beginning(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
     return [state, *ends, special, getattr(tokenizer, "split_special_tokens", False), *around]
 
 
 def _made_with(tokenizer: Tokenizer) -> list[Any]:
-    """Return what a tokenizer in Python was made with: its settings, such as lower case, and its vocabulary files.
+    """Return the arguments of a slow tokenizer: its settings, such as lower case, and its vocabulary files.
 
-    The directory that it comes from is not part of it.
+    The directory of these files is not included.
     """
     names = getattr(tokenizer, "vocab_files_names", {})
     places = {"name_or_path", "is_local", "local_files_only", *names}

@@ -1,4 +1,4 @@
-"""Tokenized data on disk: Arrow files of a directory of the cache, which every process maps into its memory."""
+"""Tokenized data on disk: Arrow files in a cache directory, which every process maps into memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 _FORMAT_VERSION = 4
-_ROWS_OF_DIGEST = 256  # whose arrays the digest takes together, as in version 0.1.0
+_ROWS_OF_DIGEST = 256  # rows hashed together, as in version 0.1.0
 
-# An array, or a column of Arrow files that are mapped: `np.asarray` of a slice reads that slice.
+# An array, or a column of mapped Arrow files: `np.asarray` of a slice reads only that slice.
 Array: TypeAlias = "npt.NDArray[Any] | pyarrow.ChunkedArray"
 
 
@@ -35,8 +35,8 @@ class Examples:
     Attributes:
         tokens: Token ids [num_tokens].
         predicted: Whether each token is predicted, uint8 [num_tokens].
-        ends: Where each example ends in these, int64 [num_examples].
-        first: Position in each example of its first predicted token, -1 without one; int64 [num_examples].
+        ends: End of each example in `tokens`, int64 [num_examples].
+        first: Position of the first predicted token within each example, -1 without one; int64 [num_examples].
         labels: The class of each example, -1 without one; int64 [num_examples].
         name: Identifies the examples.
         keeps_last: Whether the last token ends a text, and stays when it is truncated.
@@ -78,17 +78,17 @@ class Examples:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each example [num_examples]."""
+        """Number of tokens in each example [num_examples]."""
         return np.diff(self.ends, prepend=0)
 
     def tokens_of(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return token ids and whether each is predicted, both [length], of one example."""
+        """Return the token ids of one example, and whether each is predicted, both [length]."""
         start, stop = int(self.ends[index - 1]) if index else 0, int(self.ends[index])
         return np.asarray(self.tokens[start:stop]), np.asarray(self.predicted[start:stop])
 
 
 def classes_of(table: pyarrow.Table) -> list[str | int]:
-    """Return the classes in a table of tokens, in the order of their appearance."""
+    """Return the classes in a table of tokens, in order of appearance."""
     from pyarrow import compute
 
     return [json.loads(label) for label in compute.list_flatten(table["label"]).unique().drop_null().to_pylist()]
@@ -99,13 +99,13 @@ class TokenFile:
     """One tokenized source: a stream of tokens, or examples.
 
     Attributes:
-        directory: Where its files are.
+        directory: Directory of its files.
         sizes: Bytes of each file by name, in order.
-        num_rows: Rows of the source.
-        num_dropped: Those that had nothing to train on.
-        num_tokens: Tokens of all of them.
-        digest: Of the tokens and what comes with them alone: equal digests are equal samples.
-        num_examples: Number of examples, or of documents.
+        num_rows: Number of rows in the source.
+        num_dropped: Number of rows without training content.
+        num_tokens: Number of tokens in all rows.
+        digest: Digest of only the tokens and the values stored with them: equal digests mean equal samples.
+        num_examples: Number of examples or documents.
         classes: The names of the classes by index.
         keeps_last: Whether the last token ends a text, and stays when it is truncated.
     """
@@ -122,7 +122,7 @@ class TokenFile:
 
     @classmethod
     def read(cls, directory: Path) -> TokenFile | None:
-        """Read meta.json; return None if the directory is absent, of another version, or incomplete."""
+        """Read meta.json; return None if the directory is absent, incomplete, or of another version."""
         try:
             meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
             if meta.pop("format_version") != _FORMAT_VERSION:
@@ -150,7 +150,7 @@ class TokenFile:
         return Examples.of(self._table(), self.classes, self.digest, self.keeps_last)
 
     def examples_per_row(self) -> npt.NDArray[np.int64]:
-        """Return the number of examples of each row [num_rows], 0 for one with nothing to learn."""
+        """Return the number of examples in each row [num_rows], 0 for rows with nothing to learn."""
         from pyarrow import compute
 
         counts: npt.NDArray[Any] = compute.list_value_length(self._table()["lengths"]).to_numpy()
@@ -170,15 +170,15 @@ class TokenFile:
 
 
 def summarize(files: Sequence[Path], encoder: Encoder, name: str) -> TokenFile:
-    """Count and digest the tokens in Arrow files, and flush them to the disk.
+    """Count and hash the tokens in Arrow files, and flush the files to disk.
 
     Args:
-        files: The files of one directory, in the order of the rows.
-        encoder: What made them.
+        files: The files of one directory, in row order.
+        encoder: The encoder that wrote them.
         name: Setting and value of the source, for messages.
 
     Raises:
-        DataError: There is nothing to train on.
+        DataError: There are no rows to train on.
     """
     from pyarrow import compute
 
@@ -226,7 +226,7 @@ def summarize(files: Sequence[Path], encoder: Encoder, name: str) -> TokenFile:
 
 
 def _groups(files: Sequence[Path]) -> Iterator[pyarrow.Table]:
-    """Read the rows in Arrow files, those of one digest at a time, and flush the files to the disk."""
+    """Read the rows in Arrow files, those hashed together at a time, and flush the files to disk."""
     import pyarrow
 
     held = list[pyarrow.RecordBatch]()
