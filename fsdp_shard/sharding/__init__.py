@@ -1,4 +1,4 @@
-"""Sharding a model over ranks along its no-split blocks: FSDP2, FSDP1, DDP, tensor and expert parallel."""
+"""Shards a model over ranks along its no-split blocks: FSDP2, FSDP1, DDP, tensor and expert parallelism."""
 
 import lazy_loader
 

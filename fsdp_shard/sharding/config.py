@@ -1,8 +1,8 @@
-"""The shard settings that all wrappers have in common, and the interface of a wrapper.
+"""The shard settings common to all wrappers, and the interface of a wrapper.
 
-A wrapper is its settings, in `registry.py`, and a module of its name with the functions `shard`, `local_shapes`,
-`chunk_length` and `check_supported`, which is imported when one of them is needed. This file imports no torch, so that
-a config can be checked without it.
+A wrapper consists of its settings, in `registry.py`, and a module of the same name with the functions `shard`,
+`local_shapes`, `chunk_length` and `check_supported`, which is imported on demand. This file imports no torch, so a
+config can be checked without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 # float16 needs loss scaling, which bfloat16 made unnecessary.
 DTYPES = ("float32", "bfloat16")
 
-# The values of `activation_checkpointing` other than true, false and a number.
+# Values of `activation_checkpointing` other than true, false and a number.
 CHECKPOINTING_MODES = ("none", "all", "selective")
 
 
@@ -36,12 +36,12 @@ class ShardConfig:
     """Settings common to all wrappers.
 
     Attributes:
-        wrapper: Name of the wrapper: its option of `shard=`, and its module in this folder.
-        quantized_dtype: The dtype that quantized weights are stored in. Unless it is uint8, the wrapper needs each of
-            them in a unit of its own.
-        flattens_units: Whether all parameters of a unit, frozen and trained, are in one flat parameter.
+        wrapper: Name of the wrapper: its value in `shard=`, and its module in this folder.
+        quantized_dtype: The storage dtype of quantized weights. Unless it is uint8, the wrapper needs each quantized
+            weight in a separate unit.
+        flattens_units: Whether all parameters of a unit, frozen and trained, form one flat parameter.
         is_sharded: Whether parameters are divided over ranks at all.
-        accumulates_offloaded: Whether gradients of several micro-batches can be summed in CPU memory.
+        accumulates_offloaded: Whether gradients of several micro-batches can be accumulated in CPU memory.
     """
 
     wrapper: ClassVar[str]
@@ -116,7 +116,7 @@ class ShardConfig:
     explain: bool = setting(False, "Print the tree of units with their parameters and bytes before the run.")
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for settings that contradict each other, whatever the model and the number of ranks."""
+        """Raise ConfigError for settings that contradict each other, regardless of model and number of ranks."""
         kind, every = self.activation_checkpointing, self.reshard_after_forward
         if (isinstance(kind, str) and kind not in CHECKPOINTING_MODES) or (type(kind) is int and kind < 1):
             raise ConfigError(
@@ -153,7 +153,7 @@ class ShardConfig:
             _refuse_together(prefix, changed_settings(self, names), f"context_parallel={self.context_parallel}")
 
     def check_supported(self, model: nn.Module) -> None:
-        """Raise ConfigError when this wrapper cannot shard `model`, which may be on meta."""
+        """Raise ConfigError if this wrapper cannot shard `model`, which may be on meta."""
         self._module().check_supported(model, self)
 
     def local_shapes(
@@ -167,23 +167,23 @@ class ShardConfig:
             num_shards: Number of ranks that one replica is sharded over.
 
         Returns:
-            A mapping from FQN to local shape for each shard.
+            For each shard, a mapping from FQN to local shape.
         """
         local: list[dict[str, Shape]] = self._module().local_shapes(shapes, units, num_shards)
         return local
 
     def chunk_length(self, shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
-        """Number of elements of a unit that a rank sends when it is gathered, with padding.
+        """Number of elements that a rank sends when a unit is gathered, including padding.
 
         Args:
-            shapes: The unsharded shapes of its parameters, in order.
-            dtype: The dtype that it computes in.
+            shapes: The unsharded shapes of the unit's parameters, in order.
+            dtype: The computation dtype of the unit.
             num_shards: Number of ranks that one replica is sharded over.
         """
         return int(self._module().chunk_length(shapes, dtype, num_shards))
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
-        """Wrap `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled."""
+        """Shard `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled."""
         sharded: ShardedModel = self._module().shard(model, self, context)
         return sharded
 
@@ -193,7 +193,7 @@ class ShardConfig:
 
 def _check_divided(shard: ShardConfig, prefix: str, divided: str, others: Sequence[str]) -> None:
     wrong = changed_settings(shard, ("compile", "explain", "cpu_offload", *others))
-    if type(shard.reshard_after_forward) is int:  # torch does not support it for parameters that are divided already
+    if type(shard.reshard_after_forward) is int:  # torch does not support it for parameters that are already divided
         wrong["reshard_after_forward"] = shard.reshard_after_forward
     _refuse_together(prefix, wrong, f"{divided}={getattr(shard, divided)}")
 
@@ -211,14 +211,14 @@ class Unit:
 
     Attributes:
         fqn: FQN of the module; empty for the root.
-        cls: Name of its class.
-        parameters: FQNs of its parameters, except those of units inside it; tied ones once.
-        num_params: Number of weights, with those that quantized parameters stand for.
-        num_bytes: Bytes of the parameters as they are stored.
-        dtype: The dtype that the unit computes in.
+        cls: Class name of the module.
+        parameters: FQNs of its parameters, except those of nested units; tied ones once.
+        num_params: Number of weights, including those that quantized parameters represent.
+        num_bytes: Bytes of the parameters as stored.
+        dtype: The computation dtype of the unit.
         num_trained: Number of elements that are not frozen.
-        gathered_bytes: Bytes of the parameters when they are gathered.
-        is_bytes: Whether the parameters are bytes in a floating-point dtype, which must not be cast.
+        gathered_bytes: Bytes of the gathered parameters.
+        is_bytes: Whether the parameters are raw bytes in a floating-point dtype, which must not be cast.
     """
 
     fqn: str
@@ -233,25 +233,25 @@ class Unit:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element of one of the dtypes that blocks compute in."""
+    """Bytes per element of a computation dtype."""
     return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 class ShardedModel(Protocol):
-    """A model whose parameters are divided over ranks."""
+    """A model whose parameters are sharded over ranks."""
 
     shard_mesh_dim: str
     """The dimension of the device mesh over which each parameter is divided."""
 
     @property
     def module(self) -> nn.Module:
-        """The model, as the wrapper made it."""
+        """The wrapped model."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep gradients of the backward passes inside on this rank, unreduced."""
+        """Within the block, keep the gradients of backward passes on this rank, unreduced."""
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; the norm before, a scalar []."""
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before, a scalar."""
 
     def local_shards(self) -> dict[str, LocalShard]:
         """This rank's shard of every parameter and persistent buffer, by its FQN in the unsharded model."""

@@ -1,6 +1,6 @@
 """`shard=ddp`: torch's DistributedDataParallel, with all parameters on every rank, as a baseline for sharding.
 
-It loads, trains and saves like the others, in the same formats, so that a run may resume under another wrapper.
+It loads, trains and saves like the other wrappers, in the same formats, so a run may resume under another wrapper.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class DdpModel:
 
 
 def check_supported(model: nn.Module, settings: DdpConfig) -> None:
-    """Raise ConfigError unless all parameters of `model` have the dtype to compute and to reduce in."""
+    """Raise ConfigError unless all parameters of `model` have the dtype of computation and reduction."""
     held = {str(param.dtype).removeprefix("torch.") for param in model.parameters() if param.is_floating_point()}
     if held != {settings.param_dtype} or held != {settings.reduce_dtype}:
         raise ConfigError(
@@ -51,26 +51,26 @@ def check_supported(model: nn.Module, settings: DdpConfig) -> None:
 
 
 def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
-    """The shapes as they are, for each rank."""
+    """The unsharded shapes, for each rank."""
     return [dict(shapes) for _ in range(num_shards)]
 
 
 def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
-    """The number of elements of all parameters, which no rank divides."""
+    """The number of elements of all parameters, which are not divided."""
     return sum(map(prod, shapes.values()))
 
 
 def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) -> ShardedModel:
-    """Wrap `model` in DistributedDataParallel, with its parameters on the device of this rank, unfilled."""
+    """Wrap `model` in DistributedDataParallel, with unfilled parameters on this rank's device."""
     prepare_model(model, settings, context)
     model.apply(empty_parameters(context.device))
     if any(tensor.device != context.device for tensor in (*model.parameters(), *model.buffers())):
         model.to(context.device)
     if not any(param.requires_grad for param in model.parameters()):
-        return DdpModel(model, context)  # nothing is reduced
-    # Until torch 2.13, which deprecates it, `broadcast_buffers` was the only name.
+        return DdpModel(model, context)  # gradients are not reduced
+    # Before torch 2.13, which deprecates it, `broadcast_buffers` was the only name.
     no_buffers: dict[str, Any] = {"forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers": False}
-    # Every rank reads the same weights, so nothing is sent at the start.
+    # Every rank reads the same weights, so none are broadcast at the start.
     wrapped = DistributedDataParallel(
         model,
         init_sync=False,

@@ -1,8 +1,9 @@
-"""Expert parallelism: the experts of a mixture divided over neighboring ranks, to which each token is sent.
+"""Expert parallelism: divides the experts of a mixture over neighboring ranks, and sends tokens to them.
 
-transformers names, for most mixtures, the modules that hold experts (`ep_plan`), and has the exchange of tokens. This
-applies such a plan to a model on meta. Every rank sees samples of its own. An expert parameter is cut by experts over
-the ranks of the mesh dimension `expert`, and its part by experts again over `shard`: whole rows, as elsewhere.
+For most mixtures, transformers defines the modules that hold experts (`ep_plan`), and implements the exchange of
+tokens. This applies such a plan to a model on meta. Every rank has its own samples. An expert parameter is divided by
+experts over the ranks of the mesh dimension `expert`, and its part again by experts over `shard`: whole rows, as
+elsewhere.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,12 +18,12 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import follows_plans_by_fqn, parallel_plan
 
 _SETTING = "shard.expert_parallel"
-# Styles of a module that sends tokens to its experts, and of a parameter that is cut by experts.
+# Styles of a module that sends tokens to its experts, and of a parameter that is divided by experts.
 SENDS_TO_EXPERTS, _CUT = "ep_dispatch_experts", "grouped_gemm"
 
 
 def check_experts(model: nn.Module, num_ranks: int) -> None:
-    """Raise ConfigError unless `model` has experts, and a plan for them that can be followed on `num_ranks` ranks."""
+    """Raise ConfigError unless `model` has experts, and a plan for them that works on `num_ranks` ranks."""
     where, name = f"{_SETTING}={num_ranks}", type(model).__name__
     plan, instead = parallel_plan(model, "ep_plan"), f"use {_SETTING}=1."
     if not follows_plans_by_fqn():  # until 5.23 is the oldest version
@@ -56,7 +57,7 @@ def check_experts(model: nn.Module, num_ranks: int) -> None:
 
 
 def divide_experts(model: nn.Module, context: DistributedContext) -> dict[str, nn.Module]:
-    """Cut the experts of `model`, on meta, over neighboring ranks, and have tokens sent to them.
+    """Divide the experts of `model`, on meta, over neighboring ranks, and make it send tokens to them.
 
     Returns the modules that hold experts, by FQN.
     """
@@ -70,14 +71,14 @@ def divide_experts(model: nn.Module, context: DistributedContext) -> dict[str, n
 
 
 def shard_experts(experts: Iterable[nn.Module], context: DistributedContext, options: Mapping[str, Any]) -> None:
-    """Apply `fully_shard` with `options` to each module of experts.
+    """Apply `fully_shard` with `options` to each expert module.
 
-    Tokens of all data ranks get to a module's experts, but its gradients are reduced only over the ranks that hold the
-    same experts. `fully_shard` divides by the number of the latter, so the divisor is set to that of the former.
+    A module's experts receive tokens of all data ranks, but its gradients are reduced only over the ranks that hold the
+    same experts. `fully_shard` would divide by the number of these, so the divisor is set to the number of data ranks.
     """
     for module in experts:
         sharded = fully_shard(module, **options)
         sharded.set_gradient_divide_factor(float(context.num_data_ranks))
-        # Only NCCL can scale while it sums; elsewhere the sum is scaled afterwards. Without a sum torch scales anyhow,
-        # and would do so twice.
+        # Only NCCL can scale during the sum; elsewhere, the sum is scaled afterwards. Without a sum, torch scales in
+        # any case, and would do so twice.
         sharded.set_force_sum_reduction_for_comms(context.expert_mesh is not None and context.expert_mesh.size(1) > 1)

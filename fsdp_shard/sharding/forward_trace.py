@@ -1,8 +1,8 @@
-"""Where the parameters of a model are used: inside of the forward pass of their module, or from elsewhere.
+"""Finds where a model's parameters are used: in the forward pass of their own module, or elsewhere.
 
-The parameters of a unit are gathered when its module is called. Some models call a module's `forward` themselves, or
-read its weights in another module's forward pass, or compute again in a backward pass of their own: they would meet
-parameters that are not gathered. This is found by running a copy of the model on the meta device.
+The parameters of a unit are gathered when its module is called. Some models call a module's `forward` directly, read
+its weights in another module's forward pass, or recompute in a custom backward pass, and would find parameters that are
+not gathered. A run of a copy of the model on the meta device detects this.
 """
 
 import copy
@@ -19,21 +19,21 @@ from torch import UntypedStorage, nn
 from fsdp_shard.utils import TorchDispatchMode
 
 _NUM_TOKENS = 16
-_DTYPE = torch.bfloat16  # the only one that grouped products of experts take
+_DTYPE = torch.bfloat16  # the only one that grouped matrix products of experts support
 _TEXT, _IMAGES = "input_ids", "pixel_values"
 
 
 @dataclass
 class ForwardTrace:
-    """What a run of the model showed.
+    """The findings of a run of the model.
 
     Attributes:
         called: FQNs of the modules that were called.
-        outside: FQNs of the modules of which a parameter was used while they would not be gathered.
-        with_grad: FQNs of the modules that ran with gradients. A layer that was called otherwise has a backward pass of
-            its own, which computes it again.
-        converted: Names of the parameters that the forward pass itself converts, and to which dtype.
-        is_complete: Whether a run came to its end; else it says nothing about modules that were not called.
+        outside: FQNs of the modules with a parameter that was used while it would not be gathered.
+        with_grad: FQNs of the modules that ran with gradients. A layer that was called without gradients has a custom
+            backward pass that recomputes it.
+        converted: Names of the parameters that the forward pass itself converts, with the target dtype.
+        is_complete: Whether a run completed; otherwise, nothing is known about modules that were not called.
     """
 
     called: set[str] = field(default_factory=set)
@@ -47,13 +47,13 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, ForwardTrace]] = WeakKeyDicti
 
 
 def trace_forward(model: nn.Module) -> ForwardTrace:
-    """Run a copy of `model` on text, images, or both, whichever it takes, without computing anything.
+    """Run a copy of `model` on text, images, or both, as it supports, without computing any values.
 
     Args:
         model: The model, on any device; it is not changed.
 
     Returns:
-        What the runs showed, of as far as they came: shapes that depend on values end a run.
+        The findings of the runs, as far as they went: shapes that depend on values end a run.
     """
     names = tuple((name, id(param)) for name, param in model.named_parameters())
     if model not in _KNOWN or _KNOWN[model][0] != names:
@@ -67,8 +67,8 @@ def trace_forward(model: nn.Module) -> ForwardTrace:
 
 
 def _runs(model: nn.Module, kinds: Iterable[str], trace: ForwardTrace, *, is_training: bool) -> bool:
-    """Run a copy of `model` on meta; whether it came to its end."""
-    # Any error: models were not written for this, and what an incomplete run did not show stays unknown.
+    """Run a copy of `model` on meta; return whether it completed."""
+    # Any error: models were not written for this, and anything that an incomplete run did not reach stays unknown.
     with suppress(Exception), torch.device("meta"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         inputs = dict(_inputs(model, kinds))
         replaced = {id(tensor): _without_values(tensor) for tensor in [*model.parameters(), *model.buffers()]}
@@ -94,7 +94,7 @@ def _converted(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 class _Uses(TorchDispatchMode):
-    """Watches operators for parameters, and records the modules around a parameter that would not be gathered."""
+    """Watches the arguments of operators, and records the modules of parameters that would not be gathered."""
 
     def __init__(self, model: nn.Module, trace: ForwardTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -108,7 +108,7 @@ class _Uses(TorchDispatchMode):
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self.running.append(module)
-        if not torch.is_grad_enabled():  # its gradients come from a backward pass that computes it again (Reformer)
+        if not torch.is_grad_enabled():  # its gradients come from a backward pass that recomputes it (Reformer)
             self.trace.outside.add(self.fqns[module])
         else:
             self.trace.with_grad.add(self.fqns[module])
@@ -127,7 +127,7 @@ class _Uses(TorchDispatchMode):
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operator, and in lists among them."""
+    """Yield the tensors among the arguments of an operator, including those in lists."""
     for value in arguments:
         if isinstance(value, torch.Tensor):
             yield value

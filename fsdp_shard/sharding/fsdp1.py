@@ -1,4 +1,4 @@
-"""`shard=fsdp1`: torch's FullyShardedDataParallel wrapper, each unit flattened and divided evenly over the ranks."""
+"""`shard=fsdp1`: torch's FullyShardedDataParallel wrapper; each unit is flattened and divided evenly over the ranks."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -36,18 +36,20 @@ class Fsdp1Model:
         return self.module.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        return self.module.clip_grad_norm_(max_norm)  # the free function would take a rank's norm for the whole one
+        return self.module.clip_grad_norm_(max_norm)  # the free function would use only this rank's norm
 
     def local_shards(self) -> dict[str, LocalShard]:
         return shards_of(self.module, self.context).shards
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
-    """Raise ConfigError for what FullyShardedDataParallel refuses, fails with or trains otherwise: a scalar parameter,
-    layers that the model's own backward pass computes again, or trained modules that may not run in a step.
+    """Raise ConfigError for a model that FullyShardedDataParallel rejects, fails with or trains differently.
+
+    These are scalar parameters, layers that the model's own backward pass recomputes, and trained modules that may not
+    run in a step.
     """
     trace, blocks = trace_forward(model), list[Block]()
-    with suppress(ModelError):  # units by size need no blocks
+    with suppress(ModelError):  # units by size do not need blocks
         blocks = no_split_blocks(model, settings.blocks)
     for fqn in (block.fqn for block in blocks if block.repeated and block.fqn in trace.called - trace.with_grad):
         raise ConfigError(
@@ -68,11 +70,11 @@ def check_supported(model: nn.Module, settings: ShardConfig) -> None:
 
 
 def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
-    """A flat shape of each parameter for each shard; the padding of a unit is `(padding of unit N)`.
+    """Each parameter's flat shape for each shard; the padding of a unit is `(padding of unit N)`.
 
     The flattened parameters of a unit are concatenated, and the result is divided evenly.
     """
-    if num_shards == 1:  # NO_SHARD: parameters as they are
+    if num_shards == 1:  # NO_SHARD: unsharded parameters
         return [{name: (prod(shape),) for name, shape in shapes.items()}]
     shards: list[dict[str, Shape]] = [{} for _ in range(num_shards)]
     for number, unit in enumerate(units):
@@ -87,12 +89,12 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
 
 
 def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
-    """The flattened parameters of a unit, divided evenly."""
+    """The length of a unit's flattened parameters, divided evenly."""
     return -(-_flat_spans(shapes, dtype)[1] // num_shards)
 
 
 def _flat_spans(shapes: Mapping[str, Shape], dtype: str) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where each parameter of a unit is in the flat one, and the length of that."""
+    """The position of each parameter in the unit's flat parameter, and the length of the flat parameter."""
     multiple, spans, end = max(1, _FLAT_ALIGN_BYTES // itemsize(dtype)), {}, 0
     for name, shape in shapes.items():
         start = -(-end // multiple) * multiple
@@ -102,16 +104,16 @@ def _flat_spans(shapes: Mapping[str, Shape], dtype: str) -> tuple[dict[str, tupl
 
 
 def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) -> ShardedModel:
-    """Wrap `model` in FullyShardedDataParallel, with an auto-wrap policy made of its units."""
+    """Wrap `model` in FullyShardedDataParallel, with an auto-wrap policy for its units."""
     *inner, root = prepare_model(model, settings, context)
     policy = {model.get_submodule(unit.fqn): {"mixed_precision": _precision(unit, settings)} for unit in inner}
     dtype = getattr(torch, settings.param_dtype)
     for unit in inner:
-        if unit.dtype != settings.param_dtype and not unit.is_bytes:  # torch does not cast what such a unit returns
+        if unit.dtype != settings.param_dtype and not unit.is_bytes:  # torch does not cast the outputs of such a unit
             model.get_submodule(unit.fqn).register_forward_hook(lambda module, args, output: output.to(dtype))
     with warnings.catch_warnings():
-        # That this wrapper is deprecated, and that frozen parameters in a unit take as much gradient memory as
-        # trainable ones: whoever chose shard=fsdp1 knows both from our docs.
+        # Our docs on shard=fsdp1 already say that this wrapper is deprecated, and that frozen parameters in a unit need
+        # as much gradient memory as trainable ones.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.fsdp")
         warnings.filterwarnings("ignore", r"[\s\S]*has both parameters with requires_grad=True and False", UserWarning)
         wrapped = fsdp.FullyShardedDataParallel(
@@ -139,7 +141,7 @@ def _precision(unit: Unit, settings: ShardConfig) -> fsdp.MixedPrecision | None:
     precision = fsdp.MixedPrecision(
         param_dtype=getattr(torch, unit.dtype),
         reduce_dtype=getattr(torch, settings.reduce_dtype),
-        # Inputs come in the dtype of what is around; a unit with one of its own casts them.
+        # Inputs have the dtype of the surrounding unit; a unit with another dtype casts them.
         cast_forward_inputs=unit.dtype != settings.param_dtype,
     )
     if unit.dtype == "float32":

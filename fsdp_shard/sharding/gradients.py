@@ -1,4 +1,4 @@
-"""Gradients of sharded parameters: clipping by the norm over all ranks, and backward passes without a reduction."""
+"""Gradients of sharded parameters: clipping by the global norm, and backward passes without reduction."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from fsdp_shard.sharding.config import ShardedModel
 def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.Tensor:
     """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`; a collective.
 
-    torch's own function takes a rank's norm for the whole one under FullyShardedDataParallel, and refuses parameters on
-    several meshes.
+    torch's own function uses only a rank's own norm under FullyShardedDataParallel, and rejects parameters on several
+    meshes.
 
     Args:
-        model: The model, whoever wrapped it: plain, DDP, FSDP1, `fully_shard`, tensor-parallel; or what `shard` gave.
-        max_norm: The largest norm; infinity only measures.
+        model: The model, plain or wrapped in any way (DDP, FSDP1, `fully_shard`, tensor-parallel), or a result of
+            `shard`.
+        max_norm: The maximum norm; infinity only measures the norm.
 
     Returns:
-        The norm before, a scalar [], the same on all ranks.
+        The norm before clipping, a scalar [], equal on all ranks.
 
     Raises:
         ConfigError: `max_norm` is negative or NaN, or `model` is no model, such as its parameters.
@@ -63,13 +64,13 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
 
 
 def no_sync(model: nn.Module | ShardedModel) -> AbstractContextManager[None]:
-    """Keep the gradients of backward passes inside the block on this rank, unreduced, as DDP's `no_sync` does.
+    """Keep the gradients of backward passes within the block on this rank, unreduced, like DDP's `no_sync`.
 
     Args:
-        model: The model, whoever wrapped it; or what `shard` returns.
+        model: The model, wrapped in any way, or a result of `shard`.
 
     Returns:
-        The context. The backward pass after it reduces what has accumulated.
+        A context manager. The next backward pass after it reduces the accumulated gradients.
 
     Example:
         >>> import torch, fsdp_shard as fs
@@ -84,7 +85,7 @@ def no_sync(model: nn.Module | ShardedModel) -> AbstractContextManager[None]:
 
 @contextmanager
 def _no_sync_of_parts(model: nn.Module) -> Iterator[None]:
-    """Of all that `fully_shard` made, and of wrapped modules inside."""
+    """Apply `no_sync` of all `fully_shard` modules, and of nested wrapped modules."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     with ExitStack() as stack:
@@ -100,14 +101,14 @@ def _no_sync_of_parts(model: nn.Module) -> Iterator[None]:
 
 
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """`clip_grad_norm_` over parameters that lie on several meshes, or on none, which torch's own does not take."""
+    """`clip_grad_norm_` for parameters on several meshes, or on none, which torch's own function does not support."""
     parameters = list(parameters)
     groups = by_mesh(param for param in parameters if param.grad is not None)
     if not groups:
         return torch.zeros((), device=parameters[0].device if parameters else None)
     squares = [_squared_norm([grad for param in its if (grad := param.grad) is not None]) for its in groups.values()]
     total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-    for members in groups.values():  # one call of a foreach kernel takes one mesh
+    for members in groups.values():  # a foreach kernel supports one mesh per call
         nn.utils.clip_grads_with_norm_(members, max_norm, total)
     return total
 
@@ -118,14 +119,14 @@ def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     if not isinstance(norm, DTensor):
         return norm.square()
     square = norm.to_local().square()
-    for dim, placement in enumerate(norm.placements):  # as `full_tensor` does, which warns of doing so
+    for dim, placement in enumerate(norm.placements):  # like `full_tensor`, but without its warning
         if placement.is_partial():
             dist.all_reduce(square, group=norm.device_mesh.get_group(dim))
     return square
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> Mapping[Any, list[torch.Tensor]]:
-    """`tensors` in groups of those that are divided over the same mesh."""
+    """Group `tensors` by the mesh over which they are sharded."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -133,6 +134,6 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> Mapping[Any, list[torch.Tensor]]
 
 
 def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters on different meshes groups of their own: one call of a fused kernel takes one mesh."""
+    """Put parameters on different meshes into separate groups: a fused kernel supports one mesh per call."""
     groups = [(group, members) for group in optimizer.param_groups for members in by_mesh(group["params"]).values()]
     optimizer.param_groups = [{**group, "params": members} for group, members in groups]

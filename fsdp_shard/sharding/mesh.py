@@ -1,4 +1,4 @@
-"""The arithmetic of the device mesh: how a number of ranks is divided by the shard settings, and whether it can be."""
+"""The arithmetic of the device mesh: how the shard settings divide a number of ranks, and checks that they can."""
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import ShardConfig
@@ -6,17 +6,17 @@ from fsdp_shard.utils import format_count
 
 
 def num_shards(shard: ShardConfig, num_ranks: int) -> int:
-    """Number of ranks that one replica of the model is sharded over."""
+    """Number of ranks over which one replica of the model is sharded."""
     return num_ranks // (shard.replicas * shard.tensor_parallel) if shard.is_sharded else 1
 
 
 def num_data_ranks(shard: ShardConfig, num_ranks: int) -> int:
-    """Number of ranks, or of groups that divide layers or sequences, that each see samples of their own."""
+    """Number of ranks, or of groups that share layers or sequences, with their own samples."""
     return num_ranks // (shard.tensor_parallel * shard.context_parallel)
 
 
 def check_mesh(shard: ShardConfig, num_ranks: int) -> None:
-    """Raise ConfigError when `num_ranks` ranks cannot be arranged in the mesh of these settings."""
+    """Raise ConfigError if `num_ranks` ranks cannot form the mesh of these settings."""
     for divided in ("tensor_parallel", "expert_parallel", "context_parallel"):
         if (ranks := getattr(shard, divided)) > 1 and num_ranks % (shard.replicas * ranks):
             raise ConfigError(
@@ -36,7 +36,7 @@ def check_mesh(shard: ShardConfig, num_ranks: int) -> None:
 
 
 def check_ranks(shard: ShardConfig, num_ranks: int, *, on_gpu: bool) -> None:
-    """Raise ConfigError when the shard settings cannot work, or would do nothing, on `num_ranks` ranks."""
+    """Raise ConfigError if the shard settings cannot work, or have no effect, on `num_ranks` ranks."""
     check_mesh(shard, num_ranks)
     for name in ("cpu_offload", "activation_offload"):
         if getattr(shard, name) and not on_gpu:
@@ -44,7 +44,7 @@ def check_ranks(shard: ShardConfig, num_ranks: int, *, on_gpu: bool) -> None:
 
 
 def check_accumulation(shard: ShardConfig, num_micro_batches: int) -> None:
-    """Raise ConfigError when the wrapper cannot sum the gradients of `num_micro_batches` micro-batches."""
+    """Raise ConfigError if the wrapper cannot accumulate the gradients of `num_micro_batches` micro-batches."""
     keeps_last = not shard.accumulates_offloaded and shard.cpu_offload and shard.sync_every_micro_batch
     if keeps_last and num_micro_batches > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""This rank's shards of any module, whoever wrapped it: plain, DDP, FSDP1, FSDP2, tensor-parallel, on any mesh."""
+"""This rank's shards of any module: plain, or under DDP, FSDP1, FSDP2 or tensor parallelism, on any mesh."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fsdp_shard.utils import (
 
 
 class ModuleShards(NamedTuple):
-    """What a rank holds of a module.
+    """A rank's part of a module.
 
     Attributes:
-        shards: Its parameters and persistent buffers by the FQN that they have in the module without wrappers.
+        shards: Its parameters and persistent buffers, by their FQN in the unwrapped module.
         aliases: {tied name: name in `shards`}.
-        replicated: The names of the parameters that no wrapper divides: each rank has them whole.
+        replicated: Names of the parameters that no wrapper shards: each rank holds them in full.
     """
 
     shards: dict[str, LocalShard]
@@ -44,17 +44,17 @@ class ModuleShards(NamedTuple):
 
 
 def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleShards:
-    """Return this rank's shards of a module. A parameter that several ranks hold is written by one of them.
+    """Return this rank's shards of a module. One of the ranks that hold a parameter writes it.
 
-    What was gathered for a forward pass is released first.
+    Parameters gathered for a forward pass are released first.
 
     Args:
-        module: The module as it is trained: inside DistributedDataParallel, FullyShardedDataParallel or torch.compile,
-            or with parameters that are DTensors; or what `shard` gave.
-        ranks: All ranks that hold parts of it, each of them the same parameters.
+        module: The module in training: inside DistributedDataParallel, FullyShardedDataParallel or torch.compile, with
+            DTensor parameters, or a result of `shard`.
+        ranks: All ranks that hold parts of it, each with the same parameters.
 
     Returns:
-        Views of the parameters and buffers; writing into them changes the module, but for buffers that are not
+        Views of the parameters and buffers; writing into them changes the module, except for buffers that are not
         contiguous in memory (`fill_copied_buffers`).
 
     Raises:
@@ -92,7 +92,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         else:
             _refuse_strided(name, param)
             replicated.append(name)
-            shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # they divide the work
+            shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # the ranks divide the work
     for _, _, raw, buffer in persistent_buffers(inside):
         if isinstance(buffer, DTensor):
             shards[clean_fqn(raw)] = shard_of(buffer, writes=is_first(buffer.device_mesh, buffer.placements))
@@ -104,9 +104,10 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
 
 
 def free_gathered(module: nn.Module) -> None:
-    """Free what FSDP keeps gathered between two forward passes, which a change to the shards would not update.
+    """Free parameters that FSDP keeps gathered between two forward passes, which a change to the shards would not
+    update.
 
-    Without it, FSDP1 would keep the module itself in memory when it is no longer used.
+    Otherwise, FSDP1 would also keep an unused module in memory.
     """
     _reshard(module)
     free_flat_parameters(module)
@@ -119,25 +120,25 @@ def _reshard(module: nn.Module) -> None:
 
 
 def bare_module(module: nn.Module | ShardedModel) -> nn.Module:
-    """The module itself, also of what `shard` gave."""
+    """The module itself, also for a result of `shard`."""
     return module if isinstance(module, nn.Module) else module.module
 
 
 def transformers_model(module: nn.Module | ShardedModel) -> PreTrainedModel | None:
-    """Return the model of transformers that `module` is or wraps, if it is one."""
+    """Return the transformers model that `module` is or wraps, if any."""
     inside = _inside(bare_module(module))
     return inside if isinstance(inside, PreTrainedModel) else None
 
 
 def modules_with_extra_state(module: nn.Module | ShardedModel) -> dict[str, nn.Module]:
-    """The modules inside of `module` that have a `get_extra_state()` of their own, by their FQN without wrappers."""
+    """The submodules of `module` that define `get_extra_state()`, by their FQN without wrappers."""
     parts = _inside(bare_module(module)).named_modules()
     base = nn.Module.get_extra_state
     return {clean_fqn(f"{raw}.")[:-1]: part for raw, part in parts if type(part).get_extra_state is not base}
 
 
 def fill_copied_buffers(found: ModuleShards) -> None:
-    """Give buffers that are not contiguous in memory what was read into their shards, which are copies."""
+    """Copy values read into shards back to buffers that are not contiguous in memory, whose shards are copies."""
     with torch.no_grad():
         for shard in found.shards.values():
             if not isinstance(shard.tensor, DTensor) and not shard.tensor.is_contiguous():
@@ -145,7 +146,7 @@ def fill_copied_buffers(found: ModuleShards) -> None:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """The module without what wraps the whole of it."""
+    """The module without wrappers around the whole of it."""
     while True:
         if isinstance(module, DistributedDataParallel | fsdp.FullyShardedDataParallel):
             module = module.module
@@ -156,7 +157,7 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 def _flat_shards(module: nn.Module) -> dict[int, LocalShard]:
-    """The shards of parameters under FSDP1, by the id of the parameter."""
+    """The shards of FSDP1 parameters, by parameter id."""
     if hides_originals(module):
         raise ModelError(
             f"{type(_inside(module)).__name__} is in FullyShardedDataParallel(use_orig_params=False), which hides its "

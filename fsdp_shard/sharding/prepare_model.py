@@ -1,5 +1,5 @@
-"""What all wrappers do with a model: check it, plan its units, replace the forward of its blocks, and give parameters
-and buffers that are on meta memory, unfilled.
+"""The steps common to all wrappers: check a model, plan its units, replace the forward of its blocks, and allocate
+memory for parameters and buffers on meta, unfilled.
 """
 
 import warnings
@@ -27,7 +27,7 @@ _LARGE_BYTES = 1 << 20
 
 
 def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedContext) -> tuple[Unit, ...]:
-    """Check `model`, replace the forward of its blocks as the settings say, and materialize its buffers.
+    """Check `model`, replace the forward of its blocks according to the settings, and materialize its buffers.
 
     Returns:
         The units to shard.
@@ -36,12 +36,12 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
     units = plan_units(model, shard)
     _divide_sequences(model, shard, context)
     for param in model.parameters():
-        if not param.numel():  # MobileBERT has one unless it embeds in fewer dimensions
-            param.requires_grad_(False)  # torch cannot reduce the gradient of nothing
+        if not param.numel():  # MobileBERT has one unless its embeddings are smaller
+            param.requires_grad_(False)  # torch cannot reduce an empty gradient
     blocks = recompute_blocks(model, shard)
     if shard.compile is not False:
-        # One graph serves all blocks of a kind, and gathering parameters stays outside of it. Only the `forward` of a
-        # block is replaced, so that no name of a parameter changes.
+        # One graph serves all blocks of a kind, and parameters are gathered outside of it. Only the `forward` of a
+        # block is replaced, so parameter names do not change.
         for block in blocks:
             block.forward = torch.compile(block.forward, backend="inductor" if shard.compile is True else shard.compile)
     if shard.activation_offload:
@@ -64,13 +64,13 @@ def _divide_sequences(model: nn.Module, shard: ShardConfig, context: Distributed
 
 
 def complete_buffers(model: nn.Module, context: DistributedContext) -> None:
-    """Compute the buffers on meta that no checkpoint has; ModelError if only the model's own code could."""
+    """Compute the meta buffers that checkpoints do not store; raise ModelError if only the model's own code could."""
     if any(buffer.is_meta for module in model.modules() for _, buffer in non_persistent_buffers(module)):
         rebuild_buffers(model, context.device)
 
 
 def warn_of_batch_norms(model: nn.Module, context: DistributedContext) -> None:
-    """Warn of layers whose statistics are those of a rank's own samples."""
+    """Warn of layers that compute statistics over a rank's own samples."""
     found = [
         module for module in model.modules() if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
     ]
@@ -89,7 +89,7 @@ def check_shardable(model: nn.Module, shard: ShardConfig) -> None:
 
     Raises:
         ModelError: No blocks are found in the model.
-        ConfigError: A setting cannot work for this model, or would do nothing.
+        ConfigError: A setting cannot work for this model, or has no effect.
     """
     _check_backend(shard.compile)
     _check_recomputed(model, shard, plan_units(model, shard))
@@ -103,7 +103,7 @@ def _check_recomputed(model: nn.Module, shard: ShardConfig, units: Sequence[Unit
     repeated = [block.fqn for block in no_split_blocks(model, shard.blocks) if block.repeated]
     inside = [unit.fqn for unit in units if any(unit.fqn.startswith(f"{block}.") for block in repeated)]
     if kind == "selective" and inside:
-        # Its parameters are gathered within what is computed again, and torch takes that for a computation.
+        # Its parameters are gathered within the recomputed part, and torch treats that as a computation.
         raise ConfigError(
             f"shard.activation_checkpointing=selective does not go together with units inside of blocks, such as "
             f"{inside[0]} (from shard.norms_in_float32, shard.min_params or adapter.quantize); set it to true."
@@ -116,9 +116,9 @@ def _check_recomputed(model: nn.Module, shard: ShardConfig, units: Sequence[Unit
 
 
 def check_dtypes(model: nn.Module, shard: ShardConfig) -> None:
-    """Raise ConfigError when parameters that the wrapper keeps together have several dtypes.
+    """Raise ConfigError if parameters that the wrapper keeps together have different dtypes.
 
-    Together are the trained parameters of a unit; the frozen ones too, where the wrapper flattens units.
+    These are the trained parameters of a unit, and also the frozen ones if the wrapper flattens units.
     """
     shard.check_supported(model)
     params = dict(model.named_parameters())
@@ -142,8 +142,8 @@ def _check_backend(backend: bool | str) -> None:
 
 
 def empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
-    """A `param_init_fn` that gives one module's own parameters memory, unfilled; tied ones stay tied."""
-    # The meta parameter is kept, so that ids stay unique; the real one is not, so that a sharded unit is free.
+    """Return a `param_init_fn` that allocates a module's own parameters, unfilled; tied ones stay tied."""
+    # The meta parameter is kept alive, so ids stay unique; the real one is not, so a sharded unit can be freed.
     made: dict[int, tuple[nn.Parameter, weakref.ref[nn.Parameter]]] = {}
 
     def init(module: nn.Module) -> None:
@@ -153,7 +153,7 @@ def empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
             known = made[id(param)][1]() if id(param) in made else None
             if known is None:
                 if device.type == "cpu" and param.nbytes >= _LARGE_BYTES:
-                    give_back_free_memory()  # what the unit before left when it was sharded
+                    give_back_free_memory()  # left when the previous unit was sharded
                 known = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
                 made[id(param)] = param, weakref.ref(known)
             setattr(module, name, known)

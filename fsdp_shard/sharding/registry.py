@@ -1,6 +1,6 @@
-"""The wrappers: the settings of each, by name, and sharding a model from Python.
+"""The settings of all wrappers by name, and the function that shards a model from Python.
 
-A new wrapper is a settings class here, and a module of its name (see `config.py`).
+To add a wrapper, add a settings class here and a module of the same name (see `config.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fsdp2Config(ShardConfig):
     """`fully_shard` on each unit and on the root."""
 
     wrapper: ClassVar[str] = "fsdp2"
-    # Until torch 2.13, `fully_shard` had each parameter require gradients for a moment, which bytes cannot.
+    # Before torch 2.13, `fully_shard` briefly made each parameter require gradients, which bytes cannot.
     quantized_dtype: ClassVar[str] = "uint8" if Version(version("torch")) >= Version("2.13") else "float32"
 
     def check(self, prefix: str) -> None:
@@ -41,15 +41,15 @@ class Fsdp2Config(ShardConfig):
 
 @dataclass
 class Fsdp1Config(ShardConfig):
-    """`FullyShardedDataParallel` with an auto-wrap policy made of the units.
+    """`FullyShardedDataParallel` with an auto-wrap policy for the units.
 
-    For comparison: torch calls it deprecated, and of a unit that is frozen in part it keeps gradients of the whole.
+    For comparison: torch has deprecated it, and for a partly frozen unit it keeps gradients of the whole unit.
     """
 
     wrapper: ClassVar[str] = "fsdp1"
     flattens_units: ClassVar[bool] = True
     accumulates_offloaded: ClassVar[bool] = False
-    quantized_dtype: ClassVar[str] = "float32"  # a flat parameter must be floating-point, and is cast as a whole
+    quantized_dtype: ClassVar[str] = "float32"  # flat parameters must be floating-point, and are cast as a whole
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -74,7 +74,7 @@ class Fsdp1Config(ShardConfig):
             )
 
 
-# Settings of how parameters are sharded and gathered, which DDP does not do.
+# Settings for sharding and gathering parameters, which do not apply to DDP.
 _MEANINGLESS = (
     "norms_in_float32",
     "replicas",
@@ -88,7 +88,7 @@ _MEANINGLESS = (
 )
 
 
-# What is printed, when gradients are reduced, and what a batch has of each sequence.
+# Settings for output, the time of gradient reduction, and a rank's part of each sequence.
 _OF_FINETUNE = ("explain", "sync_every_micro_batch", "context_parallel", "context_method")
 
 
@@ -124,20 +124,20 @@ WRAPPERS: dict[str, type[ShardConfig]] = {kind.wrapper: kind for kind in (Fsdp2C
 def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2", **settings: Any) -> ShardedModel:
     """Shard `model` along its no-split blocks over the ranks of `context`.
 
-    Weights that are filled are kept; those of a model on the meta device are left unfilled.
+    Existing weights are kept; those of a model on the meta device are left unfilled.
 
     Args:
-        model: The model, on the device of `context` or on meta. Of a model of transformers on meta, the buffers that no
-            checkpoint has (rotary frequencies) are computed.
+        model: The model, on the device of `context` or on meta. For a transformers model on meta, the buffers that
+            checkpoints do not store (rotary frequencies) are computed.
         context: The ranks, from `init_distributed`.
         wrapper: `fsdp2`, `fsdp1` or `ddp`.
-        settings: Those of `shard.*`, such as `param_dtype="float32"`.
+        settings: `shard.*` settings, such as `param_dtype="float32"`.
 
     Returns:
         The sharded model.
 
     Raises:
-        ConfigError: The wrapper or a setting does not exist, or cannot work with this model and these ranks.
+        ConfigError: The wrapper or a setting does not exist, or does not work with this model and these ranks.
         ModelError: No blocks are found in the model.
 
     Example:

@@ -1,8 +1,8 @@
-"""Lists of modules of which some run, by their input, such as the experts of Switch Transformers.
+"""Lists of modules of which only some run, depending on the input, such as the experts of Switch Transformers.
 
-A module may run on one rank and not on another. So it is no unit, which all ranks gather together. It also gets a
-gradient of zeros where it did not run: `fully_shard` reduces the gradients that a rank has, whatever others have, and
-would add up those of different modules.
+A module may run on one rank but not on another, so it cannot be a unit, which all ranks gather together. Where it did
+not run, it receives a zero gradient: `fully_shard` reduces the gradients that a rank has, regardless of other ranks,
+and would add up gradients of different modules.
 """
 
 from collections import Counter
@@ -17,16 +17,16 @@ _ALL_RUN = ("transformers.", "torch.", "peft.")  # modules whose plain lists run
 
 
 def routed_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """FQN and module of each list that has a forward of its own, in module order."""
+    """Yield FQN and module of each list that defines its own forward, in module order."""
     for fqn, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is not nn.Module.forward:
             yield fqn, module
 
 
 def alternatives(model: nn.Module) -> Iterator[str]:
-    """FQN of each module in a plain list of like modules, over which a module of one's own loops.
+    """Yield the FQN of each module in a plain list of similar modules, over which a user's module loops.
 
-    It may leave out those that have nothing to do. Models of transformers do so in `routed_lists` only.
+    That module may skip some of them. transformers models do so only in `routed_lists`.
     """
     for fqn, owner in model.named_modules():
         lists = [] if type(owner).__module__.startswith(_ALL_RUN) else list(owner.named_children())
@@ -38,15 +38,15 @@ def alternatives(model: nn.Module) -> Iterator[str]:
 
 
 def is_within(fqn: str, modules: Set[str]) -> bool:
-    """Whether `fqn` is one of `modules`, or of something in one; there may be tens of thousands of them."""
+    """Whether `fqn` is one of `modules`, which may be tens of thousands, or is inside one."""
     parts = fqn.split(".")
     return any(".".join(parts[:number]) in modules for number in range(1, len(parts) + 1))
 
 
 def complete_gradients(model: nn.Module) -> None:
-    """Give each module of a routed list that runs on any rank a gradient on all of them.
+    """Give each module of a routed list that runs on any rank a gradient on all ranks.
 
-    One that runs on no rank has none, as in one process.
+    A module that runs on no rank has no gradient, as in a single process.
     """
     for _, modules in routed_lists(model):
         _Routed(list(modules.children()), modules)
@@ -79,7 +79,7 @@ class _Routed:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Returns its first argument; the others get gradients of zeros."""
+    """Returns its first argument; the others receive zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Tensor parallelism: layers divided over neighboring ranks as the model's own plan says, before they are sharded.
+"""Tensor parallelism: divides layers over neighboring ranks according to the model's own plan, before sharding.
 
-transformers names, for many models, how each linear layer is cut (`tp_plan`), and has the layers' communication. This
-applies such a plan to a model on meta. A parameter is then cut by columns or rows over the tensor ranks, and its part
-by rows over the sharding ranks: one box of the whole.
+For many models, transformers defines how each linear layer is divided (`tp_plan`), and implements the layers'
+communication. This applies such a plan to a model on meta. A parameter is divided by columns or rows over the tensor
+ranks, and its part by rows over the sharding ranks, so a rank holds one box of the whole.
 """
 
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import apply_tensor_plan, follows_plans_by_fqn, parallel_plan, tied_names
 
-# Styles that cut a parameter along one dimension, or leave it whole on each rank with the same gradient.
+# Styles that divide a parameter along one dimension, or replicate it with the same gradient on each rank.
 _STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"})
 
 
-# Styles of what is whole on each rank, and whose gradient would have to be added up.
+# Styles of replicated parameters whose gradients would have to be summed.
 INFERENCE_STYLES = frozenset({"replicated_with_grad_allreduce"})
 
 
 def check_tensor_parallel(
     model: nn.Module, num_ranks: int, setting: str = "shard.tensor_parallel", *, also: frozenset[str] = frozenset()
 ) -> None:
-    """Raise ConfigError, naming `setting`, unless `model` has a plan that can be followed on `num_ranks` ranks.
+    """Raise ConfigError, naming `setting`, unless `model` has a plan that works on `num_ranks` ranks.
 
-    `also` are styles that are understood in addition to those that can be trained.
+    `also` are styles supported in addition to those that can be trained.
     """
     styles = _STYLES | also
     where, name = f"{setting}={num_ranks}", type(model).__name__
@@ -47,7 +47,7 @@ def check_tensor_parallel(
             f"{where} does not divide the outputs of {uneven[0]} of {name}, which transformers before 5.23 needs; "
             f"install that, or give a divisor."
         )
-    # A matter of gradients, so of no concern to who only runs the model.
+    # This concerns only gradients, and so does not matter for inference.
     if not also and (alone := _between_cut_layers(model, plan)):
         raise ConfigError(
             f"{where}: {name} has {alone} among layers that are cut, and its plan does not name it: each rank would "
@@ -63,7 +63,7 @@ def check_tensor_parallel(
 
 
 def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
-    """A module with parameters in the same parent as a cut layer, such as a norm of its queries; empty if none."""
+    """A module with parameters in the same parent as a divided layer, such as a norm of its queries; empty if none."""
     cut = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
     siblings = (
         name
@@ -74,16 +74,16 @@ def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
 
 
 def _uneven_outputs(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> list[str]:
-    """Parameters whose outputs are gathered and not divided evenly: of no concern once 5.23 is the oldest version."""
+    """Parameters whose outputs are gathered but not evenly divided; irrelevant once 5.23 is the oldest version."""
     gathered = {name for name, style in plan.items() if style in ("colwise_gather_output", "colwise_rep")}
     return [name for name, param in model.named_parameters() if name in gathered and len(param) % num_ranks]
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the parameters of `model`, on meta, over the ranks of `mesh`, and have its layers communicate."""
+    """Divide the parameters of `model`, on meta, over the ranks of `mesh`, and make its layers communicate."""
     ties = tied_names(model)
     plan = {name: style for name, style in parallel_plan(model, "tp_plan").items() if name not in ties}
     apply_tensor_plan(model, mesh, plan)
-    for alias, kept in ties.items():  # each parameter was replaced, under its first name only
+    for alias, kept in ties.items():  # each parameter was replaced only under its first name
         owner, _, name = alias.rpartition(".")
         setattr(model.get_submodule(owner), name, model.get_parameter(kept))

@@ -1,7 +1,7 @@
-"""Which modules are sharded as a unit of their own: a plan, computed from the model's structure alone.
+"""Plans which modules become separate units of sharding, from the model's structure alone.
 
-The parameters of a unit are gathered together. What is in no unit belongs to the root. The wrappers apply the plan, and
-`unit_tree` shows it.
+The parameters of a unit are gathered together. Parameters outside of all units belong to the root. The wrappers apply
+the plan, and `unit_tree` shows it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fsdp_shard.sharding.mesh import num_shards
 from fsdp_shard.sharding.routed_lists import alternatives, is_within, routed_lists
 from fsdp_shard.utils import format_size, format_table
 
-# A block outside of the layers (an embedding, a head) is a unit from this size on; a final norm with its few kilobytes
-# is not worth a collective and stays in the root.
+# A block outside of the layers (an embedding, a head) is a unit from this size; a final norm with its few kilobytes is
+# not worth a collective and stays in the root.
 _OWN_UNIT_BYTES = 4 * 2**20
 
 _HEAD = ("unit", "class", "units", "parameters", "gathered", "per rank")
@@ -32,12 +32,13 @@ _USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 
 
 def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
-    """The units of `model`: its blocks, or every module that is large enough, except norms and quantized weights.
+    """Return the units of `model`: its blocks or every module of sufficient size, excluding norms and quantized
+    weights.
 
-    Parameters that are tied across units must be gathered at one time, so such modules are not units, whichever they
-    are: the input embedding of a model with a tied head is in the root, which is gathered when the head runs. Nor are
-    modules that a run of the model on meta does not call, or whose parameters it uses from elsewhere: those are
-    gathered with what is around them.
+    Parameters tied across units must be gathered at the same time, so modules that share them are never units: the
+    input embedding of a model with a tied head is in the root, which is gathered when the head runs. Modules that a run
+    of the model on meta does not call, or whose parameters are used from elsewhere, are not units either; they are
+    gathered with the unit around them.
 
     Args:
         model: The model, which may be on meta.
@@ -45,11 +46,11 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
             `quantized_dtype` other than uint8 one of each quantized weight, which would be cast with the others.
 
     Returns:
-        The units, inner ones before those around them, else in module order, and the root last.
+        The units in module order, but inner units before outer ones, and the root last.
 
     Raises:
         ModelError: No blocks are found in the model.
-        ConfigError: Norms are asked for and the model has none.
+        ConfigError: Units of norms are requested, but the model has no norms.
     """
     blocks: list[Block] = []
     with suppress(ModelError) if settings.min_params is not None else nullcontext():  # units by size need no blocks
@@ -86,7 +87,7 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
 
 
 def _gathered_itemsize(param: nn.Parameter, dtype: str) -> int:
-    """Bytes of an element: floating-point parameters are gathered in the unit's dtype, others as they are stored."""
+    """Bytes per element: floating-point parameters are gathered in the unit's dtype, others as stored."""
     return itemsize(dtype) if param.is_floating_point() else param.element_size()
 
 
@@ -95,10 +96,10 @@ def _stands_alone(block: Block) -> bool:
 
 
 def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable[[str], bool]:
-    """Whether the module with an FQN can gather its parameters when it is called.
+    """Return a function that tells whether the module with an FQN can gather its parameters when called.
 
-    What was not called, as the images of a model that ran on text, is taken for separable if it is a layer. So is what
-    no run has shown, except lists that may be called or iterated over.
+    Modules that were not called, such as the image encoder of a model that ran on text, count as separable if they are
+    layers. So do modules that no run reached, except lists that may be called or iterated over.
     """
     trace, layers = trace_forward(model), {block.fqn for block in blocks if block.repeated}
     routed = tuple(f"{fqn}." for fqn, _ in routed_lists(model))
@@ -106,9 +107,9 @@ def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable
 
     def can_gather(fqn: str) -> bool:
         module = model.get_submodule(fqn)
-        if type(module).forward is nn.Module.forward or fqn in trace.outside:  # a list has no forward pass
+        if type(module).forward is nn.Module.forward or fqn in trace.outside:  # lists have no forward pass
             return False
-        if fqn.startswith(routed) or is_within(fqn, may_run):  # it runs on some ranks only
+        if fqn.startswith(routed) or is_within(fqn, may_run):  # runs only on some ranks
             return False
         return fqn in trace.called or fqn in layers or not (trace.is_complete or isinstance(module, nn.Sequential))
 
@@ -116,7 +117,7 @@ def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable
 
 
 def _large_enough(model: nn.Module, min_params: int, gathered: Callable[[str], bool]) -> Iterator[str]:
-    """FQNs of the modules with at least `min_params` parameters, without those of such modules inside them."""
+    """Yield FQNs of the modules with at least `min_params` parameters outside of such modules inside them."""
     counted: set[int] = set()
     found = []
 
@@ -139,7 +140,7 @@ def _large_enough(model: nn.Module, min_params: int, gathered: Callable[[str], b
 
 
 def _norms(model: nn.Module) -> Iterator[str]:
-    """FQNs of the norm layers with parameters of their own."""
+    """Yield the FQNs of norm layers with their own parameters."""
     for fqn, module in model.named_modules():
         is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
         if fqn and is_norm and next(module.parameters(), None) is not None:
@@ -147,7 +148,7 @@ def _norms(model: nn.Module) -> Iterator[str]:
 
 
 def _inner_first(model: nn.Module, fqns: set[str]) -> list[str]:
-    """`fqns` in module order, but each after those inside it."""
+    """Return `fqns` in module order, but each after those inside it."""
     order = [fqn for fqn, _ in model.named_modules(remove_duplicate=False) if fqn in fqns]
     done: list[str] = []
     around: list[str] = []
@@ -159,13 +160,13 @@ def _inner_first(model: nn.Module, fqns: set[str]) -> list[str]:
 
 
 def _without_ties(model: nn.Module, fqns: set[str]) -> set[str]:
-    """`fqns` without those that hold one name of a tied parameter while its other name is elsewhere."""
+    """Return `fqns` without those that hold one name of a tied parameter whose other name is elsewhere."""
     left, ties = set(fqns), tied_names(model)
     while split := {
         (_unit_of(a, left), _unit_of(b, left)) for a, b in ties.items() if _unit_of(a, left) != _unit_of(b, left)
     }:
         for one, two in split:
-            # What is around both may stay; the root always does.
+            # A module around both names may stay; the root always does.
             left -= {fqn for fqn, other in ((one, two), (two, one)) if fqn and not other.startswith(fqn + ".")}
     return left
 
@@ -181,7 +182,7 @@ def _unit_of(parameter: str, fqns: Sequence[str] | set[str]) -> str:
 
 @dataclass
 class _Node:
-    """A unit, its name in the unit around it, and the least and the largest fraction of it that a rank stores."""
+    """A unit, its name in the outer unit, and the smallest and largest fraction of it that a rank stores."""
 
     unit: Unit
     name: str
@@ -190,22 +191,22 @@ class _Node:
 
     @property
     def key(self) -> object:
-        """Equal for units that are joined in one line."""
+        """A key that is equal for units shown in one line."""
         template = re.sub(r"\d+", "*", self.name)
         return template, self.unit.cls, self.unit.num_params, self.unit.dtype, self.held, [n.key for n in self.inner]
 
 
 def unit_tree(model: nn.Module, shard: ShardConfig, num_ranks: int) -> list[str]:
-    """The tree of units as a table; units that are alike and follow each other are one line.
+    """Format the tree of units as a table; consecutive equal units share one line.
 
     Args:
-        model: The model before it is sharded; it may be on meta.
+        model: The model before sharding; it may be on meta.
         shard: The shard settings.
         num_ranks: Number of ranks.
 
     Returns:
-        The lines. *Gathered* are the bytes of a unit in the dtype that it computes in, *per rank* those that a rank
-        stores, the least and the most where they differ.
+        The lines. *Gathered* are the bytes of a unit in its computation dtype. *Per rank* are the bytes that a rank
+        stores, with minimum and maximum if they differ.
     """
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     units = plan_units(model, shard)
@@ -214,7 +215,7 @@ def unit_tree(model: nn.Module, shard: ShardConfig, num_ranks: int) -> list[str]
 
 
 def _tree(units: Sequence[Unit], shapes: Mapping[str, Shape], local: Sequence[Mapping[str, Shape]]) -> _Node:
-    """The root, with all other units in it; `units` has inner ones before those around them."""
+    """Return the root with all other units in it; `units` lists inner ones before outer ones."""
     nodes: list[_Node] = []
     for unit in units:
         elements = max(1, sum(prod(shapes[name]) for name in unit.parameters))

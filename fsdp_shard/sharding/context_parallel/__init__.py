@@ -1,1 +1,1 @@
-"""Each sequence of a batch divided over neighboring ranks: which tokens a rank has, and attention across ranks."""
+"""Divides each sequence of a batch over neighboring ranks: the tokens of each rank, and attention across ranks."""

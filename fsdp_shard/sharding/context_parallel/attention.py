@@ -1,8 +1,8 @@
-"""The attention of a model whose sequences are divided over ranks, as an implementation of transformers' interface.
+"""Attention for sequences divided over ranks, as an implementation of transformers' attention interface.
 
-A model makes its masks once per forward pass, and passes them to its layers. Here a mask is an object that knows the
-whole sequence (`SequenceMask`), so that a layer needs nothing else, also when it is computed again in the backward
-pass. What a model leaves to flash attention or sdpa by arguments, such as a window, is in its mask too.
+A model creates its masks once per forward pass and passes them to its layers. Here, a mask is an object that describes
+the whole sequence (`SequenceMask`), so a layer needs nothing else, even when it is recomputed in the backward pass.
+Restrictions that a model passes to flash attention or sdpa as arguments, such as a window, are part of the mask, too.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ from fsdp_shard.sharding.context_parallel.ulysses import num_sent_heads, repeat_
 from fsdp_shard.sharding.module_shards import transformers_model
 
 _sequence: ContextVar[WholeSequence | None] = ContextVar("sequence", default=None)
-_before: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what models attended with before
+_before: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # previous attention of models
 
 
 def chosen_method(shard: ShardConfig, config: PretrainedConfig) -> str:
-    """The method of `shard`; `auto` is Ulysses where ranks can have as many heads each, and else ring attention."""
+    """The method of `shard`; `auto` is Ulysses if the heads divide evenly over the ranks, else ring attention."""
     if shard.context_method != "auto":
         return shard.context_method
     heads = num_query_heads(config)
@@ -39,13 +39,13 @@ def chosen_method(shard: ShardConfig, config: PretrainedConfig) -> str:
 
 
 def num_query_heads(config: PretrainedConfig) -> int | None:
-    """Number of query heads of a model, if its config has it."""
+    """Number of query heads of a model, if its config defines it."""
     found = getattr(config.get_text_config(), "num_attention_heads", None)
     return found if isinstance(found, int) else None
 
 
 def divide_attention(model: PreTrainedModel, method: str) -> None:
-    """Have `model` attend over the ranks that divide its sequences, by `ulysses` or `ring`."""
+    """Make `model` attend across the ranks that divide its sequences, with `ulysses` or `ring`."""
     AttentionInterface.register(ULYSSES, _attend_by_heads)
     AttentionInterface.register(RING, _attend_in_ring)
     for name in (ULYSSES, RING):
@@ -61,14 +61,14 @@ def divide_attention(model: PreTrainedModel, method: str) -> None:
 
 
 def divided_by(model: nn.Module) -> str | None:
-    """The method by which `model`, or what it wraps, attends over ranks; None if it does not."""
+    """The method with which `model`, or the model that it wraps, attends across ranks; None if it does not."""
     used = attention_implementations(model)
     return next((method for method in (ULYSSES, RING) if method in used), None)
 
 
 @contextmanager
 def attending(sequence: WholeSequence | None) -> Iterator[None]:
-    """Within the block, forward passes are of parts of `sequence`; with None, of whole sequences."""
+    """Within the block, forward passes process parts of `sequence`, or whole sequences if it is None."""
     token = _sequence.set(sequence)
     try:
         yield
@@ -78,7 +78,7 @@ def attending(sequence: WholeSequence | None) -> Iterator[None]:
 
 @contextmanager
 def attending_alone(model: nn.Module) -> Iterator[None]:
-    """Within the block, `model`, or what it wraps, attends as before `divide_attention`, to generate."""
+    """Within the block, `model`, or the model that it wraps, attends as before `divide_attention`, to generate."""
     method, inside = divided_by(model), transformers_model(model)
     if method is None or inside is None:
         yield
@@ -98,10 +98,10 @@ def _make_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **kwargs: Any,
 ) -> SequenceMask:
-    """The mask of a kind of layer, from what transformers gives to `sdpa_mask`.
+    """Create the mask for a kind of layer, from the arguments that transformers passes to `sdpa_mask`.
 
     Raises:
-        ModelError: The model has a mask of its own, or is not causal.
+        ModelError: The model has a custom mask, or is not causal.
     """
     sequence = _sequence.get()
     if sequence is None:
@@ -125,13 +125,13 @@ def _attend_in_ring(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by ring attention, from [batch, heads, part, width] to [batch, part, heads, width]; a collective."""
+    """Attend with ring attention, from [batch, heads, part, width] to [batch, part, heads, width]; a collective."""
     mask = _checked_mask(module, attention_mask, kwargs)
     if dropout:
         raise ModelError(f"{type(module).__name__} has dropout in attention ({dropout}), which ring attention has not.")
     how = _scoring(query, scaling, kwargs)
     output = ring_attention(query, key, value, mask, how, kwargs.get("s_aux"))
-    return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
+    return output.transpose(1, 2).contiguous(), None  # contiguous as in transformers: some models view it
 
 
 def _attend_by_heads(
@@ -144,9 +144,9 @@ def _attend_by_heads(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by Ulysses, from [batch, heads, part, width] to [batch, part, heads, width]; a collective.
+    """Attend with Ulysses, from [batch, heads, part, width] to [batch, part, heads, width]; a collective.
 
-    The whole sequence is attended to by sdpa, and blockwise where the model caps scores or has sinks.
+    sdpa attends to the whole sequence; if the model caps scores or has sinks, blockwise attention does.
     """
     mask = _checked_mask(module, attention_mask, kwargs)
     ranks, num_heads = mask.sequence.ranks, query.shape[1]
@@ -173,7 +173,7 @@ def _attend_by_heads(
 
 
 class _Heads:
-    """The layer as sdpa needs to see it: how many queries share a key among the heads of this rank."""
+    """A stand-in for the layer in sdpa: how many queries share a key among this rank's heads."""
 
     is_causal = True
 
@@ -182,7 +182,7 @@ class _Heads:
 
 
 def _checked_mask(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> SequenceMask:
-    """`mask`; ModelError if it is none of ours, or if the layer gives something else that would be ignored."""
+    """Return `mask`; raise ModelError if it is not ours, or if the layer passes arguments that would be ignored."""
     others = [name for name in ("position_bias", "cache", "output_attentions") if kwargs.get(name) is not None]
     others = [name for name in others if kwargs[name] is not False]
     if not isinstance(mask, SequenceMask) or others or kwargs.get("is_causal") is False:

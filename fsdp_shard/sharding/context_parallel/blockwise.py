@@ -1,10 +1,10 @@
-"""Attention a block of keys at a time, with a softmax that is corrected as blocks come, and its gradients.
+"""Attention over one block of keys at a time, with an online softmax, and its gradients.
 
 Milakov and Gimelshein, Online normalizer calculation for softmax (2018), and Dao, FlashAttention-2 (2023), in plain
-operators of torch: sums are float32, scores are never in memory for more than some rows, and the backward pass computes
-them again.
+operators of torch: sums are float32, scores are in memory for only a few rows at a time, and the backward pass
+recomputes them.
 
-Queries are [batch, groups, heads, length, width]: those of one group share a head of keys and values, which are
+Queries are [batch, groups, heads, length, width]. The heads of a group share one head of keys and values, which are
 [batch, groups, length, width] and never repeated.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-_LEAST_TILE_BYTES = 1 << 20  # of scores that are computed at a time: for fewer, operators take longer to start
-_NOTHING = -1e30  # the largest score before the first key: finite, so that no infinities are subtracted
+_LEAST_TILE_BYTES = 1 << 20  # of scores computed at a time: with fewer, launch overhead dominates
+_NOTHING = -1e30  # the highest score before the first key; finite, so infinities are never subtracted
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made of products: their scale, and a cap softcap * tanh(score / softcap), if any."""
+    """Conversion of products to scores: their scale, and a cap softcap * tanh(score / softcap), if any."""
 
     scale: float
     softcap: float | None = None
@@ -27,12 +27,12 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """The attention of queries to the keys so far.
+    """The attention of queries to the keys processed so far.
 
     Attributes:
         output: Sum of the values, weighted by exp(score - highest), float32 [batch, groups, heads, length, width].
         highest: The highest score, float32 [batch, groups, heads, length].
-        total: Sum of the weights, float32 as `highest`.
+        total: Sum of the weights, shaped like `highest`, float32.
     """
 
     output: torch.Tensor
@@ -41,7 +41,7 @@ class Accumulated:
 
     @classmethod
     def nothing(cls, query: torch.Tensor, width: int) -> "Accumulated":
-        """Return what is accumulated before the first key, for values of this width."""
+        """Return the state before the first key, for values of this width."""
         rows = query.shape[:-1]
         highest = query.new_full(rows, _NOTHING, dtype=torch.float32)
         return cls(query.new_zeros((*rows, width), dtype=torch.float32), highest, torch.zeros_like(highest))
@@ -51,7 +51,7 @@ class Accumulated:
         return Accumulated(self.output[:, :, :, rows], self.highest[:, :, :, rows], self.total[:, :, :, rows])
 
     def normalizer(self, sinks: torch.Tensor | None) -> torch.Tensor:
-        """The logarithm of the sum of exp(score), float32 as `highest`; `sinks` [groups, heads] are scores too."""
+        """The logarithm of the sum of exp(score), shaped like `highest`; `sinks` [groups, heads] are scores, too."""
         found = self.highest + self.total.log()
         return found if sinks is None else torch.logaddexp(found, sinks.float()[None, :, :, None])
 
@@ -76,13 +76,13 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the backward pass knows of the queries, and their gradient, which is added up.
+    """The data of queries that the backward pass needs, and their accumulated gradient.
 
     Attributes:
-        query: As in the forward pass.
-        output: The gradient of the output, as `query`.
-        normalizer: That of the forward pass.
-        delta: The sum of gradient * output over the width, float32 as `normalizer`.
+        query: The queries of the forward pass.
+        output: The gradient of the output, shaped like `query`.
+        normalizer: The normalizer of the forward pass.
+        delta: The sum of gradient * output over the width, float32, shaped like `normalizer`.
         of_query: The gradient of the queries, float32.
     """
 
@@ -103,7 +103,7 @@ class Gradients:
         mask: torch.Tensor | None,
         how: Scoring,
     ) -> None:
-        """Add the gradients through a block of keys and values; theirs are added to the float32 tensors `into`."""
+        """Add the gradients through a block of keys and values, whose own gradients are added to the float32 `into`."""
         (key, value), (of_key, of_value) = block, into
         for rows in _tiles(self.query, key):
             part = self.part(rows)
@@ -120,7 +120,7 @@ class Gradients:
 
 
 def _tiles(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
-    """Parts of the queries whose float32 scores take as many bytes as float32 queries, or a megabyte."""
+    """Yield parts of the queries whose float32 scores need as many bytes as float32 queries, or a megabyte."""
     length = query.shape[3]
     size = max(1, max(_LEAST_TILE_BYTES, 4 * query.numel()) // (4 * query[..., :1, 0].numel() * key.shape[2]))
     for first in range(0, length, size):
@@ -155,9 +155,9 @@ def _summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The batched matrix product, in float32 whatever the dtype of the factors."""
+    """The batched matrix product in float32, regardless of the dtype of the factors."""
     if left.dtype == torch.float32:
         return torch.bmm(left, right)
     if left.is_cuda:
-        return torch.bmm(left, right, out_dtype=torch.float32)  # sums of tensor cores, as they are
+        return torch.bmm(left, right, out_dtype=torch.float32)  # the unrounded sums of tensor cores
     return torch.bmm(left.float(), right.float())

@@ -1,4 +1,4 @@
-"""Whether the sequences of a model can be divided over ranks: by its settings, and by running a tiny one in parts."""
+"""Checks that a model's sequences can be divided over ranks, by its settings and by running a tiny model in parts."""
 
 import inspect
 from functools import partial
@@ -22,18 +22,18 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", 
 def check_context_parallel(
     config: PretrainedConfig, model: PreTrainedModel, settings: ModelConfig, shard: ShardConfig, sequence_length: int
 ) -> None:
-    """Check that `shard.context_parallel` can divide the sequences of a model; nothing where it is 1.
+    """Check that `shard.context_parallel` can divide the sequences of a model; does nothing if it is 1.
 
     Args:
         config: The model's config.
         model: The model, on meta.
-        settings: The settings `model.*`.
-        shard: The settings `shard.*`.
+        settings: The `model.*` settings.
+        shard: The `shard.*` settings.
         sequence_length: The longest sequence, in tokens.
 
     Raises:
-        ConfigError: Another setting does not allow it, or sequences are too short, or heads cannot be divided.
-        ModelError: The model mixes tokens by other means than attention of transformers' interface.
+        ConfigError: Another setting does not allow it, sequences are too short, or heads cannot be divided.
+        ModelError: The model mixes tokens by means other than transformers' attention interface.
     """
     ranks = shard.context_parallel
     if ranks == 1:
@@ -58,7 +58,7 @@ def check_context_parallel(
 
 
 def _check_method(model: PreTrainedModel, shard: ShardConfig, method: str, given: str) -> None:
-    """ConfigError for heads that cannot be divided, and for what the attention of a method has not."""
+    """Raise ConfigError for heads that cannot be divided, and for features that a method's attention lacks."""
     text, heads = model.config.get_text_config(), num_query_heads(model.config)
     divides = heads is not None and heads % shard.context_parallel == 0
     if method == ULYSSES and not divides:
@@ -83,10 +83,10 @@ def _check_method(model: PreTrainedModel, shard: ShardConfig, method: str, given
 
 
 def _check_positions(config: PretrainedConfig, given: str, sequence_length: int) -> None:
-    """ConfigError for rotary frequencies that depend on the last position that a rank sees."""
+    """Raise ConfigError for rotary frequencies that depend on the last position that a rank sees."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    for kind in (rope, *rope.values()):  # some models have one for each type of layer
+    for kind in (rope, *rope.values()):  # some models have one per layer type
         name = kind.get("rope_type") if isinstance(kind, dict) else None
         if name not in ("dynamic", "longrope"):
             continue
@@ -101,7 +101,7 @@ def _check_positions(config: PretrainedConfig, given: str, sequence_length: int)
 
 
 def _check_model(config: PretrainedConfig, cls: type[PreTrainedModel], given: str) -> None:
-    """ModelError unless a tiny model of the same architecture has the same logits with its tokens in another order."""
+    """Raise ModelError unless a tiny model of this architecture has the same logits with its tokens reordered."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     if not cls.__module__.startswith("transformers."):
@@ -110,7 +110,7 @@ def _check_model(config: PretrainedConfig, cls: type[PreTrainedModel], given: st
         reason = "it is an encoder-decoder model"
     elif others:
         reason = f"it has layers without attention ({', '.join(others)})"
-    elif getattr(config.get_text_config(), "attn_temperature_tuning", False):  # beyond thousands of tokens
+    elif getattr(config.get_text_config(), "attn_temperature_tuning", False):  # takes effect beyond thousands of tokens
         reason = "its layers count the places of tokens themselves (attn_temperature_tuning)"
     elif "position_ids" not in inspect.signature(cls.forward).parameters:
         reason = "it takes no position_ids"
@@ -124,7 +124,7 @@ def _check_model(config: PretrainedConfig, cls: type[PreTrainedModel], given: st
 
 
 def _is_same_in_parts(model: PreTrainedModel) -> bool:
-    """Whether the logits of tokens in another order, by ring attention on one rank, are those of the whole window."""
+    """Whether ring attention on one rank, with tokens in another order, gives the logits of the whole window."""
     generator = torch.Generator().manual_seed(1)
     window = torch.randint(5, _VOCABULARY, (1, _LENGTH), generator=generator)
     run: Any = partial(model, use_cache=False)

@@ -1,8 +1,8 @@
-"""Ring attention: keys and values go round the ranks, each of which attends to them with its own queries.
+"""Ring attention: keys and values circulate among the ranks, and each rank attends to them with its own queries.
 
-Liu et al., Ring Attention with Blockwise Transformers (2023). In each of N-1 rounds a rank sends the keys and values
-that it holds to the next rank, while it computes with them. In the backward pass they go round again, and their
-gradients, float32, follow them until they are back at their own rank.
+Liu et al., Ring Attention with Blockwise Transformers (2023). In each of N-1 rounds, a rank sends the keys and values
+that it holds to the next rank, while it computes with them. In the backward pass, they circulate again, and their
+float32 gradients follow until they return to their own rank.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ def ring_attention(
 
     Args:
         query: [batch, heads, part, width]; the tokens are in the order of the rank's chunks.
-        key: [batch, key_value_heads, part, width], which divides the heads.
+        key: [batch, key_value_heads, part, width]; key_value_heads divides the number of heads.
         value: [batch, key_value_heads, part, value_width].
-        mask: Which tokens attend to which, and the ranks.
-        how: How scores are made.
-        sinks: A score for each head that takes part in the softmax and has no value [heads], if any.
+        mask: Defines which tokens attend to which, and the ranks.
+        how: Scale and cap of the scores.
+        sinks: For each head, a score that enters the softmax without a value [heads], if any.
 
     Returns:
         The attention [batch, heads, part, value_width].
@@ -92,7 +92,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _KeyValueBuffer:
-    """Two tensors in one piece of memory: keys and values, or their gradients."""
+    """Two tensors in one buffer: keys and values, or their gradients."""
 
     def __init__(self, both: torch.Tensor, key_shape: torch.Size, value_shape: torch.Size) -> None:
         self.both, self._shapes = both, (key_shape, value_shape)
@@ -111,12 +111,12 @@ class _KeyValueBuffer:
         return cls(torch.cat([key.flatten(), value.flatten()]), key.shape, value.shape)
 
     def begin_send_to_next(self, ranks: ContextRanks) -> tuple["_KeyValueBuffer", list[Any]]:
-        """Send this to the next rank; returns what will come from the one before, and what to wait for."""
+        """Send this to the next rank; return the buffer received from the previous one, and the work to wait for."""
         received = _KeyValueBuffer(torch.empty_like(self.both), *self._shapes)
         return received, ranks.begin_send_to_next(received.both, self.both)
 
     def sent_to_next(self, ranks: ContextRanks) -> "_KeyValueBuffer":
-        """Send this to the next rank and return what came from the one before; a collective."""
+        """Send this to the next rank and return the buffer received from the previous one; a collective."""
         received, works = self.begin_send_to_next(ranks)
         for work in works:
             work.wait()
@@ -126,7 +126,7 @@ class _KeyValueBuffer:
 def _circulate(
     key: torch.Tensor, value: torch.Tensor, ranks: ContextRanks
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield (rank, keys, values) of each rank, this one first, while those of the one after are on their way."""
+    """Yield (rank, keys, values) of each rank, this one first, while the next ones are being transferred."""
     if ranks.num_ranks == 1:
         yield 0, key, value
         return
@@ -141,10 +141,10 @@ def _circulate(
 
 
 def _pairs(mask: SequenceMask, owner: int) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Pairs of chunks of this rank's queries and of the keys of `owner`, without those where no token attends.
+    """Yield pairs of chunks, of this rank's queries and of `owner`'s keys, except those without any attention.
 
     Yields:
-        The rows and columns of the two within what the ranks hold, and the mask of the rectangle; None if it is full.
+        The rows and columns of both chunks in the ranks' tensors, and the mask of the rectangle, None if it is full.
     """
     sequence = mask.sequence
     size, chunks = sequence.chunk_length, sequence.ranks.chunks

@@ -1,8 +1,8 @@
-"""Which tokens of each sequence a rank has, and what it must know of the others: their positions and documents.
+"""The tokens of each sequence that a rank holds, and the positions and documents of all tokens.
 
-A sequence is cut into chunks of equal length. For Ulysses rank r has chunk r. For ring attention it has chunks r and
-2N-1-r of 2N, so that under a causal mask every rank has as many pairs of tokens to compute as the others (zig-zag;
-Brandon et al., Striped Attention, 2023, and Zhu, ring-flash-attention, 2024).
+A sequence is cut into chunks of equal length. For Ulysses, rank r holds chunk r. For ring attention, it holds chunks r
+and 2N-1-r of 2N, so that under a causal mask every rank computes the same number of token pairs (zig-zag; Brandon et
+al., Striped Attention, 2023, and Zhu, ring-flash-attention, 2024).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ContextRanks:
     """The neighboring ranks that divide each sequence.
 
     Attributes:
-        chunks: The numbers of the chunks of each rank, in the order in which it holds them.
-        rank: Which of them this process is.
-        group: Their process group; None where one rank has all chunks.
+        chunks: The chunk numbers of each rank, in the order in which the rank holds them.
+        rank: The index of this process among them.
+        group: Their process group; None if one rank has all chunks.
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -40,7 +40,7 @@ class ContextRanks:
 
     @classmethod
     def of(cls, context: DistributedContext, method: str) -> Self:
-        """Return the ranks that divide sequences with the rank of `context`, for `ulysses` or `ring`."""
+        """Return the ranks that share sequences with the rank of `context`, for `ulysses` or `ring`."""
         num_ranks = context.num_context_ranks
         chunks = contiguous_chunks(num_ranks) if method == ULYSSES else zigzag_chunks(num_ranks)
         return cls(chunks, context.rank % num_ranks, context.context_group)
@@ -52,15 +52,15 @@ class ContextRanks:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of a sequence, over all ranks: lengths are padded to a multiple of it."""
+        """Number of chunks per sequence, over all ranks; lengths are padded to a multiple of it."""
         return sum(map(len, self.chunks))
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Send the i-th part of `sent` to rank i, and receive what all ranks send to this one; a collective."""
+        """Send the i-th part of `sent` to rank i, and receive the parts that ranks send to this one; a collective."""
         dist.all_to_all_single(received, sent, group=self.group)
 
     def begin_send_to_next(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
-        """Send to the next rank and receive from the one before; returns what to wait for."""
+        """Send to the next rank and receive from the previous one; return the work to wait for."""
         following, before = ((self.rank + step) % self.num_ranks for step in (1, -1))
         sends = dist.P2POp(dist.isend, sent, group=self.group, group_peer=following)
         receives = dist.P2POp(dist.irecv, received, group=self.group, group_peer=before)
@@ -71,18 +71,18 @@ class ContextRanks:
         """Return this rank's tokens of a batch of whole sequences.
 
         Args:
-            inputs: Arrays [batch_size, length]: `input_ids`, and `position_ids` where documents are packed.
-            labels: Labels [batch_size, length], shifted already: each is at the token that predicts it.
-            masked: The label that does not count, with which labels are padded.
+            inputs: Arrays [batch_size, length]: `input_ids`, and `position_ids` if documents are packed.
+            labels: Labels [batch_size, length], already shifted: each is at the token that predicts it.
+            masked: The ignored label, with which labels are padded.
 
         Returns:
-            Inputs and labels [batch_size, part], and what the rank must know of the whole.
+            Inputs and labels [batch_size, part], and the information about whole sequences.
         """
         batch_size, length = labels.shape
         added = -length % self.num_chunks
         positions = inputs.get("position_ids", np.broadcast_to(np.arange(length), labels.shape))
         sequence = WholeSequence.of(self, np.concatenate([positions, positions[:, -1:] + 1 + np.arange(added)], axis=1))
-        # The model itself may have no positions beyond the length: padding, which no token attends to, begins at zero.
+        # The model may have no positions beyond the length, so padding, to which no token attends, begins at zero.
         given = {**inputs, "position_ids": positions}
         endings = {"position_ids": np.broadcast_to(np.arange(added), (batch_size, added))}
         own = self.own_tokens(length + added)
@@ -90,28 +90,28 @@ class ContextRanks:
         for name, array in given.items():
             ending = endings.get(name, np.zeros((batch_size, added), np.int64))
             parts[name] = np.concatenate([array, ending], axis=1)[:, own]
-        # transformers looks for packed documents in positions unless there is a mask, and would find the chunks of this
-        # rank; that no token of theirs is masked is all that this one says.
+        # Without a mask, transformers would detect packed documents from the positions and find this rank's chunks.
+        # This mask only says that no token is masked.
         parts["attention_mask"] = np.ones((batch_size, len(own)), np.int64)
         own_labels = np.concatenate([labels, np.full((batch_size, added), masked, np.int64)], axis=1)[:, own]
         return SequencePart(parts, own_labels, sequence)
 
     def own_tokens(self, length: int) -> Ints:
-        """The places in a sequence of `length` tokens of those that this rank has, int64 [length / num_ranks]."""
+        """The positions of this rank's tokens in a sequence of `length` tokens, int64 [length / num_ranks]."""
         size = length // self.num_chunks
         return np.concatenate([np.arange(chunk * size, (chunk + 1) * size) for chunk in self.chunks[self.rank]])
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather values of the tokens of whole sequences; a collective.
+        """Gather values for the tokens of whole sequences; a collective.
 
-        Each rank is to compute the same of them: the gradient of `part` is what it has in the gradient of the result on
+        All ranks must compute the same from the result: the gradient of `part` is its slice of the result's gradient on
         this rank.
 
         Args:
             part: Values of this rank's tokens, [batch_size, length / num_ranks, num_values].
 
         Returns:
-            Those of all tokens in their order, [batch_size, length, num_values].
+            The values of all tokens in order, [batch_size, length, num_values].
         """
         gathered: torch.Tensor = _Gather.apply(part, self)  # type: ignore[no-untyped-call]  # untyped in torch
         return gathered
@@ -136,7 +136,7 @@ class _Gather(torch.autograd.Function):
 
 
 def contiguous_chunks(num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The chunks of each rank for Ulysses: as many chunks as ranks, in order."""
+    """The chunks of each rank for Ulysses: one chunk per rank, in order."""
     return tuple((rank,) for rank in range(num_ranks))
 
 
@@ -147,14 +147,14 @@ def zigzag_chunks(num_ranks: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """What a rank knows of all tokens of the sequences of a micro-batch.
+    """The information that a rank has about all tokens of a micro-batch's sequences.
 
     Attributes:
-        ranks: The ranks that have them.
+        ranks: The ranks that hold the tokens.
         positions: The position of each token in its document, int64 [batch_size, length].
-        documents: Which document each token belongs to, int64 [batch_size, length], ascending; None if it is one.
-        edges: The documents of the first and the last token of each chunk, int64 [batch_size, num_chunks, 2], in CPU
-            memory; None as `documents`.
+        documents: The document of each token, int64 [batch_size, length], ascending; None for a single document.
+        edges: The documents of the first and last token of each chunk, int64 [batch_size, num_chunks, 2], in CPU
+            memory; None if `documents` is None.
     """
 
     ranks: ContextRanks
@@ -164,7 +164,7 @@ class WholeSequence:
 
     @classmethod
     def of(cls, ranks: ContextRanks, positions: Ints) -> Self:
-        """Return the sequences with these positions [batch_size, length]: a document begins where they do not go on."""
+        """Return the sequences with these positions [batch_size, length]; documents begin where they do not go on."""
         documents = np.cumsum(np.diff(positions, axis=1, prepend=positions[:, :1] - 1) != 1, axis=1)
         whole = torch.from_numpy(np.ascontiguousarray(positions))
         if not documents.any():
@@ -174,25 +174,25 @@ class WholeSequence:
 
     @property
     def length(self) -> int:
-        """Number of tokens of a sequence, a multiple of the number of chunks."""
+        """Number of tokens per sequence, a multiple of the number of chunks."""
         return int(self.positions.shape[1])
 
     @property
     def chunk_length(self) -> int:
-        """Number of tokens of a chunk."""
+        """Number of tokens per chunk."""
         return self.length // self.ranks.num_chunks
 
     def on_one_rank(self) -> WholeSequence:
-        """The same sequences where this rank has all chunks, in order, for a part of the heads."""
+        """The same sequences if this rank has all chunks, in order, for a part of the heads."""
         return replace(self, ranks=ContextRanks((tuple(range(self.ranks.num_chunks)),)))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The same with `function` of each tensor, such as a copy on a device."""
+        """Apply `function` to each tensor, for example to copy it to a device."""
         documents = None if self.documents is None else function(self.documents)
         return replace(self, positions=function(self.positions), documents=documents)
 
     def rows(self, row: int) -> Self:
-        """Row 0 or 1 of each sample of two rows."""
+        """Row 0 or 1 of each two-row sample."""
         edges = None if self.edges is None else self.edges[row::2]
         return replace(self.map(lambda tensor: tensor[row::2]), edges=edges)
 
@@ -208,7 +208,7 @@ class SequencePart:
     Attributes:
         inputs: Arguments of the model by name, int64 [batch_size, part].
         labels: Labels, int64 [batch_size, part].
-        sequence: What the rank must know of the whole, in CPU memory.
+        sequence: The information about whole sequences, in CPU memory.
     """
 
     inputs: dict[str, Ints]

@@ -1,7 +1,7 @@
-"""Ulysses: ranks exchange their parts of the sequence for parts of the heads, and attend to the whole of it.
+"""Ulysses: ranks exchange parts of the sequence for parts of the heads, and attend to the whole sequence.
 
-Jacobs et al., DeepSpeed Ulysses (2023). Each rank sends the share (N-1)/N of its queries, keys, values and outputs in
-the forward pass, and of their gradients in the backward pass.
+Jacobs et al., DeepSpeed Ulysses (2023). Each rank sends the fraction (N-1)/N of its queries, keys, values and outputs
+in the forward pass, and of their gradients in the backward pass.
 """
 
 from math import gcd
@@ -13,12 +13,12 @@ from fsdp_shard.sharding.context_parallel.sequence_parts import ContextRanks
 
 
 def num_sent_heads(num_key_value_heads: int, num_ranks: int) -> int:
-    """Number of heads of the keys that are sent: repeated the fewest times after which ranks have as many each."""
+    """Number of key heads to send, repeated as few times as possible to divide evenly over the ranks."""
     return num_key_value_heads * num_ranks // gcd(num_key_value_heads, num_ranks)
 
 
 def to_heads(tensor: torch.Tensor, ranks: ContextRanks) -> torch.Tensor:
-    """Exchange [batch, heads, part, width] of this rank for [batch, heads / num_ranks, length, width]; a collective."""
+    """Exchange this rank's [batch, heads, part, width] for [batch, heads / num_ranks, length, width]; a collective."""
     exchanged: torch.Tensor = _ToHeads.apply(tensor, ranks)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return exchanged
 
@@ -71,7 +71,7 @@ def _sequence_of_one(tensor: torch.Tensor, ranks: ContextRanks) -> torch.Tensor:
 
 
 def _exchange(by_rank: torch.Tensor, ranks: ContextRanks) -> torch.Tensor:
-    """Send the i-th of [num_ranks, ...] to rank i, and return what all ranks sent, in their order; a collective."""
+    """Send the i-th of [num_ranks, ...] to rank i, and return the parts from all ranks in order; a collective."""
     sent = by_rank.contiguous()
     received = torch.empty_like(sent)
     ranks.exchange(received, sent)
