@@ -1,4 +1,4 @@
-"""Processes of a run: launching ranks, their rendezvous and process group, signals."""
+"""The processes of a run: launching ranks, their rendezvous and process group, and signals."""
 
 import lazy_loader
 

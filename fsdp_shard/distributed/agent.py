@@ -1,8 +1,8 @@
-"""torch's elastic agent of one machine, which ends ranks sooner that cannot continue and detects frozen ones.
+"""torch's elastic agent of one machine, extended to end ranks sooner that cannot continue, and to detect frozen ones.
 
 When a rank dies, torch gives the others 30 s, which ranks that wait for the dead one would use up; this agent gives
-them a few seconds. A rank that is stopped or hangs in the kernel never exits, so each rank has a heartbeat, and one
-whose heartbeat stops for too long is killed, before NCCL ends those that wait for it.
+them a few seconds. A rank that is stopped or hangs in the kernel never exits, so each rank has a heartbeat. A rank
+whose heartbeat stops for too long is killed, before NCCL ends the ranks that wait for it.
 """
 
 import os
@@ -23,7 +23,7 @@ from fsdp_shard.distributed.rank_reports import AttemptDirectory
 from fsdp_shard.errors import InputError
 from fsdp_shard.utils import set_environment
 
-_SECONDS_TO_END = 5.0  # for ranks that have lost another one: to notice it, and to report
+_SECONDS_TO_END = 5.0  # for ranks that have lost another one to notice and report it
 _SECONDS_TO_SAVE = 30.0
 _SECONDS_TO_START = 10.0
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -31,7 +31,7 @@ _SILENT_PART = 0.75  # of launch.timeout_seconds, after which NCCL would end the
 
 
 class Heartbeats:
-    """How long the heartbeat of each rank has stopped, counting only time in which this process itself has run."""
+    """Measures how long each rank's heartbeat has stopped, counting only time during which this process itself ran."""
 
     def __init__(self) -> None:
         self._last: dict[Path, int] = {}
@@ -39,7 +39,7 @@ class Heartbeats:
         self._checked = time.monotonic()
 
     def silent_seconds(self, files: Iterable[Path]) -> dict[Path, float]:
-        """Return the seconds since each heartbeat; a rank that has only just started has no file yet."""
+        """Return the seconds since each heartbeat; a rank that has just started has no file yet."""
         now = time.monotonic()
         passed, self._checked = min(now - self._checked, 1.0), now
         found = {}
@@ -58,25 +58,25 @@ class Agent(OverridableAgent):
     """Starts the ranks of this machine and monitors them.
 
     Args:
-        spec: What to run, and where the machines meet.
+        spec: The program to run, and the rendezvous of the machines.
         settings: Restarts, timeouts and grace period of the run.
         start_method: fork or spawn.
         reports: Directory in which each attempt has an `AttemptDirectory`.
     """
 
     def __init__(self, spec: WorkerSpec, settings: LaunchConfig, start_method: str, reports: Path) -> None:
-        # torch makes a directory for logs even when it writes none.
+        # torch creates a log directory even if it writes no logs.
         logs = DefaultLogsSpecs(log_dir=str(reports))
         super().__init__(spec, logs, start_method, settings.grace_seconds)
         self._settings, self._reports = settings, reports
         self._heartbeats = Heartbeats()
         self._attempt = AttemptDirectory(reports)
-        # Of the last attempt: the rank that died first, its exit status as Python gives it, the frozen ones, and
+        # State of the last attempt: the rank that died first, its exit status as in Python, the frozen ranks, and
         # process ids by rank.
         self._first_death: tuple[int, int] | None = None
         self._death_seen: float | None = None
         self._frozen: set[int] = set()
-        self._said: dict[int, str] = {}  # by ranks that raised an error before they began their work
+        self._said: dict[int, str] = {}  # from ranks that raised an error before they began their work
         self._pids: dict[int, int] = {}
         self._started, self._waited_for = time.monotonic(), list[int]()
 
@@ -107,15 +107,15 @@ class Agent(OverridableAgent):
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._first_death, self._frozen, self._death_seen, self._said = None, set(), None, {}
         self._started, self._waited_for = time.monotonic(), []
-        group: Any = worker_group  # torch's annotations know only what its fields are before the machines have met
+        group: Any = worker_group  # torch annotates the fields only as they are before the rendezvous
         attempt = bytes(group.store.get(ATTEMPT_KEY)).decode()
         self._attempt = AttemptDirectory.create(self._reports, attempt)
         with set_environment({ATTEMPT: attempt}):  # the ranks inherit it
             pids = super().start_workers(worker_group)
         self._pids = {int(worker.global_rank): pids[worker.local_rank] for worker in worker_group.workers}
-        # A thread of one of the launchers serves the store, and looks up the name of whoever connects: a rank that is
-        # forked at that moment finds the resolver of the C library locked for ever. So no rank connects before all are
-        # forked. One late machine does not keep the others waiting: what could happen then is rare.
+        # A thread of one of the launchers serves the store, and resolves the name of each client: a rank forked at that
+        # moment finds the C library's resolver locked forever. So no rank connects before all are forked. The others do
+        # not wait for one late machine, as the problem is then rare.
         wait_for_members(group.store, "fsdp-shard/started", group.group_world_size, _SECONDS_TO_START)
         self._attempt.release()
         return pids
@@ -128,7 +128,7 @@ class Agent(OverridableAgent):
             self._note_first_death(died, pids)
             _send(signal.SIGTERM, [pid for rank, pid in pids.items() if rank not in died])
         if self._death_seen is not None:
-            # torch's own way of seeing that a rank has died blocks until all have ended.
+            # torch's own way of detecting a dead rank blocks until all have ended.
             running = [pid for pid in pids.values() if _exit_status(pid) is None]
             if running and time.monotonic() - self._death_seen < _SECONDS_TO_END:
                 return RunResult(state=WorkerState.HEALTHY)
@@ -141,27 +141,27 @@ class Agent(OverridableAgent):
         return result
 
     def _note_first_death(self, died: Mapping[int, int | None], pids: Mapping[int, int]) -> None:
-        """Record the rank that died first, and forbid restarts if what ended it would end it again."""
+        """Record the rank that died first, and forbid restarts if the same cause would end it again."""
         self._death_seen = time.monotonic()
         statuses = {rank: 1 if status is None else status for rank, status in died.items()}
-        self._first_death = min(statuses.items(), key=lambda death: death[1] >= 0)  # killed ones come first
+        self._first_death = min(statuses.items(), key=lambda death: death[1] >= 0)  # killed ranks come first
         is_late = self._death_seen - self._started > self._settings.timeout_seconds
         if self._first_death[1] == -signal.SIGABRT and is_late:
             self._waited_for = sorted(pids.keys() - died)
-        # Wrong input would be wrong again. A fixed number of machines cannot continue after one was asked to stop.
+        # Wrong input would fail again. A fixed number of machines cannot continue after one was asked to stop.
         status = self._first_death[1]
         if status == InputError.exit_status or (status > 128 and not self._settings.is_elastic):
             self.forbid_restarts()
 
     def _note_message(self, rank: int, message: Any) -> None:
-        """Record an error that torch has written down: of its own code around our work, whose errors are reported."""
+        """Record an error that torch wrote down, from its own code around our work, which reports its own errors."""
         if isinstance(message, dict):  # else torch knows of none
             self._said[rank] = str(message["message"]).rstrip(".")
             self._first_death = rank, 1
 
     def end_ranks(self, number: signal.Signals, timeout_seconds: int) -> None:
-        # A rank whose work is done waits for this launcher to read what it returned, which it does no more. The first
-        # signal may have come while it still worked, and would have ended with it.
+        # A finished rank waits for this launcher to read its result, which no longer happens. The first signal may have
+        # arrived while the rank still worked, and would have had no further effect.
         _send(number, self._running())
         deadline = time.monotonic() + timeout_seconds
         while self._running() and time.monotonic() < deadline:
@@ -169,17 +169,17 @@ class Agent(OverridableAgent):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _running(self, among: Collection[int] | None = None) -> list[int]:
-        """Return the processes of the last attempt that run, of all ranks or of those in `among`."""
+        """Return the running processes of the last attempt, of all ranks or of those in `among`."""
         pids = (pid for rank, pid in self._pids.items() if among is None or rank in among)
         return [pid for pid in pids if _exit_status(pid) is None]
 
     def stop_workers(self, worker_group: WorkerGroup) -> None:
-        # Healthy ranks are stopped because a machine joined or left, and may save first. But if that machine died in
-        # the middle of a collective, they would hang.
+        # Healthy ranks are stopped because a machine joined or left, and may save first. But if that machine died
+        # during a collective, they would hang.
         is_healthy = self._death_seen is None
         seconds = min(self._settings.grace_seconds, _SECONDS_TO_SAVE) if is_healthy else _SECONDS_TO_END
         self.shut_down(int(seconds))
-        # What a rank has started goes with it: it could hold files and locks that the next attempt needs.
+        # Processes that a rank started end with it: they could hold files and locks that the next attempt needs.
         _send(signal.SIGKILL, [-int(worker.id) for worker in worker_group.workers])
 
     def _kill_frozen(self, pids: dict[int, int]) -> None:
@@ -195,7 +195,7 @@ def _exit_status(pid: int) -> int | None:
     """Return the exit status of a child, negative for a signal; None while it runs. torch can still reap the child."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # torch has it already
+    except ChildProcessError:  # torch has reaped it already
         return 0
     if found is None:
         return None
@@ -203,7 +203,7 @@ def _exit_status(pid: int) -> int | None:
 
 
 def _send(number: signal.Signals, pids: Iterable[int]) -> None:
-    """Send a signal to processes, and to process groups where a number is negative."""
+    """Send a signal to processes, and to process groups for negative numbers."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Work whose errors all ranks agree on, so that no rank goes on alone while another has failed."""
+"""Runs work on whose errors all ranks agree, so that no rank continues alone after another has failed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fsdp_shard.errors import FsdpShardError, StorageError, os_error_text
 
-if TYPE_CHECKING:  # it imports torch, which commands that only look at a run do without
+if TYPE_CHECKING:  # it imports torch, which commands that only inspect a run avoid
     from fsdp_shard.distributed.process_group import Communicator
 
 T = TypeVar("T")
 
 
 def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
-    """Call `work` on every rank, and raise on every rank what any rank raised. A collective.
+    """Call `work` on every rank, and raise an error of any rank on all ranks. A collective.
 
-    Only errors of this package and of the operating system are raised on all; any other is a bug and ends its rank.
+    Only errors of this package and of the operating system are raised on all ranks; any other is a bug and ends its
+    rank.
 
     Args:
         context: The ranks.
-        work: What this rank does.
+        work: This rank's work.
 
     Returns:
-        What `work` returned on this rank.
+        The result of `work` on this rank.
 
     Raises:
         FsdpShardError: The error of the first rank that raised one; an OSError becomes a StorageError.
@@ -36,7 +37,7 @@ def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
         error = raised
     except OSError as raised:
         error = StorageError(f"Rank {context.rank}: {os_error_text(raised)}.")
-    # Of a thousand ranks, each gets one number, unless one of them has failed.
+    # Even with a thousand ranks, each receives only one number unless a rank has failed.
     if context.all_reduce([float(error is not None)], "max")[0]:
         raise next(found for found in context.all_gather_object(error) if found is not None)
     return value  # type: ignore[return-value]  # no error, so work() returned it
@@ -45,14 +46,14 @@ def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
 def run_on_main(context: Communicator, work: Callable[[], T]) -> T:
     """Call `work` on rank 0 and return its result on every rank. A collective.
 
-    Use it to look at a disk, which may change between the looks of two ranks.
+    Use it to inspect a disk, which may change between the reads of two ranks.
 
     Args:
         context: The ranks.
-        work: What rank 0 does; its result must be a small object that can be pickled.
+        work: The work of rank 0; its result must be a small picklable object.
 
     Returns:
-        What `work` returned on rank 0.
+        The result of `work` on rank 0.
 
     Raises:
         FsdpShardError: As in `run_on_all`, on every rank.

@@ -1,4 +1,4 @@
-"""torch's elastic agent and its rendezvous with public names for what ours override or ask, which is private there."""
+"""torch's elastic agent and rendezvous, with public names for the private methods that ours override or call."""
 
 import signal
 
@@ -9,21 +9,22 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 
 class CountingRendezvous(DynamicRendezvousHandler):
-    """`DynamicRendezvousHandler`; without this count, a machine that is cut off would be missed by a timeout only."""
+    """`DynamicRendezvousHandler`; without this count, only a timeout would reveal that a machine is cut off."""
 
     def num_participants(self) -> int:
-        """Number of machines that are in the last known round, and have been heard of lately."""
+        """Number of machines in the last known round with a recent sign of life."""
         return len(self._state_holder.state.participants)
 
 
 class OverridableAgent(LocalElasticAgent):
-    """`LocalElasticAgent`; without these names, dead and frozen ranks would be noticed after torch's 30 s or never.
+    """`LocalElasticAgent`; without these names, dead and frozen ranks would be noticed only after torch's 30 s, or
+    never.
 
     Args:
-        spec: What to run.
+        spec: The program to run.
         logs: Where torch writes logs.
         start_method: fork or spawn.
-        grace_seconds: Time between a signal that ends ranks and SIGKILL; torch can set it from 2.13 on.
+        grace_seconds: Time between a signal that ends ranks and SIGKILL; torch supports it from 2.13.
     """
 
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, start_method: str, grace_seconds: int) -> None:
@@ -31,7 +32,7 @@ class OverridableAgent(LocalElasticAgent):
         self._shutdown_timeout = grace_seconds
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        """Start all ranks of this machine; returns local rank -> process id."""
+        """Start all ranks of this machine; return local rank -> process id."""
         pids: dict[int, int] = super()._start_workers(worker_group)
         return pids
 
@@ -45,11 +46,11 @@ class OverridableAgent(LocalElasticAgent):
         super()._stop_workers(worker_group)
 
     def shut_down(self, timeout_seconds: int) -> None:
-        """Send SIGTERM to all ranks, and SIGKILL to those that run after the timeout."""
+        """Send SIGTERM to all ranks, and SIGKILL to those still running after the timeout."""
         self._shutdown(timeout=timeout_seconds)
 
     def end_ranks(self, number: signal.Signals, timeout_seconds: int) -> None:
-        """Send a signal to all ranks, and wait until they have ended or the timeout is over."""
+        """Send a signal to all ranks, and wait until they have ended or the timeout expires."""
         raise NotImplementedError
 
     def forbid_restarts(self) -> None:

@@ -1,7 +1,7 @@
-"""One rank of a run of any size, alone: its meshes and groups, over a backend that sends nothing.
+"""A single rank of a run of any size, with its meshes and groups, over a backend that sends nothing.
 
-For code that is to see what it would be given on that rank, such as a plan: collectives end at once, and leave their
-results as they were. A group costs the same for two ranks and for thousands.
+For code such as plans that simulates that rank: collectives return at once and leave their outputs unchanged. A group
+costs the same for two ranks as for thousands.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from fsdp_shard.utils import fake_store, without_fakes
 
 
 class FakeContext(SendsNothing, DistributedContext):
-    """A rank of a run of any size without others."""
+    """A rank of a run of any size, without the other ranks."""
 
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
         return values
 
     def _new_mesh(self, shape: dict[str, int]) -> DeviceMesh:
-        with without_fakes():  # a model may be sharded where tensors have no values
+        with without_fakes():  # a model may be sharded while tensors are fake
             return _mesh(shape, self.rank)
 
 
@@ -38,18 +38,18 @@ def as_fake_rank(
     expert_parallel: int = 1,
     context_parallel: int = 1,
 ) -> Iterator[FakeContext]:
-    """Be one rank of `world_size` within the block, on the CPU; this process must be in no process group.
+    """Act as one of `world_size` ranks within the block, on the CPU; this process must not be in a process group.
 
     Args:
         rank: The rank.
-        world_size: Number of ranks, a multiple of the product of the following.
-        replicas: As in `init_distributed`, like the others.
+        world_size: Number of ranks, a multiple of the product of the following arguments.
+        replicas: As in `init_distributed`, like the following arguments.
         tensor_parallel: Number of adjacent ranks that divide each layer.
         expert_parallel: Number of adjacent ranks that divide the experts of a mixture.
         context_parallel: Number of adjacent ranks that divide each sequence.
 
     Yields:
-        The rank and its meshes, which are those that `init_distributed` makes.
+        The rank and its meshes, which equal those of `init_distributed`.
     """
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
@@ -71,7 +71,7 @@ def as_fake_rank(
 
 
 def _mesh(shape: dict[str, int], rank: int) -> DeviceMesh:
-    """All ranks in row-major order as a mesh of these dimensions, with the groups of `rank` only."""
+    """Create a mesh of all ranks in row-major order, with only the groups of `rank`."""
     ranks = torch.arange(prod(shape.values())).view(*shape.values())
     place = [int(index) for index in (ranks == rank).nonzero()[0]]
     lines = [ranks[tuple(slice(None) if i == dim else at for i, at in enumerate(place))] for dim in range(len(place))]

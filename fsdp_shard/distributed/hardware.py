@@ -1,4 +1,4 @@
-"""What this machine has for its ranks, GPUs and cores, and the presets of devices."""
+"""The GPUs and cores of this machine, and the device presets."""
 
 import os
 from typing import Any
@@ -14,7 +14,7 @@ def count_gpus() -> int:
 
 
 def gpu_number(local_rank: int) -> int:
-    """Return the number of the GPU of the rank with this number on its machine; 0 if each rank sees only its own."""
+    """Return the GPU number for a local rank; 0 if each rank sees only its own GPU."""
     return 0 if count_gpus() == 1 else local_rank
 
 
@@ -24,10 +24,10 @@ def num_cores() -> int:
 
 
 def device_preset(name: str) -> dict[str, Any]:
-    """Return the figures of conf/device/NAME.yaml, by the names of the settings `device.*`."""
+    """Return the values in conf/device/NAME.yaml, by the names of the `device.*` settings."""
     from omegaconf import OmegaConf
 
-    # Not PyYAML, which takes 989.4e12 for text.
+    # Not PyYAML, which reads 989.4e12 as text.
     values: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "device" / f"{name}.yaml"))
     del values["defaults"]
     return dict(values)

@@ -1,7 +1,8 @@
-"""A rank's shard of a tensor, as every wrapper and every checkpoint format understands it.
+"""A rank's shard of a tensor, in a form common to all wrappers and checkpoint formats.
 
-FSDP2 gives a rank some rows of each parameter; FSDP1 gives it a range of a flattened unit. Both are one contiguous
-range of the row-major elements of each logical tensor. Tensor parallelism also divides columns: then it is a box.
+Under FSDP2, a rank holds some rows of each parameter; under FSDP1, a range of a flattened unit. Both are one contiguous
+range of the row-major elements of each logical tensor. Tensor parallelism also divides columns, so that a shard is a
+box.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class LocalShard:
     """This rank's elements [start, start + len(data)) of a row-major tensor.
 
     Attributes:
-        tensor: The parameter or buffer as the model and the optimizer know it.
+        tensor: The parameter or buffer that the model and the optimizer use.
         data: Flat view [num_elements] of this rank's own memory; writing into it changes the model.
         start: Offset of the first element in the row-major tensor.
         shape: Shape of the whole tensor.
-        writes: Whether this rank writes the elements into a checkpoint: exactly one rank of those that hold them does.
-        box: (offsets, shape) of the shard if `data` are the elements of a box, row by row, instead of a flat range.
+        writes: Whether this rank writes the elements into a checkpoint; exactly one of the ranks that hold them does.
+        box: (offsets, shape) of the shard if `data` holds the elements of a box, row by row, instead of a flat range.
     """
 
     tensor: torch.Tensor
@@ -40,7 +41,7 @@ class LocalShard:
     box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def view_of(self, state: torch.Tensor) -> torch.Tensor:
-        """Return the flat local elements [num_elements] of an optimizer state that has the shape of the parameter."""
+        """Return the flat local elements [num_elements] of an optimizer state with the parameter's shape."""
         from torch.distributed.tensor import DTensor
 
         local = state.to_local() if isinstance(state, DTensor) else state
@@ -48,7 +49,7 @@ class LocalShard:
         return local.view(-1)
 
     def fill(self, whole: torch.Tensor) -> None:
-        """Copy this rank's range out of the whole tensor, or out of its elements in their order."""
+        """Copy this rank's range from the whole tensor, or from its flat elements."""
         assert self.box is None, "a box is no range"
         self.data.copy_(whole.reshape(-1)[self.start : self.start + len(self.data)])
 
@@ -56,10 +57,10 @@ class LocalShard:
 def shard_of(
     tensor: torch.Tensor, *, writes: bool, box: Callable[[Shape, Any, Any], tuple[Shape, Shape]] | None = None
 ) -> LocalShard:
-    """Return what this rank holds of a tensor: all of it, some rows, or where columns were cut, a box.
+    """Return this rank's shard of a tensor: all of it, some rows, or a box if columns are divided.
 
     Args:
-        tensor: A DTensor, or a tensor that each rank has whole.
+        tensor: A DTensor, or a tensor that each rank holds in full.
         writes: See `LocalShard`.
         box: A cached `utils.local_shape_and_offset`, for many tensors.
     """
@@ -72,7 +73,7 @@ def shard_of(
     if not isinstance(tensor, DTensor):
         return LocalShard(tensor, tensor.detach().view(-1), 0, shape, writes)
     local, offset = (box or local_shape_and_offset)(shape, tensor.device_mesh, tensor.placements)
-    with torch.no_grad():  # a tenth of the time
+    with torch.no_grad():  # ten times as fast
         data = tensor.to_local().detach().view(-1)
     if tuple(local[1:]) == shape[1:]:
         start = offset[0] * math.prod(shape[1:]) if shape else 0
@@ -82,7 +83,7 @@ def shard_of(
 
 
 def is_first_copy(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """Whether this rank is the first of those that hold the same part of a DTensor, on whatever mesh that is."""
+    """Whether this rank is the first of those that hold the same part of a DTensor, on any mesh."""
     coordinate = mesh.get_coordinate()
     replicated = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
     is_first = coordinate is not None and all(coordinate[dim] == 0 for dim in replicated)

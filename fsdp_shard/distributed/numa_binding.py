@@ -1,4 +1,4 @@
-"""Whether ranks are bound to the processors near their GPU, and what is said where they are not."""
+"""Decides whether ranks are bound to the processors near their GPU, and describes why they are not."""
 
 import os
 import shutil
@@ -11,18 +11,18 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def can_bind() -> bool:
-    """Return whether torch can bind ranks: it asks for the program numactl, though it does not run it."""
+    """Return whether torch can bind ranks: it requires the program numactl, although it does not run it."""
     return shutil.which("numactl") is not None
 
 
 def wants_binding(settings: LaunchConfig) -> bool:
-    """Return whether ranks that are started here are to be bound, if that is possible."""
+    """Return whether ranks started here should be bound, if possible."""
     binding, num_gpus = settings.numa_binding, 0 if settings.device == "cpu" else count_gpus()
     return binding != "none" and num_gpus >= (1 if binding == "node" else 2)
 
 
 def describe_unbound(settings: LaunchConfig) -> list[str]:
-    """Say, on a rank that our launcher has started, that it is not bound for want of a program, where it matters."""
+    """On a rank that our launcher started, report that a missing program prevents the binding, if that matters."""
     from fsdp_shard.distributed.process_group import ATTEMPT
 
     has_one_node = len(list(_NODES.glob("node[0-9]*"))) < 2

@@ -1,4 +1,4 @@
-"""What the ranks of a machine report to their launcher through files, and the cause of a failure.
+"""Reports from the ranks of a machine to their launcher through files, and the search for the cause of a failure.
 
 A rank touches a heartbeat file while it works, marks that it has finished, and reports the error that ended it.
 """
@@ -23,9 +23,9 @@ from fsdp_shard.distributed.signals import Stopped
 from fsdp_shard.utils import hold_lock, is_abandoned
 
 _HEARTBEAT_SECONDS = 1.0
-_PREFIX, _LOCK = "fsdp-shard-", "launcher.lock"  # of the directory of a launcher
+_PREFIX, _LOCK = "fsdp-shard-", "launcher.lock"  # of a launcher's directory
 
-# What gloo and NCCL say on the other ranks when one is gone.
+# Error texts of gloo and NCCL on the other ranks after one is lost.
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "connection refused")
 _PEER_TIMEOUT = ("timed out waiting", "wait timeout", "watchdog caught collective operation timeout")
 
@@ -43,7 +43,7 @@ class RankFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:
-        """Report `error` as the one that ended this rank."""
+        """Create the report of `error`, which ended this rank."""
         stopped = _stop_behind(error)
         error = error if stopped is None else stopped.as_error()
         return cls(
@@ -57,15 +57,15 @@ class RankFailure:
 
     @property
     def is_lost_peer(self) -> bool:
-        """Whether the rank failed because another one was gone or late."""
+        """Whether the rank failed because another rank was lost or late."""
         return self.mentions(_LOST_PEER + _PEER_TIMEOUT)
 
     def mentions(self, phrases: tuple[str, ...]) -> bool:
-        """Whether the message has one of `phrases`, which are in lower case."""
+        """Whether the message contains one of the lower-case `phrases`."""
         return any(phrase in self.message.lower() for phrase in phrases)
 
     def as_error(self) -> errors.FsdpShardError:
-        """Return the error as the rank raised it if it is one of this package, else a RankError."""
+        """Return the rank's error if its class is from this package, else a RankError."""
         known = getattr(errors, self.kind, None)
         if not (isinstance(known, type) and issubclass(known, errors.FsdpShardError)):
             message = f"Rank {self.rank} raised {self.kind}: {self.message.rstrip('.')}."
@@ -78,7 +78,7 @@ class RankFailure:
 
 
 def _stop_behind(error: BaseException | None) -> Stopped | None:
-    """Return the stop that an error is or was raised from: Python up to 3.11 wraps what comes in `__set_name__`."""
+    """Return the stop that `error` is or was raised from: Python up to 3.11 wraps exceptions in `__set_name__`."""
     while error is not None and not isinstance(error, Stopped):
         error = error.__cause__
     return error
@@ -92,14 +92,14 @@ class AttemptDirectory:
 
     @classmethod
     def create(cls, reports: Path, attempt: str) -> AttemptDirectory:
-        """Make the directory of an attempt below `reports` if it does not exist."""
+        """Create the directory of an attempt below `reports` if it does not exist."""
         path = reports / f"attempt-{attempt}"
         path.mkdir(exist_ok=True)
         return cls(path)
 
     @classmethod
     def last(cls, reports: Path) -> AttemptDirectory:
-        """Return the directory of the last attempt; earlier ones failed for reasons of their own."""
+        """Return the directory of the last attempt; earlier attempts failed for separate reasons."""
         attempts = sorted(reports.glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
         return cls(attempts[-1] if attempts else reports)
 
@@ -117,17 +117,17 @@ class AttemptDirectory:
                 time.sleep(_HEARTBEAT_SECONDS)
                 try:
                     os.utime(file)
-                except OSError:  # the launcher is gone, and its directory with it
+                except OSError:  # the launcher and its directory are gone
                     return
 
         threading.Thread(target=touch, name="heartbeat", daemon=True).start()
 
     def release(self) -> None:
-        """Let the ranks begin, which wait until all of them have been started."""
+        """Let the ranks begin, which wait until all of them have started."""
         (self.path / "all-started").touch()
 
     def wait_for_release(self) -> None:
-        """Wait for `release`; RankError if the launcher dies before."""
+        """Wait for `release`; raise RankError if the launcher dies before it."""
         launcher = os.getppid()
         while not (self.path / "all-started").exists():
             time.sleep(0.005)
@@ -135,11 +135,11 @@ class AttemptDirectory:
                 raise errors.RankError("The process that started the ranks has died.")
 
     def mark_finished(self, rank: int) -> None:
-        """Record that the work of a rank is done."""
+        """Record that a rank has finished its work."""
         (self.path / f"rank-{rank}.done").touch()
 
     def finished(self) -> set[int]:
-        """Return the ranks whose work is done; torch still stops them when another one fails."""
+        """Return the ranks that have finished their work; torch still stops them if another rank fails."""
         return {int(file.stem.removeprefix("rank-")) for file in self.path.glob("rank-*.done")}
 
     def write(self, report: RankFailure) -> None:
@@ -156,12 +156,12 @@ class AttemptDirectory:
 
 @contextmanager
 def reports_directory() -> Iterator[Path]:
-    """A temporary directory for the attempts of a launcher; those of launchers that were killed are deleted."""
+    """Create a temporary directory for a launcher's attempts, and delete those of launchers that were killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if not directory.is_symlink() and is_abandoned(directory / _LOCK):
             shutil.rmtree(directory, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as made:
-        lock = hold_lock(Path(made) / _LOCK)  # forked ranks hold it too
+        lock = hold_lock(Path(made) / _LOCK)  # forked ranks also hold it
         try:
             yield Path(made)
         finally:
@@ -169,14 +169,14 @@ def reports_directory() -> Iterator[Path]:
 
 
 def first_cause(reports: list[RankFailure], died: tuple[int, str], unfinished: set[int]) -> errors.FsdpShardError:
-    """Find the failure that the others followed from.
+    """Find the failure that caused the others.
 
-    A rank that is killed leaves no report: then the others report that they lost it, or that they were stopped.
+    A killed rank leaves no report; the others then report that they lost it, or that they were stopped.
 
     Args:
         reports: The reports of the last attempt, the first to fail first.
-        died: The rank that was found dead first, and how it died.
-        unfinished: The ranks of this machine that were still at work, where that is known.
+        died: The rank found dead first, and how it died.
+        unfinished: The ranks of this machine that were still working, if known.
 
     Returns:
         The error to raise in the launcher.
@@ -198,7 +198,7 @@ def first_cause(reports: list[RankFailure], died: tuple[int, str], unfinished: s
 
 
 def interruption(reports: list[RankFailure], number: int) -> errors.FsdpShardError:
-    """Find what to raise after a signal: an error met while stopping, or what the first rank says of the stop.
+    """Find the error to raise after a signal: one met while stopping, or the first rank's report of the stop.
 
     Args:
         reports: The reports of the last attempt.

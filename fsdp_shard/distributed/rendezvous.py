@@ -1,10 +1,10 @@
-"""The rendezvous of the launchers of a run's machines: torch's c10d rendezvous with four additions.
+"""The rendezvous between the launchers of a run's machines: torch's c10d rendezvous with four additions.
 
-Each round has a number that all machines know, which keeps the keys of its ranks apart from those of a dead attempt:
-torch lets both use one store. The machine that serves the store waits at the end until the others have left it, or they
-would find a broken connection instead of an end. And each round announces anew where its ranks meet, so that machines
-can join and leave. And where the number of machines may change, one that is no longer heard of makes the others start
-anew without it: its connections stay open, so that ranks would wait for it until a collective times out.
+First, each round has a number known to all machines, which separates the keys of its ranks from those of a dead
+attempt, as torch lets both use one store. Second, the machine that serves the store waits at the end until the others
+have left it; otherwise they would find a broken connection. Third, each round announces its ranks' meeting point again,
+so that machines can join and leave. Fourth, if the number of machines may change, the others restart without a machine
+that no longer responds: its connections stay open, so ranks would wait for it until a collective times out.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fsdp_shard.distributed.elastic_private import CountingRendezvous
 from fsdp_shard.distributed.process_group import ATTEMPT_KEY, leave_store
 
 _SECONDS_TO_LEAVE = 15.0
-# How long each round waits for more machines than the fewest that are needed.
+# How long each round waits for more machines than the minimum.
 _LAST_CALL_SECONDS = 10
-# A machine whose ranks have failed leaves the round as well, to join the next one; its peers have failed by then too.
+# A machine whose ranks have failed also leaves the round, to join the next one; by then, its peers have failed, too.
 _SECONDS_UNTIL_LOST = 10.0
 
 
 class Rendezvous(CountingRendezvous):
-    """The rendezvous of the machines of one run; without an endpoint, of this machine alone."""
+    """The rendezvous of the machines of one run; without an endpoint, of only this machine."""
 
     _run_store: Store
     _is_host: bool
@@ -43,9 +43,9 @@ class Rendezvous(CountingRendezvous):
 
     @classmethod
     def create(cls, settings: LaunchConfig) -> Rendezvous:
-        """Connect to the rendezvous of the run that `settings` describe, or serve it."""
+        """Connect to the rendezvous of the run described by `settings`, or serve it."""
         endpoint = settings.rendezvous if settings.max_nodes > 1 else None
-        # Machines of one run meet at one endpoint, so the name only has to be the same there.
+        # Machines of one run meet at one endpoint, so only its name has to be the same.
         run_id, local_addr = ("fsdp-shard", None) if endpoint else (uuid.uuid4().hex, "127.0.0.1")
         nodes = settings.min_nodes, settings.max_nodes
 
@@ -65,22 +65,22 @@ class Rendezvous(CountingRendezvous):
         except elastic.RendezvousConnectionError:
             if not is_host:
                 raise
-            return connect(False)  # another launcher of this run is a process on this machine, and was first
+            return connect(False)  # another launcher of this run on this machine was first
 
     def first_value(self, name: str, value: str) -> str:
-        """Return `value` as the first machine that asked gave it: the same on all machines, in every round."""
+        """Return the `value` of the first machine that called this: the same on all machines, in every round."""
         return bytes(self._run_store.compare_set(f"fsdp-shard/{name}", "", value)).decode()
 
     def next_rendezvous(self) -> elastic.RendezvousInfo:
         self._round = _with_address(super().next_rendezvous())
-        # Keys in the round's store are this round's own; the counter is the run's.
+        # Keys in the round's store belong to the round; the counter belongs to the run.
         if self._round.rank == 0:
             self._round.store.set(ATTEMPT_KEY, str(self._run_store.add("fsdp-shard/attempts", 1)))
         self._complete = time.monotonic()
         return self._round
 
     def num_nodes_waiting(self) -> int:
-        """Return how many machines wait for a new round, and how many are lost: both end this one."""
+        """Return the number of machines that wait for a new round or are lost: both end this one."""
         waiting, now = super().num_nodes_waiting(), time.monotonic()
         num_lost = self._round.world_size - self.num_participants() if self._round and self._is_elastic else 0
         if num_lost == 0:
@@ -97,10 +97,10 @@ class Rendezvous(CountingRendezvous):
 
 
 def _with_address(found: elastic.RendezvousInfo) -> elastic.RendezvousInfo:
-    """Return the round with the address of the store of its own first machine, which announces it in every round.
+    """Return the round with the store address of its first machine, which announces it in every round.
 
-    torch announces it only in the round in which it makes the store, and the others keep the first address they heard:
-    a machine that joins later would wait for it forever, and one that stays would look for a machine that has left.
+    torch announces it only in the round in which it creates the store, and the others keep the first address: a machine
+    that joins later would wait for it forever, and one that stays would look for a machine that has left.
     """
     known = found.bootstrap_store_info
     assert known is not None, "torch's c10d rendezvous always gives one"
@@ -109,7 +109,7 @@ def _with_address(found: elastic.RendezvousInfo) -> elastic.RendezvousInfo:
 
 
 def is_this_machine(endpoint: str) -> bool:
-    """Return whether the host of host:port is this machine: one of its names, or an address to bind to."""
+    """Return whether the host of host:port is this machine, by name or by an address that it can bind."""
     host = endpoint.rpartition(":")[0].strip("[]")
     if host in ("localhost", socket.gethostname(), socket.getfqdn()):
         return True

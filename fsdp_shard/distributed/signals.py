@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and their handlers until a training loop installs its own, which save.
+"""The signals that ask a run to stop, and their handlers until a training loop installs its own, which save a step.
 
 Handlers can only be installed in the main thread.
 """
@@ -13,7 +13,7 @@ from fsdp_shard.errors import Interrupted
 
 
 class Stopped(BaseException):
-    """A stop signal came while nothing else handled it. A BaseException: libraries wrap or swallow an Exception."""
+    """A stop signal arrived without another handler. A BaseException, as libraries wrap or swallow Exceptions."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -24,7 +24,7 @@ class Stopped(BaseException):
         return Interrupted(f"Stopped by {signal.Signals(self.number).name}.", signal_number=self.number)
 
 
-# Slurm sends SIGUSR1 before a time limit if it is asked to.
+# Slurm sends SIGUSR1 before a time limit if requested.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -44,7 +44,7 @@ def interrupt_on_signals(*, ctrl_c: bool) -> None:
 def noting_ctrl_c() -> Iterator[Callable[[], bool]]:
     """Record the first Ctrl-C instead of raising KeyboardInterrupt; a second one raises it.
 
-    An exception that is raised at any point leaves work half done, and is lost in a finalizer.
+    An exception raised at an arbitrary point leaves work half done, and is lost in a finalizer.
 
     Yields:
         A function that returns whether Ctrl-C has been pressed.
@@ -70,5 +70,5 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _hang_up(number: int, frame: FrameType | None) -> None:
-    """The terminal is gone: the same as SIGTERM, for which recipes have a handler that saves."""
+    """Treat a closed terminal like SIGTERM, for which recipes have a handler that saves."""
     signal.raise_signal(signal.SIGTERM)
