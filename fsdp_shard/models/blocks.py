@@ -1,6 +1,6 @@
 """No-split blocks: the units in which a model is sharded, recomputed, offloaded and planned.
 
-They follow from the modules, their names and the shapes of their parameters, so a model on the meta device will do.
+They depend only on the modules, their names and the shapes of their parameters, so a model on meta suffices.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class Block:
         num_bytes: Size of its parameters.
         repeated: Whether it is a layer (decoder layer, residual block, recurrent cell), not an embedding, a final norm
             or an output head.
-        direct: Whether it has only the module's own parameters; the modules in it are blocks of their own.
+        direct: Whether it has only the module's own parameters; its submodules are separate blocks.
     """
 
     fqn: str
@@ -44,8 +44,9 @@ class Block:
 def no_split_blocks(model: nn.Module, names: Sequence[str] | None = None) -> list[Block]:
     """Find the blocks of a model.
 
-    Layers are found by class name: `names`, or the model's own `_no_split_modules` as far as those are present, or else
-    by structure: recurrent cells, and modules that repeat in a list. The other modules with parameters are blocks too.
+    Layers are found by class name, from `names` or those of the model's own `_no_split_modules` that are present, or
+    else by structure: recurrent cells, and modules that repeat in a list. Other modules with parameters are also
+    blocks.
 
     Args:
         model: The model; may be on the meta device.
@@ -75,7 +76,7 @@ def no_split_blocks(model: nn.Module, names: Sequence[str] | None = None) -> lis
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the other names of tied parameters -> the name that each is stored under, the first in module order."""
+    """Map the other names of tied parameters to the name under which each is stored, the first in module order."""
     kept: dict[int, str] = {}
     aliases = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -97,7 +98,7 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
                 )
         return list(_outermost(model, set(names)))
     layers = _own(model) or list(_structural(model, _classes(model, _is_layer)))
-    if not layers:  # one that is used for all layers (ALBERT), or the only one
+    if not layers:  # one that serves as all layers (ALBERT), or the only one
         layers = list(_structural(model, _classes(model, _is_listed)))
     if not layers:
         config: Any = getattr(model, "config", None)
@@ -110,12 +111,12 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
 
 
 def _own(model: nn.Module) -> list[nn.Module]:
-    """Find the modules that the model's own list names, or the layers around them if it names only parts of layers.
+    """Find the modules named in the model's own list, or the layers around them if it names only parts of layers.
 
-    A listed class is a part if it is always the only one of its class in a module other than a list, and a module
-    around it is of a class that repeats: the shortcut of a residual block (ResNet), the attention of an encoder layer
-    (Idefics). Then all modules of the class around it are blocks. If the list has no layers at all (BiT's embeddings),
-    those are found by structure.
+    A listed class is a part if it is always the only one of its class in a module other than a list, and a surrounding
+    module has a class that repeats: the shortcut of a residual block (ResNet), the attention of an encoder layer
+    (Idefics). All modules of the surrounding class are then blocks. If the list contains no layers at all (BiT's
+    embeddings), they are found by structure.
     """
     names = no_split_modules(model)
     listed = list(_outermost(model, names))
@@ -139,7 +140,7 @@ def _is_single(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def _classes(model: nn.Module, test: Callable[[nn.Module, nn.Module], bool]) -> set[type[nn.Module]]:
-    """Return the classes other than lists of which some module passes `test`, which also gets its parent."""
+    """Return the classes, except lists, with a module that passes `test`, which also receives its parent."""
     found = {type(child) for parent in model.modules() for child in parent.children() if test(child, parent)}
     return found - set(_CONTAINERS)
 
@@ -163,7 +164,7 @@ def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
 
 
 def _structural(module: nn.Module, whole: set[type[nn.Module]]) -> Iterator[nn.Module]:
-    """Find the layers of a model that lists none: recurrent cells, and modules that repeat in a list.
+    """Find the layers of a model without its own list: recurrent cells, and modules that repeat in a list.
 
     A module that is only a list of repeated modules (a stage of a ResNet) is searched; one that has more than a list (a
     residual block with its shortcut, a decoder layer) is a layer, and so are all of its class (`whole`): those whose
@@ -205,7 +206,7 @@ def _is_stage(module: nn.Module) -> bool:
 def _cover(module: nn.Module, fqn: str, layers: set[nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield the layers and the largest modules without a layer, as (FQN, module, only direct parameters).
 
-    A list has no forward pass, before which its parameters could be fetched, so its modules are blocks each.
+    A list has no forward pass before which its parameters could be fetched, so each of its modules is a block.
     """
     if module in layers or not (isinstance(module, _LISTS) or any(inner in layers for inner in module.modules())):
         if _has_params(module):
@@ -222,7 +223,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _other_units(model: nn.Module) -> str:
-    """What to set for a model without blocks."""
+    """The settings to use for a model without blocks."""
     if known := _candidates(model):
         return f"Set shard.blocks=[CLASS]; candidates are {', '.join(known)}."
     sizes = [(sum(param.numel() for param in module.parameters(recurse=False)), module) for module in model.modules()]

@@ -1,4 +1,4 @@
-"""The settings of `model.*`: which model, and how its weights are held while it trains."""
+"""The `model.*` settings: the model, and the form of its weights during training."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from fsdp_shard.utils import REQUIRED, setting
 
 CAUSAL, SEQ2SEQ, MASKED_LM, SEQUENCE_CLASSIFICATION = "causal_lm", "seq2seq", "masked_lm", "sequence_classification"
 
-# The warning that a run prints when one of the settings `trust_remote_code` is on.
+# The warning that a run prints if `trust_remote_code` is on.
 REMOTE_CODE = (
     "Python files that come with the model run on every rank with your permissions: they can read and change your "
     "files and secrets and use the network. Review them first, or turn this off."
@@ -60,7 +60,7 @@ class ModelConfig:
     )
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for labels of another task, or the same one twice."""
+        """Raise ConfigError for labels with another task, or duplicate labels."""
         if self.labels and self.task != SEQUENCE_CLASSIFICATION:
             raise ConfigError(
                 f"{prefix}labels={list(self.labels)} is for {prefix}task={SEQUENCE_CLASSIFICATION}, not {self.task}; "

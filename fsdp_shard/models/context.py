@@ -45,7 +45,7 @@ class ContextLength:
             A warning if the model computes such positions, as with rotary ones, but was never trained on them.
 
         Raises:
-            ConfigError: The model has no such positions.
+            ConfigError: The positions do not exist in the model.
         """
         if self.length is None or length <= self.length:
             return None
@@ -85,7 +85,7 @@ def context_length_of(config: PretrainedConfig, trust_remote_code: bool = False)
     """Return the context length of a model.
 
     Args:
-        config: Its config; unless that has rotary positions or no limit, the model is built on the meta device.
+        config: The model's config; unless it has rotary positions or no limit, the model is built on the meta device.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
@@ -110,7 +110,7 @@ def load_context_length(directory: Path, trust_remote_code: bool) -> ContextLeng
 def _scaled(stated: int, rope: dict[str, object]) -> int:
     """Return the length with rope scaling: most configs state it, but YaRN recipes leave the trained length."""
     found = [stated]
-    for kind in (rope, *rope.values()):  # some models have one for each type of layer
+    for kind in (rope, *rope.values()):  # some models have one per layer type
         if isinstance(kind, dict):
             own = stated if kind.get("rope_type") == "dynamic" else 0  # dynamic scaling stretches the stated length
             found.append(int((kind.get("factor") or 1) * (kind.get("original_max_position_embeddings") or own)))
@@ -122,7 +122,7 @@ def _table_rows(model: PreTrainedModel, stated: int) -> int | None:
     found = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in _TABLES and isinstance(module, nn.Embedding):
-            # RoBERTa counts from its padding token, and OPT and BART have an offset.
+            # RoBERTa counts from its padding token; OPT and BART use an offset.
             padding = module.padding_idx
             offset = int(getattr(module, "offset", 0)) if padding is None else padding + 1
             if stated in (module.num_embeddings, module.num_embeddings - offset):  # other tables are for images

@@ -1,4 +1,4 @@
-"""What transformers, tokenizers and jinja raise for the files of a model, as errors that name the files.
+"""Turns exceptions of transformers, tokenizers and jinja about a model's files into errors that name the files.
 
 Imports none of them.
 """
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# Their messages say what is wrong; those of others, such as KeyError, need the name of the error.
+# Their messages explain the error; those of others, such as KeyError, need the class name.
 _EXPLAINED = (ValueError, OSError, RuntimeError, ImportError)
 MADE_FROM = "made_from.txt"
 """In the directory of files that were made from a GGUF file, its path."""
 _LONGEST_PATH = 4096
-_PANIC = "PanicException"  # of libraries in Rust; no Exception, and there is nothing to import it from
+_PANIC = "PanicException"  # of Rust libraries; not an Exception, and cannot be imported
 
 
 @contextmanager
 def model_errors(problem: str, advice: str = "", others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise whatever a library raises in this context as a ModelError.
+    """Raise anything that a library raises in this context as a ModelError.
 
-    The libraries check few of the values in the files that they read, so a wrong one shows as any error, anywhere.
-    Nothing of ours belongs into such a context, or its bugs are taken for those of files.
+    The libraries check few of the values in the files that they read, so a wrong value can cause any error, anywhere.
+    Keep our own code out of the block, or its bugs would be blamed on files.
 
     Args:
-        problem: The file, and what could not be done with it.
-        advice: What to do, in a sentence.
-        others: Errors that stay what they are.
+        problem: The file, and the operation that failed.
+        advice: Advice, in one sentence.
+        others: Errors to leave unchanged.
     """
     try:
         yield
@@ -48,14 +48,13 @@ def model_errors(problem: str, advice: str = "", others: tuple[type[Exception], 
 
 
 def running(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
-    """Raise what a model raises as it runs as a ModelError, as a wrong value in its files may show only then.
+    """Raise anything that a running model raises as a ModelError, as wrong values in its files may show only then.
 
-    Errors of the machine stay what they are, and where there are several ranks, RuntimeErrors: another rank that is
-    lost is one.
+    Errors of the machine stay unchanged. So do RuntimeErrors if there are several ranks, as a lost rank causes one.
 
     Args:
         model: The model.
-        hint: What else may be wrong, and what to do then, in a sentence.
+        hint: Another possible cause with advice, in one sentence.
     """
     name = origin(getattr(getattr(model, "config", None), "name_or_path", "")) or type(model).__name__
     advice = "Its config.json or generation_config.json may be wrong; debug=true or --debug shows where it fails."
@@ -63,7 +62,7 @@ def running(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
     import torch
     import torch.distributed as dist
 
-    # Memory, GPUs, disks, and whoever reads what is printed.
+    # Memory, GPUs, disks, and readers of the output.
     machine = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
     is_one_of_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     others = (*machine, RuntimeError) if is_one_of_several else machine
@@ -71,7 +70,7 @@ def running(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
 
 
 def config_file(config: PretrainedConfig) -> str:
-    """The file that a config was loaded from, for errors; what was made from a GGUF file is that file's."""
+    """The file from which a config was loaded, for errors; for a config made from a GGUF file, that file."""
     if not config.name_or_path:
         return "its config"
     made_from = origin(config.name_or_path)
@@ -79,12 +78,12 @@ def config_file(config: PretrainedConfig) -> str:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The directory, or the GGUF file, that a tokenizer was loaded from, for errors; "" if it was made in memory."""
+    """The directory or GGUF file from which a tokenizer was loaded, for errors; "" if it was made in memory."""
     return origin(tokenizer.name_or_path)
 
 
 def origin(path: str) -> str:
-    """The GGUF file that the files of a directory were made from, if that is where they come from; else `path`."""
+    """The GGUF file from which the files of a directory were made, if any; else `path`."""
     note = Path(path, MADE_FROM)
     if not path or not note.is_file():
         return path

@@ -1,7 +1,7 @@
-"""Config, generation config and tokenizer of a GGUF file, as Hugging Face files.
+"""Converts config, generation config and tokenizer of a GGUF file to Hugging Face files.
 
-A GGUF file has them in its metadata, which transformers reads in some 10 s for a vocabulary of 49,152 tokens, and once
-for each of them. So they are written to a cache by the first process that needs them.
+A GGUF file stores them in its metadata, which transformers reads in about 10 s for a vocabulary of 49,152 tokens,
+separately for each of them. The first process that needs them therefore writes them to a cache.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fsdp_shard.utils import atomic_directory, run_limited, user_cache
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# The name of the format, defined here so that comparing a checkpoint's format imports nothing else.
+# The format name, defined here so that comparing a checkpoint's format imports nothing else.
 GGUF_FORMAT = "gguf"
 _VERSION = 3  # changes with the content of the files
-_TIMES = 4  # as long as other work on so many bytes: transformers takes 5 s for a megabyte of tokens
+_TIMES = 4  # as long as other work on as many bytes: transformers needs 5 s for a megabyte of tokens
 _SCALING = ("type", "factor", "original_context_length", "finetuned")  # the keys that are supported, or have no effect
 
 
@@ -35,8 +35,8 @@ def gguf_model_files(file: Path, header_bytes: int = 0) -> Path:
         header_bytes: The bytes in it before the first tensor.
 
     Raises:
-        ModelError: transformers cannot make the files, or takes too long for a header of this size, or the cache cannot
-            be written.
+        ModelError: transformers cannot create the files or takes too long for a header of this size, or the cache
+            cannot be written.
     """
     target = user_cache("gguf") / _key(file)
     if target.is_dir():
@@ -63,7 +63,7 @@ def gguf_model_files(file: Path, header_bytes: int = 0) -> Path:
 
 
 def _key(file: Path) -> str:
-    """Return a name that changes with the file and with the version of transformers, which reads it."""
+    """Return a name that changes with the file and the version of transformers."""
     from importlib.metadata import version  # slow to import, and every command imports this module
 
     state = file.stat()
@@ -75,7 +75,7 @@ def _write_model_files(file: Path, directory: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    # In a directory of its own: transformers prefers a tokenizer.json in the same directory.
+    # In a separate directory: transformers prefers a tokenizer.json in the same directory.
     (alone := directory / "alone").mkdir()
     (alone / file.name).symlink_to(file.resolve())
     with model_errors(f"{file} cannot be used as a model"):
@@ -86,7 +86,7 @@ def _write_model_files(file: Path, directory: Path) -> None:
             shutil.rmtree(alone)
         if scaling := _rope_scaling(file, config):
             config.rope_parameters = {**config.rope_parameters, **scaling}
-        if not config.architectures:  # GGUF knows no classes; the architectures that can be read are decoders
+        if not config.architectures:  # GGUF stores no classes; all supported architectures are decoders
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         config.save_pretrained(directory)
         GenerationConfig.from_model_config(config).save_pretrained(directory)
@@ -95,7 +95,7 @@ def _write_model_files(file: Path, directory: Path) -> None:
 
 
 def _rope_scaling(file: Path, config: PretrainedConfig) -> dict[str, Any]:
-    """Return the scaling of rotary frequencies as transformers' config has it; transformers itself ignores it.
+    """Return the rope scaling in the form of transformers' config; transformers itself ignores it.
 
     Raises ModelError for scaling that is not supported: the model would compute something else.
     """

@@ -1,4 +1,4 @@
-"""A model from its files, without its weights: config, tokenizer, the model on the meta device, and its buffers."""
+"""Loads a model's files except its weights: config, tokenizer, the model on the meta device, and its buffers."""
 
 import copy
 import re
@@ -29,27 +29,27 @@ from fsdp_shard.models.transformers_private import (
 from fsdp_shard.models.trials import refuse_large_buffers, try_config, try_tokenizer
 from fsdp_shard.utils import non_persistent_buffers, set_environment
 
-_ATTENTION = re.compile(r"Attention|MLA$")  # in names of classes
+_ATTENTION = re.compile(r"Attention|MLA$")  # in class names
 _AUTO_CLASSES: dict[str, Any] = {
     SEQ2SEQ: transformers.AutoModelForSeq2SeqLM,
     MASKED_LM: transformers.AutoModelForMaskedLM,
     SEQUENCE_CLASSIFICATION: transformers.AutoModelForSequenceClassification,
 }
-_TOKENIZER_FILES = re.compile(r"tokeniz|vocab|merges|spm|spiece|sentencepiece|codes")  # in names of files
-# Their code in transformers downloads native code where the package `kernels` is installed.
+_TOKENIZER_FILES = re.compile(r"tokeniz|vocab|merges|spm|spiece|sentencepiece|codes")  # in file names
+# Their code in transformers downloads native code if the package `kernels` is installed.
 _DOWNLOADING = frozenset({"rwkv", "yoso", "mra", "sam3_video"})
 
 
 def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Load the transformers config of a model, without the attention or kernels that it names: users choose those.
+    """Load the transformers config of a model, ignoring the attention or kernels that it names: users choose those.
 
     Args:
         directory: The directory of config.json.
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
-        ModelError: The config is missing, transformers cannot use it, it asks for something to be downloaded, or the
-            model takes too much time or memory to build, even without weights.
+        ModelError: The config is missing, transformers cannot use it, it requires a download, or building the model
+            takes too much time or memory, even without weights.
     """
     _check_files(directory, trust_remote_code)
     with model_errors(f"The config in {directory} cannot be used"):
@@ -72,7 +72,7 @@ def _read_config(directory: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _check_values(config: PretrainedConfig) -> None:
-    """ModelError for values that transformers takes, and that would be an error of the wrong kind later."""
+    """Raise ModelError for values that transformers accepts, but that would cause misleading errors later."""
     names = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ModelError(f"{config_file(config)}: architectures is {names!r}; expected a list of names of classes.")
@@ -89,7 +89,7 @@ def _check_values(config: PretrainedConfig) -> None:
 def named_class(config: PretrainedConfig) -> tuple[str, Any]:
     """Return the name of the class that a config names, or else of its type; and the class, if transformers has it.
 
-    Of an encoder-decoder model whose class transformers no longer has (T5WithLMHeadModel), that is the one of its type.
+    For an encoder-decoder model whose class transformers has removed (T5WithLMHeadModel), it is the class of its type.
     """
     name = next(iter(config.architectures or ()), "")
     found = getattr(transformers, name, None)
@@ -102,7 +102,7 @@ def named_class(config: PretrainedConfig) -> tuple[str, Any]:
 
 
 def is_model_class(value: Any) -> bool:
-    """Whether something of transformers, which has functions and modules too, is the class of a model."""
+    """Whether an attribute of transformers, which also has functions and modules, is a model class."""
     return isinstance(value, type) and issubclass(value, PreTrainedModel)
 
 
@@ -161,7 +161,7 @@ def classifier_name(config: PretrainedConfig) -> str:
 
 
 def _fitting_tasks(config: PretrainedConfig) -> str:
-    """` Set model.task=X, which fits a Y.`, or an empty string if no task does."""
+    """Return ` Set model.task=X, which fits a Y.`, or an empty string if no task fits."""
     name, cls = named_class(config)
     fitting = [
         task
@@ -182,13 +182,13 @@ def load_tokenizer(
     Args:
         directory: The directory of the tokenizer files.
         trust_remote_code: Run Python code that comes with the model.
-        can_be_named: Whether commands take another directory with tokenizer=PATH.
+        can_be_named: Whether the command accepts another directory with tokenizer=PATH.
 
     Raises:
         ModelError: The tokenizer files are missing, transformers cannot use them, or the tokenizer or its chat template
             takes too much time or memory for a few words.
     """
-    _check_files(directory, trust_remote_code)  # transformers looks into the config for the class of the tokenizer
+    _check_files(directory, trust_remote_code)  # transformers reads the tokenizer class from the config
     advice = "Copy the tokenizer files of the original model into that directory"
     if can_be_named:
         advice += ", or name them with tokenizer=PATH (generate, evaluate, convert; --tokenizer in diff)"
@@ -199,22 +199,22 @@ def load_tokenizer(
             except (ValueError, OSError) as error:
                 if any(_TOKENIZER_FILES.search(path.name) for path in directory.iterdir()):
                     raise
-                raise OSError("it has no tokenizer files.") from error  # transformers speaks of how to convert them
+                raise OSError("it has no tokenizer files.") from error  # transformers explains how to convert them
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"its class {type(tokenizer).__name__} is that of no tokenizer.")
         try_tokenizer(tokenizer, directory)
-        # Some settings of a wrong type show only then. A process that is forked later would miss threads of this one.
+        # Some settings of a wrong type fail only then. A process forked later would miss threads of this one.
         with set_environment({"TOKENIZERS_PARALLELISM": "false"}):
             tokenizer("a")
     return tokenizer
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer: those of the model's generation config, and that which ended training's.
+    """Return the tokens that end an answer: those of the model's generation config, and the one used in training.
 
     Args:
-        model: The model, whose generation config may name one token, several or none.
-        tokenizer: Its tokenizer, whose end-of-text token `finetune` puts after each answer.
+        model: The model; its generation config may name one token, several or none.
+        tokenizer: Its tokenizer; `finetune` appends its end-of-text token to each answer.
     """
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     given = [*own] if isinstance(own, (list, tuple)) else [own]
@@ -222,13 +222,13 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Return the tokens of an answer up to the first that ends it, which is the last one."""
+    """Return the tokens of an answer up to and including the first end token."""
     stop = next((position for position, token in enumerate(tokens) if token in ends), len(tokens))
     return list(tokens[: stop + 1])
 
 
 def check_vocabulary(ids: Any, config: PretrainedConfig) -> None:
-    """Raise ModelError if the vocabulary of a model does not have all of these tokens; a GPU would not name the cause.
+    """Raise ModelError unless a model's vocabulary has all of these tokens; errors of a GPU would hide the cause.
 
     Args:
         ids: Token ids in an array, a tensor or a list.
@@ -252,7 +252,8 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Build a model on the meta device, with tied weights tied and in eval mode.
 
-    Buffers that its class keeps in float32, as DeepSeek's routers do, are in it, as in `from_pretrained`.
+    Buffers that its class keeps in float32, such as those of DeepSeek's routers, have that dtype, as in
+    `from_pretrained`.
 
     Args:
         config: The config of the model. The class is the first of its `architectures`, or the causal LM of its type.
@@ -275,7 +276,7 @@ def build_on_meta(
             f"transformers downloads native code for models of type {min(types)}, as the package kernels is installed; "
             "uninstall it, or allow that with trust_remote_code=true."
         )
-    # Of flash attention without its package, which is asked for, transformers fetches kernels.
+    # For a requested flash attention without its package, transformers downloads kernels.
     is_asked_for = trust_remote_code or "attn_implementation" in kwargs
     with (
         model_errors(f"{name} cannot be built from {config_file(config)}"),
@@ -288,8 +289,8 @@ def build_on_meta(
             auto = transformers.AutoModelForCausalLM
             model = auto.from_config(config, trust_remote_code=trust_remote_code, **kwargs)
         if getattr(model.config, "rescale_every", 0):
-            # In eval mode, RWKV divides weights in place, against overflow in float16: a run would save them so, and
-            # those of a block on disk are read again.
+            # In eval mode, RWKV divides weights in place, against overflow in float16: a run would save the divided
+            # weights, and those of a block on disk are read again.
             model.config.rescale_every = 0
         model.tie_weights()
         keep_dtypes(model, kwargs["dtype"], model.named_buffers(remove_duplicate=False))
@@ -297,7 +298,7 @@ def build_on_meta(
 
 
 def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Change `tensors` of a model in `dtype`, by name, to the dtype that `from_pretrained` would keep them in."""
+    """Convert `tensors`, by name, of a model in `dtype` to the dtype in which `from_pretrained` would keep them."""
     kept = kept_dtype(model, dtype)
     for name, tensor in tensors:
         if (own := kept(name)) is not None and tensor.is_floating_point():
@@ -305,16 +306,16 @@ def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, tensors: Iterable[tu
 
 
 def kept_dtype(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """Return a function from names to the dtype that `from_pretrained` keeps the tensor in where it loads in `dtype`.
+    """Return a function from a name to the dtype in which `from_pretrained`, loading in `dtype`, keeps the tensor.
 
-    It returns None for tensors that are loaded in `dtype`.
+    The function returns None for tensors that are loaded in `dtype`.
     """
     kept = [(re.compile(glob.replace("*", ".*")), own) for glob, own in dtypes_to_keep(model, dtype).items()]
     return lambda name: next((own for pattern, own in kept if pattern.search(name)), None)
 
 
 def attention_implementations(model: nn.Module) -> list[str]:
-    """Return what the attention of a model is computed with, such as `sdpa`; its parts may differ.
+    """Return the attention implementations of a model, such as `sdpa`; its parts may differ.
 
     Args:
         model: A transformers model, or one in a wrapper.
@@ -330,10 +331,10 @@ def attention_implementations(model: nn.Module) -> list[str]:
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
-    """Compute the non-persistent buffers of a model (rotary frequencies, masks), which no checkpoint holds.
+    """Compute the non-persistent buffers of a model (rotary frequencies, masks), which checkpoints do not store.
 
-    transformers computes them in `_init_weights`, which `from_pretrained` calls too, so the values are bit-equal to
-    its own. Parameters do not change: modules with such buffers have none, or they stay on the meta device.
+    transformers computes them in `_init_weights`, which `from_pretrained` also calls, so the values are bit-equal.
+    Parameters do not change: modules with such buffers have none, or they stay on the meta device.
 
     Args:
         model: A model whose buffers may be on the meta device.
@@ -359,16 +360,16 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
             initialize(owner, module)
         for model_around in dict.fromkeys(
             owners.values()
-        ):  # some compute the buffers of modules inside of them (Falcon-H1)
+        ):  # some compute the buffers of their submodules (Falcon-H1)
             if all(param.is_meta for param in model_around.parameters()):
                 initialize(model_around, model_around)
 
 
 def computed_tensor(model: nn.Module, name: str) -> torch.Tensor | None:
-    """The values of a parameter or buffer that `from_pretrained` computes where no checkpoint holds it.
+    """Return the values of a parameter or buffer that `from_pretrained` computes if no checkpoint stores it.
 
     Args:
-        model: A model that may be on the meta device, and does not change.
+        model: A model, possibly on the meta device; it is not changed.
         name: FQN of the tensor.
 
     Returns:
@@ -382,13 +383,13 @@ def computed_tensor(model: nn.Module, name: str) -> torch.Tensor | None:
         values: torch.Tensor = getattr(copied, leaf)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            values.fill_(seed)  # which remains where nothing is computed
+            values.fill_(seed)  # remains if nothing is computed
             initialize(_owners(model)[module], copied)
         found.append(getattr(copied, leaf).detach())
     return found[0] if torch.equal(*found) else None
 
 
 def _owners(model: nn.Module) -> dict[nn.Module, PreTrainedModel]:
-    """Each module -> the innermost transformers model that it is in."""
+    """Map each module to the innermost transformers model that contains it."""
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return {module: owner for owner in inner for module in owner.modules()}  # the innermost comes last

@@ -1,4 +1,4 @@
-"""The directory of a model: downloading it from the Hugging Face hub, and checking that it has a config.
+"""Downloads a model directory from the Hugging Face hub, and checks its config and other files.
 
 Imports no transformers.
 """
@@ -18,17 +18,18 @@ from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.models.named_files import refuse_named_files
 from fsdp_shard.utils import exceeded, first_line, limits, matches_any, read_bounded, read_json, refuse_excess
 
-# The files of a hub repository to download: no weights of other frameworks, and pickles only without safetensors.
+# The files of a hub repository to download: no weights of other frameworks, and pickles only if there are no
+# safetensors.
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "*.codes", "*.tiktoken", "*.tokenizer")
 _PICKLES = ("*.bin", "*.bin.index.json")
-# What transformers reads as a whole, by the limit of its size; and of these, what Python parses.
+# Files that transformers reads as a whole, by the name of their size limit; and those among them that Python parses.
 _SETTINGS = ("config.json", "generation_config.json", "*_config.json", "special_tokens_map.json", "added_tokens.json")
 _READ_WHOLE = {
     "config_bytes": (*_SETTINGS, "chat_template*"),
     "tokenizer_bytes": ("*.json", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "vocab*", "merges*", "*.codes"),
 }
 _TOKENIZER_CONFIG, _TOKENIZER = "tokenizer_config.json", "tokenizer.json"
-# Control characters and changes of direction in JSON: as escapes, or in UTF-8.
+# Control and bidirectional characters in JSON, as escapes or in UTF-8.
 _UNPRINTABLE = re.compile(rb"\\u00[0189]|\\u007f|\\u20[26]|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81|\x7f", re.I)
 
 
@@ -40,20 +41,20 @@ def download_model(
     only_cached: bool = False,
     revision: str | None = None,
 ) -> Path:
-    """Download a model from the hub; what is in its cache already is not downloaded again.
+    """Download a model from the hub; cached files are not downloaded again.
 
     Args:
         name: The hub id, org/name.
         gguf_file: A GGUF file to download instead of other weights.
         fetch_weights: Whether to download weights; config and tokenizer are always downloaded.
-        only_cached: Make no request.
+        only_cached: Use only the cache, without requests.
         revision: Branch, tag or commit; None for the default one.
 
     Returns:
         The snapshot in the hub's cache.
 
     Raises:
-        ModelError: There is no such model, or the hub cannot be reached.
+        ModelError: The model does not exist, or the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -89,14 +90,14 @@ def check_model_config(directory: Path) -> None:
 
 
 def check_model_files(directory: Path) -> None:
-    """Check the files that transformers reads, which itself reads them whatever they are and however large.
+    """Check the files that transformers reads, as it reads files of any kind and size itself.
 
     Args:
         directory: The directory of config or tokenizer.
 
     Raises:
-        ModelError: One is no regular file, larger than its limit, or JSON that is nested too deeply, has numbers or
-            names of settings that no tokenizer has, or names other files.
+        ModelError: A file is not regular or exceeds its limit, or it is JSON that is nested too deeply, has numbers or
+            setting names that no tokenizer has, or names other files.
     """
     try:
         with os.scandir(directory) as entries:
@@ -113,7 +114,7 @@ def check_model_files(directory: Path) -> None:
 def _check_file(path: Path, limit: str) -> None:
     try:
         state = path.stat()
-    except OSError:  # a link to nothing; whoever needs the file reports it
+    except OSError:  # a dangling link; reported when the file is needed
         return
     if stat.S_ISDIR(state.st_mode):
         return
@@ -129,13 +130,13 @@ def _check_file(path: Path, limit: str) -> None:
             _check_names(path, document)
     elif path.name == _TOKENIZER and _UNPRINTABLE.search(content := read_bounded(path, limit)):
         document = None
-        with suppress(ValueError, RecursionError):  # whoever loads it says so
+        with suppress(ValueError, RecursionError):  # reported when it is loaded
             document = json.loads(content)
         _check_names(path, document.get("added_tokens") if isinstance(document, dict) else None)
 
 
 def _check_names(path: Path, settings: Any) -> None:
-    """Refuse names with characters that a terminal acts on: tokenizers prints settings that it does not know."""
+    """Reject names with characters that control a terminal: tokenizers prints unknown settings."""
     if (name := next(_unprintable_names(settings), None)) is not None:
         raise ModelError(f"{path} has a setting named {name[:100]}, which no tokenizer has.")
 
@@ -148,7 +149,7 @@ def _unprintable_names(value: Any) -> Iterator[str]:
 
 
 def _large_numbers(value: Any, key: str = "") -> Iterator[int]:
-    """Whole numbers that are too large for tokens, keys too; those of lengths, such as model_max_length, are not."""
+    """Yield integers too large for tokens, including keys, except lengths such as model_max_length."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _large_numbers(int(name) if name.isdecimal() and name.isascii() else None)

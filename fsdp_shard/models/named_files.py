@@ -1,4 +1,4 @@
-"""Files that a model's files name: transformers opens some of them wherever they are, and none has to be named."""
+"""Rejects files named in a model's files: transformers opens some of them anywhere, and none needs to be named."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from fsdp_shard.errors import ModelError
 
 
 def refuse_named_files(path: Path, settings: Any) -> None:
-    """Raise ModelError if a setting in a file of a config or a tokenizer is the path of another file.
+    """Raise ModelError if a setting in a config or tokenizer file is the path of another file.
 
     Args:
         path: The file.
@@ -23,7 +23,7 @@ def refuse_named_files(path: Path, settings: Any) -> None:
 
 
 def _named(key: str, value: Any) -> Iterator[str]:
-    """What transformers takes for a path in a setting. Of others, such as vocab_file, it ignores the value."""
+    """Yield the values that transformers uses as paths. It ignores the values of others, such as vocab_file."""
     if key in ("vocab", "merges"):
         yield from _texts([value])
     elif key == "init_inputs":

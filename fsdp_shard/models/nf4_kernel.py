@@ -1,7 +1,7 @@
-"""Decodes rows of nf4 weights on a GPU by one Triton kernel, where operators of torch would need ten for each part.
+"""Decodes rows of nf4 weights on a GPU with one Triton kernel, where torch operators would launch ten for each part.
 
-bitsandbytes' kernel wants codes and scales in two arrays, to which rows, sharded as they lie, would have to be copied
-at each use. Triton comes with torch's builds for CUDA.
+bitsandbytes' kernel needs codes and scales in two arrays, to which the sharded rows would have to be copied at each
+use. Triton comes with torch's builds for CUDA.
 """
 
 import warnings
@@ -39,7 +39,7 @@ def decode_nf4(rows: torch.Tensor, levels: torch.Tensor, num_weights: int, dtype
         rows: Codes and scales [num_rows, 36], uint8, contiguous: 32 bytes of codes and a float32 scale.
         levels: The values of the codes [16], float32, on the same device.
         num_weights: At most 64 in each row.
-        dtype: That of the result.
+        dtype: Dtype of the result.
     """
     rows = rows.contiguous()
     num_rows = len(rows)
@@ -56,7 +56,7 @@ def is_usable(device: torch.device) -> bool:
     rows = torch.zeros(1, 36, dtype=torch.uint8, device=device)
     try:
         decode_nf4(rows, torch.zeros(16, device=device), 64, torch.bfloat16)
-    except Exception as error:  # of any type: a compiler's, a driver's
+    except Exception as error:  # any type: from a compiler or a driver
         warnings.warn(f"nf4 weights are decoded by operators of torch, several times slower: {error}", stacklevel=2)
         return False
     return True

@@ -1,4 +1,4 @@
-"""Keeps transformers from requests that a model's files ask for: it downloads the backbone that a config names."""
+"""Prevents requests that a model's files cause: transformers downloads the backbone that a config names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ _refuses = ContextVar("_refuses", default=False)
 
 @contextmanager
 def without_requests(*, unless: bool) -> Iterator[None]:
-    """Refuse requests of this thread to the hub, as if there was no network; files and the cache can be read.
+    """Reject hub requests of this thread as if there were no network; files and the cache can be read.
 
     Args:
-        unless: Change nothing: the user asked for what may have to be fetched.
+        unless: Change nothing, because the user requested something that may need a download.
     """
     session = get_session()
     if _refuse not in session.event_hooks["request"]:

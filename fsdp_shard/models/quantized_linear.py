@@ -1,7 +1,7 @@
 """Linear layers with weights in 8 or 4 bits: 64 neighboring weights become a row of bytes, codes and a float32 scale.
 
-A row has everything to decode its 64 weights, so rows can be sharded, moved and filled in any order, and their content
-depends on the weights alone.
+A row contains everything to decode its 64 weights, so rows can be sharded, moved and filled in any order, and their
+content depends only on the weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,14 +29,14 @@ _NORMAL = (
 
 @dataclass(frozen=True, slots=True)
 class QuantizationCode:
-    """How 64 weights become `code_bytes` bytes and back.
+    """Conversion between 64 weights and `code_bytes` bytes.
 
     Attributes:
         name: The name of the code in settings.
         code_bytes: Bytes of the codes of a block of 64 weights.
-        to_codes: Encodes blocks [n, 64], float32, that were divided by their largest absolute weight.
-        to_values: Decodes to blocks [n, 64], float32, that are to be multiplied by that weight.
-        to_weights: Does what `decode` does by one kernel, where there is one for the device; else returns None.
+        to_codes: Encodes float32 blocks [n, 64] that were divided by their largest absolute weight.
+        to_values: Decodes to float32 blocks [n, 64], to be multiplied by that weight.
+        to_weights: Like `decode` with a single kernel; returns None if the device has no such kernel.
     """
 
     name: str
@@ -56,7 +56,7 @@ class QuantizationCode:
         return 8 * self.row_bytes / QUANTIZATION_BLOCK
 
     def num_rows(self, num_weights: int) -> int:
-        """Return the number of rows of a matrix with `num_weights` weights; the last row may not be full."""
+        """Return the number of rows for a matrix with `num_weights` weights; the last row may be incomplete."""
         return -(-num_weights // QUANTIZATION_BLOCK)
 
     def encode(self, weights: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class QuantizationCode:
             return decoded
         weights = torch.empty((len(rows), QUANTIZATION_BLOCK), dtype=dtype, device=rows.device)
         step = _DECODED_AT_ONCE // QUANTIZATION_BLOCK
-        # On meta there is nothing to decode, nor with fake tensors, which a plan runs on: one step takes what all take.
+        # Meta and fake tensors, which plans use, have no values to decode; one step then stands for all.
         has_values = torch.compiler.is_compiling() or rows.untyped_storage().device.type != "meta"
         for start in range(0, len(rows) if has_values else min(1, len(rows)), step):
             part = rows[start : start + step]
@@ -123,11 +123,12 @@ QUANTIZATION_CODES = {
 
 
 class QuantizedWeight(nn.Module):
-    """x -> x @ W.T, with W in `rows`. A module of its own, so that the rows are gathered apart from what is cast.
+    """x -> x @ W.T, with W in `rows`. A separate module, so the rows are gathered separately from parameters that are
+    cast.
 
     Args:
         shape: The shape [out, in] of W.
-        code: How its weights are encoded.
+        code: The encoding of the weights.
         held_as: Dtype of the parameter `rows`, which is created on the meta device.
     """
 
@@ -149,7 +150,7 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """Replaces a frozen `linear`, whose bias it keeps; `dtype` is that of the weights it stands for."""
+    """Replaces a frozen `linear`, keeping its bias; `dtype` is that of the original weights."""
 
     def __init__(self, linear: nn.Linear, code: QuantizationCode, held_as: torch.dtype, dtype: torch.dtype) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """inputs [..., in] @ W.T, in the dtype of the inputs. Only the rows are saved for the backward pass."""
+    """Computes inputs [..., in] @ W.T in the dtype of the inputs. Only the rows are saved for the backward pass."""
 
     @staticmethod
     def forward(
@@ -193,7 +194,7 @@ def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]
 
 
 def weights_per_parameter(model: nn.Module) -> dict[str, int]:
-    """Return by FQN how many weights each parameter of `model` stands for: its elements, unless it is quantized."""
+    """Return, by FQN, the number of weights that each parameter represents: its elements, unless it is quantized."""
     found = {name: param.numel() for name, param in model.named_parameters()}
     return found | {f"{fqn}.rows": module.num_weights for fqn, module in quantized_weights(model)}
 

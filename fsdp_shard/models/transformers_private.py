@@ -1,4 +1,4 @@
-"""All private names of transformers that the package uses; CONTRIBUTING.md says where each would break."""
+"""All private names of transformers that the package uses; CONTRIBUTING.md lists where each would break."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def parallel_plan(model: Any, kind: str) -> dict[str, str]:
-    """The style of each module and parameter that the plan of `model` names, by FQN; parameters before their module.
+    """Return the style of each module and parameter in the plan of `model`, by FQN; parameters before their module.
 
     Args:
         model: A transformers model; others have no plan.
-        kind: `tp_plan` or `ep_plan`: styles by names with `*` for numbers.
+        kind: `tp_plan` or `ep_plan`, which map names with `*` for numbers to styles.
 
     Returns:
-        FQN -> style, empty when there is no plan.
+        FQN -> style; empty without a plan.
     """
     plan: dict[str, str] = getattr(model, kind, None) or {}
     found: dict[str, str] = {}
@@ -42,25 +42,25 @@ def _with_wildcards(fqn: str) -> str:
 
 
 def apply_tensor_plan(model: Any, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    """Shard the parameters that `plan`, from `parallel_plan(model, "tp_plan")`, names, and have modules communicate."""
+    """Shard the parameters in `plan`, from `parallel_plan(model, "tp_plan")`, and make modules communicate."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     apply: Any = apply_tensor_parallelism
-    # Until transformers 5.23 it took no FQNs, but expanded the model's own plan itself.
+    # Before transformers 5.23, it did not accept FQNs, but expanded the model's own plan itself.
     apply(model, mesh, *([plan] if follows_plans_by_fqn() else []))
 
 
 def keep_experts(module: Any, num_experts: int) -> None:
-    """Have a module of experts know that it has only so many of them, as an expert-parallel plan does.
+    """Set the number of experts of a module, like an expert-parallel plan.
 
-    Without `_is_expert_parallel`, `plan` would not count how rows of other ranks' experts are masked.
+    Without `_is_expert_parallel`, `plan` would not count the masking of rows for other ranks' experts.
     """
     module.num_experts = num_experts
     module._is_expert_parallel = True
 
 
 def follows_plans_by_fqn() -> bool:
-    """Whether transformers takes expanded plans, and has expert parallelism with a batch of each rank: from 5.23 on."""
+    """Whether transformers, from 5.23, accepts expanded plans and supports expert parallelism with a batch per rank."""
     import transformers
 
     return Version(transformers.__version__) >= Version("5.23")
@@ -78,13 +78,13 @@ def model_classes(auto_class: Any, config: PretrainedConfig) -> list[type]:
 
 
 def build_from_config(model_class: Any, config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """A model of exactly `model_class`, with dtype and attention; public are only the classes that choose one."""
+    """Build a model of exactly `model_class`, with dtype and attention; only the auto classes are public."""
     model: PreTrainedModel = model_class._from_config(config, **kwargs)
     return model
 
 
 def forget_implementations(config: PretrainedConfig) -> None:
-    """Unset the attention and the experts' kernels that a file named, in the configs of parts too: there is no option.
+    """Unset the attention and expert kernels that a file named, also in configs of parts, as there is no option.
 
     transformers downloads and loads native code for such a name, if the package `kernels` is installed.
     """
@@ -93,7 +93,7 @@ def forget_implementations(config: PretrainedConfig) -> None:
             for key in _IMPLEMENTATIONS & part.keys():
                 del part[key]
         else:
-            vars(part).pop("attribute_map", None)  # a file could rename what is set below
+            vars(part).pop("attribute_map", None)  # a file could rename the attributes set below
             part._attn_implementation = "eager" if part.output_attentions else None  # others return no attentions
             part._experts_implementation = None
 
@@ -113,7 +113,7 @@ def model_types(config: PretrainedConfig) -> set[str]:
 
 
 def _parts(config: PretrainedConfig) -> Iterator[Any]:
-    """A config and those in it, the outer ones first: configs of transformers, and dicts that models make some of."""
+    """Yield a config and its nested ones, outer ones first: configs, and dicts from which models create configs."""
     from transformers import PretrainedConfig as Config
 
     seen: set[int] = set()
@@ -133,12 +133,12 @@ def _parts(config: PretrainedConfig) -> Iterator[Any]:
 
 
 def initialize(model: Any, module: nn.Module) -> None:
-    """Compute what `from_pretrained` does not read for `module` inside `model`, such as rotary frequencies."""
+    """Compute tensors of `module` in `model` that `from_pretrained` does not read, such as rotary frequencies."""
     model._init_weights(module)
 
 
 def dtypes_to_keep(model: Any, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
-    """Glob of parameter names -> the dtype that `from_pretrained` keeps them in when it loads in `dtype`."""
+    """Glob of parameter names -> the dtype in which `from_pretrained`, loading in `dtype`, keeps them."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
 
@@ -149,7 +149,7 @@ def ignored_unexpected_keys(model: Any) -> list[str]:
 
 
 def ignored_missing_keys(model: Any) -> list[str]:
-    """Patterns of names that `from_pretrained` does not miss; without it, computed positions would be missing."""
+    """Patterns of names that `from_pretrained` does not require; without it, computed positions would be missing."""
     return list(model._keys_to_ignore_on_load_missing or ())
 
 
@@ -159,12 +159,12 @@ def is_stateful(model: Any) -> bool:
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
-    """The attention that the model of `config` was built with, such as `sdpa`: there is no public getter."""
+    """The attention with which the model of `config` was built, such as `sdpa`; there is no public getter."""
     return str(config._attn_implementation)
 
 
 def is_plain_fast_tokenizer(tokenizer: Any) -> bool:
-    """Whether a call of `tokenizer` only calls its Rust backend, so that texts can be passed there directly."""
+    """Whether calling `tokenizer` only calls its Rust backend, so that texts can be passed there directly."""
     from transformers import PreTrainedTokenizerFast
 
     cls, plain = type(tokenizer), PreTrainedTokenizerFast

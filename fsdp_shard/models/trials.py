@@ -1,7 +1,7 @@
-"""Tries a config and a tokenizer in a process that is ended when they take too much, before this one uses them.
+"""Tries a config and a tokenizer in a separate process, which is ended if they need too many resources.
 
-Some numbers in a config ask for any number of layers, labels or positions, under hundreds of names; a chat template is
-a program; a tokenizer can double its text again and again. None of that can be seen without doing it.
+A config can request any number of layers, labels or positions, under hundreds of names; a chat template is a program; a
+tokenizer can double its text repeatedly. None of that can be detected without running it.
 """
 
 from collections.abc import Callable
@@ -29,23 +29,23 @@ from fsdp_shard.utils import (
 _TEXTS = ("a", "The quick brown fox,\n jumps over 13 lazy dogs: \u00e9\u4e16\U0001f600!", " " * 64 + "a" * 64)
 _USER, _ANSWER = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
 _CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
-    [{"role": "user", "content": ""}],  # what data.kind=chat renders first
+    [{"role": "user", "content": ""}],  # rendered first by data.kind=chat
     [_USER],
     [_USER, _ANSWER, _USER],
     [{"role": "system", "content": "Be brief."}, _USER, _ANSWER],
 )
-_DECODED = 4096  # tokens, equally far apart
+_DECODED = 4096  # evenly spaced tokens
 
 _Use = Callable[[Any], None]
-_tried: dict[tuple[object, ...], ModelError | None] = {}  # configs by path and state of the file, and what came of them
+_tried: dict[tuple[object, ...], ModelError | None] = {}  # results, by config path and state of the file
 
 
 def try_config(directory: Path, build: Callable[[], object]) -> None:
-    """Build a model from its config, without weights, as `build` does; once for a file.
+    """Build a model from its config, without weights, by calling `build`; once per file.
 
     Args:
         directory: The directory of config.json.
-        build: What it raises is raised again by whoever calls it, and ignored here.
+        build: Builds the model. Its exceptions are ignored here, as the later build raises them again.
 
     Raises:
         ModelError: It takes more time or memory than its limits.
@@ -67,7 +67,7 @@ def try_config(directory: Path, build: Callable[[], object]) -> None:
 
 
 def try_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Tokenize, decode and render a little with a tokenizer that was loaded.
+    """Tokenize, decode and render short texts with a loaded tokenizer.
 
     Args:
         tokenizer: The tokenizer.
@@ -76,7 +76,7 @@ def try_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     Raises:
         ModelError: It takes more time or memory than its limits.
     """
-    import jinja2  # noqa: F401  # once, and not in each process that is forked
+    import jinja2  # noqa: F401  # once, rather than in each forked process
 
     what = f"using the tokenizer or the chat template in {directory}"
     with LimitedProcess[_Use, None](lambda use: use(tokenizer), what, error=ModelError) as process:
@@ -85,7 +85,7 @@ def try_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def refuse_large_buffers(model: nn.Module) -> None:
-    """Raise ModelError if the buffers that no checkpoint holds, such as masks, take more than their limit."""
+    """Raise ModelError if the buffers that checkpoints do not store, such as masks, exceed their limit."""
     num_bytes = sum(buffer.nbytes for module in model.modules() for _, buffer in non_persistent_buffers(module))
     what = f"The model of this config.json computes {format_size(num_bytes)} of masks and positions when it is loaded"
     try:
@@ -95,16 +95,16 @@ def refuse_large_buffers(model: nn.Module) -> None:
 
 
 def _import_classes(document: Any) -> None:
-    """Import the classes of the models that a config names, which takes longer than to build them."""
+    """Import the classes of the models that a config names, which takes longer than building them."""
     if isinstance(document, dict):
-        with suppress(Exception):  # whoever builds the model reports it
+        with suppress(Exception):  # reported when the model is built
             MODEL_MAPPING[CONFIG_MAPPING[document["model_type"]]]
         for value in document.values():
             _import_classes(value)
 
 
 def _try(use: Callable[[], object]) -> None:
-    """Call `use`, and ignore what it raises, unless it is for want of memory."""
+    """Call `use` and ignore its exceptions, except for lack of memory."""
     try:
         use()
     except Exception as error:
@@ -113,7 +113,7 @@ def _try(use: Callable[[], object]) -> None:
 
 
 def _try_silently(build: Callable[[], object]) -> None:
-    with only_errors_of("transformers"):  # whoever builds the model hears it
+    with only_errors_of("transformers"):  # shown when the model is built
         _try(build)
 
 
