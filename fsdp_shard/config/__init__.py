@@ -1,4 +1,4 @@
-"""The whole config of each command, made of the config dataclasses of the rooms, and composed through Hydra."""
+"""The complete config of each command, built from the config dataclasses of the rooms and composed with Hydra."""
 
 import lazy_loader
 

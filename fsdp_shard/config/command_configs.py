@@ -1,4 +1,4 @@
-"""The whole config of each command: the settings that all have, its own, and those of the rooms that it uses."""
+"""The complete config of each command: common settings, its own, and those of the rooms that it uses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -41,7 +41,7 @@ Ranks = Literal["started", "planned", "one"]
 
 
 def default_run_dir(command: str) -> str:
-    """The default of `run_dir`; `now` is a resolver of Hydra's, and stays the same through a run."""
+    """The default of `run_dir`; `now` is a Hydra resolver whose value is constant within a run."""
     return setting(
         f"outputs/{command}/${{now:%Y-%m-%d_%H-%M-%S}}", "Output directory of the run, created if it does not exist."
     )
@@ -52,9 +52,9 @@ class RunConfig:
     """The settings of every command.
 
     Attributes:
-        command: The command that has this config.
-        ranks_are: The meaning of launch.ranks: ranks to start, ranks to plan for, or one, as the command works in a
-            single process.
+        command: The command of this config.
+        ranks_are: The meaning of launch.ranks: ranks to start, ranks to plan for, or one if the command uses a single
+            process.
         unused: Settings and sections that the command does not use: `--help` omits them, and setting one is an error.
         writes: Whether the command writes a run_dir, with its config.yaml.
         takes_training_run: Whether run_dir may be that of a training run, whose files another command would replace.
@@ -62,7 +62,7 @@ class RunConfig:
         of_a_machine: Settings that may differ between the machines of a run, besides run_dir, debug and launch.
         is_default_run_dir: Whether run_dir was not given.
         given: Names of the settings and groups on the command line.
-        own_recipe: The file name of the recipe that is run, unless it is the shipped one.
+        own_recipe: The file name of the recipe, unless it is the shipped one.
     """
 
     command: ClassVar[str] = ""
@@ -81,13 +81,13 @@ class RunConfig:
     debug: bool = setting(False, "Show tracebacks of errors and the messages of torch's launcher.")
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
-    is_default_run_dir = False  # not annotated, so that it is no setting
+    is_default_run_dir = False  # not annotated, so it is not a setting
     given = frozenset[str]()
     own_recipe = ""
 
     @property
     def kept_run_dir(self) -> str | None:
-        """The run_dir, or None for a run that leaves no files: all that it has to say is printed."""
+        """The run_dir, or None for a run that leaves no files and only prints its results."""
         return self.run_dir if self.writes and not (self.is_default_run_dir and self._only_prints) else None
 
     @property
@@ -115,7 +115,7 @@ class FinetuneConfig(RunConfig):
         ...     gamma: float = 2.0  # as gamma=3 on the command line of a copied recipe
     """
 
-    # `shard`, `adapter` and `optim` have the common type of all options of their group; conf/finetune.yaml chooses one.
+    # `shard`, `adapter` and `optim` have the common base type of their group's options; conf/finetune.yaml selects one.
     command: ClassVar[str] = "finetune"
     headline: ClassVar[tuple[str, ...]] = ("final_loss", "best_loss", "tokens_per_second", "peak_memory_bytes")
     ranks_are: ClassVar[Ranks] = "started"
@@ -145,7 +145,7 @@ class FinetuneConfig(RunConfig):
 
     @cached_property
     def source(self) -> Location:
-        """What `model.path` leads to, located once."""
+        """The location that `model.path` leads to, resolved once."""
         return locate(self.model.path, self.model.gguf_file)
 
     def load_dispatched(
@@ -156,18 +156,18 @@ class FinetuneConfig(RunConfig):
         log: Callable[[str], object],
         dtype: str = "keep",
     ) -> "PreTrainedModel":
-        """Load a model that is not trained, on GPU, CPU and disk by the budgets `max_memory`, on each rank.
+        """Load a model that is not trained, on each rank, over GPU, CPU and disk within the budgets `max_memory`.
 
         Args:
             source: The model.
-            max_memory: Budgets as in `dispatch.max_memory`; of several GPUs, each rank uses its own.
+            max_memory: Budgets as in `dispatch.max_memory`; with several GPUs, each rank uses its own.
             context: The ranks.
-            log: Gets a line about where the model is.
-            dtype: The dtype to load it in; `keep` for that of its weights.
+            log: Receives a line about the placement of the model.
+            dtype: The dtype to load; `keep` for that of its weights.
 
         Raises:
             ConfigError: The budgets name GPUs, but not that of each rank on this machine.
-            PlanError, CheckpointError, ModelError: It does not fit, or cannot be read.
+            PlanError, CheckpointError, ModelError: The model does not fit, or cannot be read.
         """
         from fsdp_shard.inference import dispatch_model
         from fsdp_shard.models import load_config
@@ -287,7 +287,7 @@ class GenerateConfig(RunConfig, GenerateSettings):
     command: ClassVar[str] = "generate"
     headline: ClassVar[tuple[str, ...]] = ("num_new_tokens", "tokens_per_second", "peak_memory_bytes")
     ranks_are: ClassVar[Ranks] = "started"
-    unused: ClassVar[tuple[str, ...]] = ("dispatch.schedule",)  # a token needs the one before it
+    unused: ClassVar[tuple[str, ...]] = ("dispatch.schedule",)  # each token needs the previous one
 
     run_dir: str = default_run_dir("generate")
 
@@ -317,7 +317,7 @@ class PlanConfig(RunConfig, PlanSettings):
     headline: ClassVar[tuple[str, ...]] = ("peak_bytes", "fits")
     ranks_are: ClassVar[Ranks] = "planned"
     takes_training_run: ClassVar[bool] = True
-    # The activations of fused kernels cannot be measured; batches are not planned; no ranks are started.
+    # The activations of fused kernels cannot be measured, batches are not planned, and no ranks are started.
     unused: ClassVar[tuple[str, ...]] = (
         *("seed", "model.kernels", "dispatch.schedule", "launch.timeout_seconds", "launch.max_restarts"),
         *("launch.grace_seconds", "launch.numa_binding"),
@@ -338,7 +338,7 @@ class PlanConfig(RunConfig, PlanSettings):
 
     @cached_property
     def source(self) -> Location:
-        """What `model.path` leads to, located once; of a hub id no weights are downloaded."""
+        """The location that `model.path` leads to, resolved once; weights of a hub id are not downloaded."""
         return locate(self.model.path, self.model.gguf_file, fetch_weights=False)
 
 
@@ -364,8 +364,8 @@ COMMANDS: dict[str, type[RunConfig]] = {
     for schema in (FinetuneConfig, ConvertConfig, EvaluateConfig, GenerateConfig, PlanConfig, DoctorConfig)
 }
 
-# Group -> option -> its dataclass; YAML files in conf/GROUP/ are options too. There can be no group `checkpoint`: Hydra
-# would take generate's `checkpoint=PATH` for a choice of it.
+# Group -> option -> its dataclass; YAML files in conf/GROUP/ are options, too. There can be no group `checkpoint`:
+# Hydra would read generate's `checkpoint=PATH` as an option of it.
 OPTIONS: dict[str, dict[str, type]] = {
     "shard": dict(WRAPPERS),
     "objective": dict(OBJECTIVES),
@@ -379,12 +379,12 @@ OPTIONS: dict[str, dict[str, type]] = {
 
 
 def is_used(schema: type[RunConfig], name: str) -> bool:
-    """Whether the command reads the setting of this dotted name."""
+    """Whether the command reads the setting with this dotted name."""
     return not any(name == unused or name.startswith(f"{unused}.") for unused in schema.unused)
 
 
 def command_of(schema: type) -> str:
-    """The command that has the config `schema`: its own, or that of the class that it extends."""
+    """The command of the config `schema`: its own, or that of the class that it extends."""
     if command := getattr(schema, "command", ""):
         return str(command)
     raise TypeError(f"{schema.__name__} must be, or extend, the config of a command (fsdp_shard.config)")

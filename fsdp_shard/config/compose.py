@@ -1,7 +1,7 @@
-"""From a command line to checked configs, through Hydra: overrides, groups, presets, sweeps, --cfg.
+"""Turns a command line into checked configs with Hydra: overrides, groups, presets, sweeps, --cfg.
 
-Hydra only composes. It runs nothing, writes nothing and makes no directory: the recipe does, after all configs of a
-sweep have been checked.
+Hydra only composes. It runs nothing, writes nothing and creates no directory; the recipe does that after all configs of
+a sweep have been checked.
 """
 
 import argparse
@@ -49,8 +49,8 @@ _ONE_AT_A_TIME = threading.Lock()  # Hydra composes for the whole process
 # A composed config, its number in a sweep, and the overrides that make it.
 _Composed = tuple[Any, int | None, tuple[str, ...]]
 
-# The groups of Hydra's own config that it needs to run jobs. It needs none of them to compose, and each one left out
-# is one file less to read.
+# The groups of Hydra's own config that it needs to run jobs. Composing needs none of them, and each omitted group saves
+# reading a file.
 _FOR_JOBS = (
     {"launcher": "basic"},
     {"sweeper": "basic"},
@@ -61,12 +61,12 @@ _FOR_JOBS = (
 
 # Overrides of Hydra itself, which only hydra.main applies.
 _HYDRA_PREFIXES = ("hydra.", "hydra/", "+hydra", "~hydra")
-_HYDRA_SETTINGS = ("hydra.mode", "hydra.searchpath")  # that have a meaning where it runs nothing
+_HYDRA_SETTINGS = ("hydra.mode", "hydra.searchpath")  # that have an effect although Hydra runs nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class Job(Generic[C]):
-    """A run: its config, and the overrides that make it different from the others of a sweep."""
+    """A run: its config, and the overrides that distinguish it from the other runs of a sweep."""
 
     config: C
     overrides: tuple[str, ...]
@@ -77,7 +77,7 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
 
     Args:
         schema: The config dataclass of the command.
-        arguments: Overrides and flags, without the command; a YAML file of the user's may come first.
+        arguments: Overrides and flags, without the command; a user's YAML file may come first.
         program: The command as the user typed it, for Hydra's messages.
 
     Returns:
@@ -104,8 +104,8 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
             composed = _compose(schema, quoted, program, command_of(schema) if preset_file is None else CONFIG_NAME)
     except (ConfigError, BrokenPipeError):
         raise
-    except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
-        # Of Hydra's own traceback, two screens, nothing helps who calls this from Python.
+    except Exception as error:  # Hydra's exceptions, which include assertions, share no base class
+        # Hydra's own traceback, two screens long, does not help callers from Python.
         raise composition_error(error, schema, quoted, preset_file) from None
     if is_sweep and len(composed) == 1:
         refuse_unquoted_list(arguments, quoted)
@@ -121,7 +121,7 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
 
 
 def _refuse_hydra_settings(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for settings and flags of Hydra about jobs, which it does not run."""
+    """Raise ConfigError for Hydra settings and flags about jobs, which Hydra does not run here."""
     for argument in arguments:
         name = argument.partition("=")[0]
         setting = name.lstrip("+~")
@@ -134,10 +134,10 @@ def _refuse_hydra_settings(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _hydra_as_it_was() -> Iterator[None]:
-    """Compose within a program that uses Hydra itself: what is global in Hydra is afterwards what it was before."""
+    """Restore Hydra's global state after composing, for programs that use Hydra themselves."""
     running, store, current = GlobalHydra.instance(), ConfigStore.instance(), HydraConfig.instance()
     with _ONE_AT_A_TIME:
-        Plugins.instance()  # adds their configs to the store when it is made
+        Plugins.instance()  # its creation adds their configs to the store
         hydra_before, repo, config = running.hydra, store.repo, current.cfg
         store.repo = _copied(repo)
         running.clear()
@@ -148,13 +148,13 @@ def _hydra_as_it_was() -> Iterator[None]:
 
 
 def _copied(repo: dict[str, Any]) -> dict[str, Any]:
-    """The groups of a ConfigStore, with the same options."""
+    """Copy the groups of a ConfigStore, with the same options."""
     return {name: _copied(value) if isinstance(value, dict) else value for name, value in repo.items()}
 
 
 def _compose(schema: type, arguments: list[str], program: str, config_name: str) -> list[_Composed]:
     if not any(argument.startswith(("-", *_HYDRA_PREFIXES)) for argument in arguments):
-        # hydra.main would compose it twice, first to see whether it is a sweep.
+        # hydra.main would compose it twice, first to detect a sweep.
         _register(schema, ".", ())
         with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
             return [(hydra.compose(config_name, arguments), None, tuple(arguments))]
@@ -164,10 +164,10 @@ def _compose(schema: type, arguments: list[str], program: str, config_name: str)
 
 
 def _register(schema: type, scratch: str, defaults: Sequence[Mapping[str, str]]) -> None:
-    """Put into Hydra's ConfigStore what YAML files name: `schema`, the options of its groups, Hydra's own settings.
+    """Add the names used in YAML files to Hydra's ConfigStore: `schema`, its groups' options, Hydra's own settings.
 
-    A recipe's own schema, with settings of its own, replaces the one that it extends. Hydra logs nothing, and has
-    `scratch` for what it writes in a sweep.
+    A recipe's own schema, with its own settings, replaces the one that it extends. Hydra logs nothing, and writes the
+    files of a sweep to `scratch`.
     """
     store: Any = ConfigStore.instance()
     store.store(name=f"{command_of(schema)}_schema", node=schema)
@@ -184,19 +184,19 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str, config_nam
 
     def collect(config: Any) -> None:
         job = HydraConfig.get().job
-        number = None if OmegaConf.is_missing(job, "num") else int(job.num)  # only a sweep counts
+        number = None if OmegaConf.is_missing(job, "num") else int(job.num)  # only sweeps number their jobs
         composed.append((config, number, tuple(HydraConfig.get().overrides.task)))
         if conf != shipped("conf"):
             for file in _chosen_files(conf):
                 check_values(file)
 
     conf, arguments = _preset_directories(arguments, schema)
-    # argparse accepts positional arguments only in one sequence, and users put -m anywhere.
+    # argparse requires contiguous positional arguments, but users put -m anywhere.
     arguments = sorted(arguments, key=lambda argument: "=" in argument and not argument.startswith("-"))
     said, own_argv = io.StringIO(), sys.argv
     sys.argv = [program, *arguments]  # from which hydra.main reads the command line
     try:
-        with set_environment({"HYDRA_FULL_ERROR": "1"}), redirect_stderr(said):  # exceptions come out as they are
+        with set_environment({"HYDRA_FULL_ERROR": "1"}), redirect_stderr(said):  # exceptions are passed on unchanged
             hydra.main(version_base="1.3", config_path=str(conf), config_name=config_name)(collect)()
     except SystemExit as leaving:
         if leaving.code:
@@ -212,7 +212,7 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str, config_nam
 
 
 def _chosen_files(conf: Path) -> list[Path]:
-    """The files of a directory that the config is composed of."""
+    """The files of a directory from which the config is composed."""
     hydra_config = HydraConfig.get()
     names = [str(hydra_config.job.config_name)]
     for group, chosen in hydra_config.runtime.choices.items():
@@ -223,9 +223,9 @@ def _chosen_files(conf: Path) -> list[Path]:
 
 
 def _preset_directories(arguments: list[str], schema: type) -> tuple[Path, list[str]]:
-    """The directory that Hydra searches first, and the arguments with --config-dir as the one that it searches next.
+    """The directory that Hydra searches first, and the arguments with --config-dir as the one searched next.
 
-    A file in the user's directory takes precedence over a shipped one of the same name; in Hydra it is the other way.
+    A file in the user's directory takes precedence over a shipped one of the same name; in Hydra, it is the reverse.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd")
@@ -244,7 +244,7 @@ def _preset_directories(arguments: list[str], schema: type) -> tuple[Path, list[
 
 
 def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: type[C]) -> Job[C]:
-    # Hydra accepts `+name=value` for any name, which nothing would read.
+    # Hydra accepts `+name=value` for any name, although nothing would read it.
     if (name := next(_unknown_keys(composed), None)) is not None:
         raise ConfigError(unknown_setting(name, schema))
     _fill_alternatives(composed)
@@ -258,16 +258,16 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
         run_dir = str(Path(run_dir) / str(number))
     config = dataclasses.replace(config, run_dir=run_dir)
     raw: Any = OmegaConf.to_container(composed, resolve=False)
-    # A sweep keeps all directories: its table is made from them.
+    # A sweep keeps all directories, as its table is created from them.
     config.given = frozenset(override.lstrip("+~").partition("=")[0] for override in overrides)
     config.is_default_run_dir = number is None and raw["run_dir"] == schema().run_dir
     return Job(config, overrides)
 
 
 def _fill_alternatives(composed: Any) -> None:
-    """Set required settings to "" where their dataclass has an alternative (`instead`) that is set.
+    """Set required settings to "" if their dataclass has an alternative (`instead`) that is set.
 
-    `instead` maps a setting to alternatives: `other` (which has any value), `other=value` or `other=value|value`.
+    `instead` maps a setting to alternatives: `other` (with any value), `other=value` or `other=value|value`.
     """
     for name, others in getattr(OmegaConf.get_type(composed), "instead", {}).items():
         section, _, leaf = name.rpartition(".")
@@ -287,7 +287,7 @@ def _is_chosen(composed: Any, other: str) -> bool:
 
 
 def _unknown_keys(composed: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the keys that are not fields of the dataclass of their section."""
+    """Yield the dotted names of keys that are not fields of their section's dataclass."""
     kind = OmegaConf.get_type(composed)
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(composed)
     yield from (f"{prefix}{key}" for key in composed if key not in fields)
@@ -297,7 +297,7 @@ def _unknown_keys(composed: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _sections(composed: Any) -> Iterator[tuple[str, Any]]:
-    """(key, mapping) of each mapping in `composed`."""
+    """Yield (key, mapping) for each mapping in `composed`."""
     for key in composed:
         is_set = not OmegaConf.is_interpolation(composed, key) and not OmegaConf.is_missing(composed, key)
         if is_set and isinstance(section := composed[key], DictConfig):
@@ -316,9 +316,9 @@ def _first_sentence(text: str) -> str:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write RUN_DIR/config.yaml atomically, replacing that of an earlier run that this one resumes.
+    """Write RUN_DIR/config.yaml atomically, replacing the file of an earlier run that this one resumes.
 
-    It is a config for `--config-name`, from which the run can be repeated. A run that leaves no files has none.
+    Pass it as `--config-name` to repeat the run. A run that leaves no files does not write it.
 
     Raises:
         ConfigError: `run_dir` cannot be written.
@@ -338,7 +338,7 @@ def write_config(config: RunConfig) -> None:
 
 
 def not_writable(run_dir: str, error: OSError) -> ConfigError:
-    """The error of a run_dir that cannot be written."""
+    """The error for a run_dir that cannot be written."""
     return ConfigError(
         f"run_dir={run_dir} cannot be written: {error.strerror or error}. Set it to a writable directory."
     )

@@ -1,4 +1,4 @@
-"""Exceptions of Hydra and OmegaConf as one-paragraph ConfigErrors that name the setting and the closest known one."""
+"""Turns Hydra and OmegaConf exceptions into one-paragraph ConfigErrors with the setting and the closest known one."""
 
 import re
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ def composition_error(
     """The ConfigError for an exception of Hydra or OmegaConf.
 
     Args:
-        error: What was raised while composing.
+        error: The exception raised while composing.
         schema: The config dataclass of the command.
         arguments: Overrides and flags.
-        preset_file: The user's file of settings.
+        preset_file: The user's settings file.
     """
     if isinstance(error, InterpolationResolutionError | UnsupportedInterpolationType):
         is_in_file = preset_file is not None and not any(one.startswith(f"{error.full_key}=") for one in arguments)
@@ -58,7 +58,7 @@ def composition_error(
 
 
 def _not_found(error: BaseException) -> str:
-    """The config that Hydra could not find, such as group/option; empty if that is not the error."""
+    """The config that Hydra could not find, such as group/option; empty for other errors."""
     match = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
     return match[1] if match else ""
 
@@ -95,7 +95,7 @@ def _unreadable(argument: str, schema: type) -> str:
     if "=" not in argument:
         is_file = argument.endswith((".yaml", ".yml"))
         settings = settings_of(schema)
-        # What is no setting's name is most likely the model or checkpoint.
+        # An argument that is not a setting's name is most likely the model or checkpoint.
         needed = (setting.name for setting in settings if setting.default == REQUIRED and not setting.only_with)
         required = next(needed, "model.path")
         named = f"{argument}=VALUE" if argument in {setting.name for setting in settings} else f"{required}={argument}"
@@ -134,7 +134,7 @@ def _whole_section(override: Any, inside: Sequence[str]) -> str:
 
 
 def unknown_setting(name: str, schema: type) -> str:
-    """The message for a setting that does not exist, or not with the options that are chosen."""
+    """The message for a setting that does not exist, or not with the selected options."""
     settings = {setting.name: setting for setting in settings_of(schema)}
     if name in settings:
         needed = settings[name].only_with or f"the options of {name.partition('.')[0]} that have it"
@@ -143,7 +143,7 @@ def unknown_setting(name: str, schema: type) -> str:
 
 
 def close_to_flag(message: str, schema: type) -> str:
-    """Return ` (did you mean X?)` for the first of the arguments in `message`, such as `--learning_rate=1e-4`."""
+    """Return ` (did you mean X?)` for the first argument in `message`, such as `--learning_rate=1e-4`."""
     flag = re.search(r"Unrecognized arguments: --([\w.-]+)", message, re.IGNORECASE)
     if flag and any(setting.name == flag[1] for setting in settings_of(schema)):
         return f" (did you mean {flag[1]}=VALUE?)"
@@ -158,12 +158,12 @@ def _close(name: str, schema: type) -> str:
     last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
     if last not in last_parts and (close := nearest(name, known)):
         return close
-    matches = get_close_matches(last, last_parts, n=1)  # the part that users remember
+    matches = get_close_matches(last, last_parts, n=1)  # the part that users tend to remember
     return f" (did you mean {last_parts[matches[0]]}?)" if matches else ""
 
 
 def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException, schema: type) -> str | None:
-    """Only options that Hydra could not find are unknown: a preset may also be in the user's --config-dir."""
+    """The message for an option that Hydra could not find; other presets may be in the user's --config-dir."""
     group = override.key_or_group
     if override.is_sweep_override():
         of, _, option = _not_found(error).rpartition("/")

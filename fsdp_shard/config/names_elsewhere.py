@@ -1,9 +1,9 @@
-"""What settings are called in transformers, peft, TRL, accelerate, torchtune and axolotl, and what they are here."""
+"""Maps names of settings in transformers, peft, TRL, accelerate, torchtune and axolotl to the names used here."""
 
 import re
 from collections.abc import Collection
 
-# What to give here -> the names elsewhere. Where a name stands twice, the first line that the command has is said.
+# Name here -> names elsewhere. For a name with several entries, the first one that the command supports is used.
 _NAMES = {
     "adapter=lora": "lora lora_config peft use_lora use_peft",
     "adapter=lora adapter.alpha": "lora_alpha",
@@ -68,7 +68,7 @@ _NAMES = {
 
 
 def known_elsewhere(name: str, known: Collection[str]) -> str:
-    """Return ` (here it is X)` for the name of a setting of another library, if the command has X; else ""."""
+    """Return ` (here it is X)` for another library's name of a setting, if the command has X; else ""."""
     name = name.lstrip("-").replace("-", "_")
     for here, names in _NAMES.items():
         if name in names.split() and re.findall(r"[\w.]+", here)[0] in known:

@@ -1,4 +1,4 @@
-"""A YAML file of the user's, given as the first argument: settings as in a preset, or the whole config of a run."""
+"""Reads a user's YAML file, given as the first argument: settings as in a preset, or the complete config of a run."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ from fsdp_shard.config.yaml_values import load_yaml
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import in_yaml, walk
 
-CONFIG_NAME = "own_file"  # of the file in Hydra's ConfigStore
+CONFIG_NAME = "own_file"  # name of the file in Hydra's ConfigStore
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # `\${`, as config.yaml has it, is none
 
 
 def split_preset_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the YAML file that is the first argument but for flags, if there is one, and all other arguments."""
+    """Return the YAML file that is the first argument apart from flags, if any, and all other arguments."""
     first = next((n for n, argument in enumerate(arguments) if not argument.startswith("-")), None)
     if first is None or Path(arguments[first]).suffix not in (".yaml", ".yml"):
         return None, list(arguments)
@@ -36,7 +36,7 @@ def split_preset_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def register_preset_file(file: str, schema: type) -> None:
-    """Put the settings in `file` into Hydra's ConfigStore as CONFIG_NAME, on top of all that the command starts from.
+    """Add the settings in `file` to Hydra's ConfigStore as CONFIG_NAME, on top of the command's defaults.
 
     Raises:
         ConfigError: The file cannot be read, is not a mapping in YAML, or is the config of another command.
@@ -68,7 +68,7 @@ def register_preset_file(file: str, schema: type) -> None:
 
 
 def _as_text(value: Any, name: str = "") -> Any:
-    r"""Settings whose free texts have `\${` for each `${`, so that OmegaConf takes them as they are."""
+    r"""Escape `${` as `\${` in free texts, so that OmegaConf leaves them unchanged."""
     if isinstance(value, dict):
         return {key: _as_text(one, f"{name}.{key}" if name else str(key)) for key, one in value.items()}
     if name not in _prose():
@@ -80,13 +80,13 @@ def _as_text(value: Any, name: str = "") -> Any:
 
 @cache
 def _prose() -> frozenset[str]:
-    """The names of the settings of all commands that are text for a model, in which `${...}` is nothing else."""
+    """The names of all settings that are text for a model, in which `${...}` has no special meaning."""
     found = (walk(schema()) for schema in COMMANDS.values())
     return frozenset(name for settings in found for name, field, _ in settings if field.metadata.get("is_prose"))
 
 
 def _refuse_twice(file: str, content: dict[str, Any]) -> None:
-    """Raise ConfigError for a setting that is given twice, as `model.path` and in `model`."""
+    """Raise ConfigError for a setting given twice, as `model.path` and in `model`."""
     places: dict[str, str] = {}
     for key, value in content.items():
         for name in _names(value, key):
@@ -104,7 +104,7 @@ def _names(value: Any, name: str) -> Iterator[str]:
 
 
 def check_whole_config(file: Path, schema: type) -> None:
-    """Raise ConfigError if a file for --config-name is not the whole config of a command, or is that of another."""
+    """Raise ConfigError if a file for --config-name is not a complete config, or that of another command."""
     if not file.is_file():
         return  # Hydra reports it
     command, defaults = command_of(schema), read_settings(str(file)).get("defaults")
@@ -119,7 +119,7 @@ def check_whole_config(file: Path, schema: type) -> None:
 
 
 def unresolved(error: OmegaConfBaseException) -> str:
-    """What is to be said of a `${...}` that OmegaConf cannot replace, with the name of its setting."""
+    """The message for a `${...}` that OmegaConf cannot replace, with the name of its setting."""
     reason = str(error).partition("\n")[0].rstrip(".").rpartition("while resolving interpolation: ")[2]
     return (
         f"{error.full_key or 'a setting'} has ${{...}}, which would be replaced by another setting or a variable, and "
@@ -128,7 +128,7 @@ def unresolved(error: OmegaConfBaseException) -> str:
 
 
 def check_values(file: Path) -> None:
-    """Raise ConfigError for a value that Hydra, which reads YAML 1.1, takes for another than the command line does."""
+    """Raise ConfigError for a value that Hydra, which reads YAML 1.1, parses differently from the command line."""
     values, of_hydra = read_settings(str(file)), OmegaConf.to_container(OmegaConf.load(file))
     if (found := _first_difference(values, of_hydra)) is not None:
         name, value, other = found
@@ -157,7 +157,7 @@ def read_settings(file: str) -> dict[str, Any]:
     try:
         content = load_yaml(Path(file).expanduser().read_text(encoding="utf-8"))
         if isinstance(content, dict):
-            OmegaConf.create(_as_text(content))  # refuses what no setting can be
+            OmegaConf.create(_as_text(content))  # rejects values that no setting can have
     except FileNotFoundError:
         raise ConfigError(f"{file}: there is no such file of settings.") from None
     except GrammarParseError as error:

@@ -1,4 +1,4 @@
-"""The reference of all settings, from their declarations: the text of `--help` and of docs/config.md.
+"""Generates the settings reference from the declarations: the text of `--help` and of docs/config.md.
 
 `python -m fsdp_shard.config.reference` prints docs/config.md.
 """
@@ -13,24 +13,24 @@ from typing import Any
 from fsdp_shard.config.command_configs import COMMANDS, OPTIONS, RunConfig, command_of, is_used
 from fsdp_shard.utils import REQUIRED, configs, in_yaml
 
-# How text is declared; the names are what `from __future__ import annotations` leaves of the types.
+# Type names of text settings, as `from __future__ import annotations` leaves them.
 _OPTIONAL_TEXT: tuple[Any, ...] = (str | None, "str | None", "Optional[str]")
 _TEXT: tuple[Any, ...] = (str, "str", *_OPTIONAL_TEXT)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A leaf of a config: its dotted name, its default as on a command line, and its declaration.
+    """A leaf of a config: its dotted name, its default in command-line form, and its declaration.
 
-    Options of a group that have another default, help or accepted values than the first one are named in `defaults`,
-    (options, their default), and in `help` and `accepts`.
+    Options of a group whose default, help or accepted values differ from the first option's are listed in `defaults`,
+    as (options, their default), and in `help` and `accepts`.
     """
 
     name: str
     default: str
     help: str
     accepts: str
-    only_with: str = ""  # the group option that has it, when not all of the group's options do
+    only_with: str = ""  # the group option that has it, if not all of the group's options do
     is_text: bool = False  # takes any text, not one of a few words
     can_unset: bool = True  # on the command line, `null` unsets it
     defaults: tuple[tuple[str, str], ...] = ()
@@ -43,12 +43,12 @@ class Setting:
 
 
 def settings_of(schema: type[RunConfig]) -> list[Setting]:
-    """Every setting that the command reads, of all options of its groups, in the order of their declaration."""
+    """Every setting that the command reads, including those of all group options, in declaration order."""
     return [setting for setting in _walk(schema(), "") if is_used(schema, setting.name)]
 
 
 def _walk(config: Any, prefix: str) -> Iterator[Setting]:
-    # What is required first, sections last, so that a reader meets the short names first.
+    # Required settings first and sections last, so that readers meet the short names first.
     values = {field: getattr(config, field.name) for field in dataclasses.fields(config)}
     for field in sorted(values, key=lambda f: (dataclasses.is_dataclass(values[f]), values[f] != REQUIRED)):
         name, value = prefix + field.name, values[field]
@@ -65,7 +65,7 @@ def _walk(config: Any, prefix: str) -> Iterator[Setting]:
 
 
 def _walk_options(group: str, nodes: dict[str, type]) -> Iterator[Setting]:
-    """The settings of all options of a group, each once, with the options that have it unless all do."""
+    """Yield the settings of all options of a group, each once, with the options that have it unless all do."""
     having: dict[str, dict[str, Setting]] = {}
     for option, node in nodes.items():
         for setting in _walk(node(), f"{group}."):
@@ -82,19 +82,19 @@ def _walk_options(group: str, nodes: dict[str, type]) -> Iterator[Setting]:
 
 
 def _variants(texts: Mapping[str, str]) -> list[str]:
-    """The first of the texts of some options, and the others with the options that have them."""
+    """The first option's text, and different ones with the options that have them."""
     named = [f"{options}: {text or 'any value'}" for options, text in _others(texts)]
     return [text for text in (next(iter(texts.values())), *named) if text]
 
 
 def _others(values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(options, value) for each other value than that of the first option."""
+    """Yield (options, value) for each value that differs from the first option's."""
     _, *others = dict.fromkeys(values.values())
     yield from ((", ".join(option for option in values if values[option] == other), other) for other in others)
 
 
 def _format(value: Any) -> str:
-    """`value` as in an override, with a placeholder for the time in the default of run_dir."""
+    """Format `value` as in an override, with a placeholder for the time in the default of run_dir."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -114,7 +114,7 @@ def _accepts(rules: Any) -> str:
 
 
 def groups_of(schema: type) -> dict[str, list[str]]:
-    """Group -> its options, for the groups in the command's defaults list; dataclasses come before presets."""
+    """Group -> its options, for the groups in the command's defaults list; dataclasses precede presets."""
     root = next(item.path for item in configs() if item.name == f"{command_of(schema)}.yaml")
     groups = re.findall(r"^  - (\w+): ", root.read_text(encoding="utf-8"), re.MULTILINE)
     presets = [item.name.removesuffix(".yaml").rpartition("/") for item in configs()]

@@ -1,4 +1,4 @@
-"""Refuses a run_dir whose files would be mixed with those of a run or a checkpoint, and deleted or copied with them."""
+"""Rejects a run_dir inside another run or checkpoint, whose files would be mixed, deleted and copied together."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from fsdp_shard.errors import ConfigError
 
 
 def refuse_nested(config: RunConfig) -> None:
-    """Raise ConfigError if run_dir lies in the directory of another run or in a checkpoint, by whatever links."""
+    """Raise ConfigError if run_dir is inside another run or a checkpoint, even through links."""
     path = Path(config.run_dir).absolute()
     for own in dict.fromkeys((path, path.resolve())):
         for around in _around(own, is_default=config.is_default_run_dir):
@@ -17,7 +17,7 @@ def refuse_nested(config: RunConfig) -> None:
 
 
 def _around(run_dir: Path, *, is_default: bool) -> Iterator[str]:
-    """The runs and checkpoints that a directory lies in. A default one may lie in a model without a manifest."""
+    """Yield the runs and checkpoints around a directory. A default run_dir may be inside a model without a manifest."""
     for directory in (run_dir, *run_dir.parents):
         is_own = directory == run_dir
         if checkpoint.is_checkpoint(directory, sealed=is_default or is_own):

@@ -1,4 +1,4 @@
-"""The settings of a run of finetune as those of `plan`, which compares its plan with what the run measured."""
+"""Converts the settings of a finetune run to those of `plan`, which compares its plan with the run's measurements."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from fsdp_shard.config.preset_file import CONFIG_NAME, read_settings
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
 
-# What else may be set: nothing that changes what is planned.
+# Settings that may also be given, as they do not change the planned run.
 _FREE = ("run", "run_dir", "debug", "device", "dispatch", "adapters", "trace", "hydra")
 
 
 def split_run(arguments: Sequence[str], schema: type[RunConfig]) -> tuple[str | None, list[str]]:
-    """Return the run whose plan is asked for, if any, and all arguments, with `run=PATH` for a path that is the first.
+    """Return the run to plan, if any, and all arguments; a path as the first argument becomes `run=PATH`.
 
     Raises:
-        ConfigError: The path is not a directory, or settings are given that would plan another run.
+        ConfigError: The path is not a directory, or some settings would plan another run.
     """
     if "run" not in {field.name for field in dataclasses.fields(schema)}:
         return None, list(arguments)
@@ -49,13 +49,13 @@ def split_run(arguments: Sequence[str], schema: type[RunConfig]) -> tuple[str | 
 
 
 def register_run(run: str, schema: type[RunConfig]) -> str:
-    """Put what a plan depends on of the settings of a run into Hydra's ConfigStore as CONFIG_NAME.
+    """Add a run's settings that affect its plan to Hydra's ConfigStore as CONFIG_NAME.
 
     Returns:
         The file with the settings.
 
     Raises:
-        ConfigError: The file cannot be read, or is not of a run of finetune.
+        ConfigError: The file cannot be read, or does not belong to a finetune run.
     """
     file = str(Path(run) / CONFIG_FILE)
     content = read_settings(file)
@@ -73,7 +73,7 @@ def register_run(run: str, schema: type[RunConfig]) -> str:
 
 
 def _planned(content: dict[str, Any], schema: type[RunConfig]) -> dict[str, Any]:
-    """The settings that plans have too."""
+    """The settings that plans also have."""
     names = {setting.name for setting in settings_of(schema)}
     sections = {field.name for field in dataclasses.fields(schema)} - set(_FREE)
     found: dict[str, Any] = {}

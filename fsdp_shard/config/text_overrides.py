@@ -1,6 +1,6 @@
-"""Overrides of settings that are text: what follows the `=` is the text, whatever it would mean to Hydra.
+"""Overrides of text settings: everything after the `=` is literal text, regardless of Hydra's syntax.
 
-Only in a sweep are quotes read: two or more quoted strings, separated by commas, are a value for a run each.
+Quotes are interpreted only in a sweep: each of several quoted strings, separated by commas, is the value for one run.
 """
 
 import re
@@ -23,10 +23,10 @@ def quote_text(arguments: Sequence[str], settings: Sequence[Setting], *, is_swee
     Args:
         arguments: Overrides and flags, as typed.
         settings: The settings of the command.
-        is_sweep: Whether several quoted strings are several values.
+        is_sweep: Whether several quoted strings are separate values.
 
     Raises:
-        ConfigError: A required text is empty, as `model.path=$UNSET` is.
+        ConfigError: A required text is empty, as in `model.path=$UNSET`.
     """
     texts = {setting.name: setting for setting in settings if setting.is_text}
     groups = {setting.name.partition(".")[0] for setting in settings if "." in setting.name}
@@ -34,7 +34,7 @@ def quote_text(arguments: Sequence[str], settings: Sequence[Setting], *, is_swee
 
 
 def _quote_option(argument: str, groups: set[str]) -> str:
-    """An option that is a number, such as `device=4090`, in quotes, which Hydra wants; empty for other arguments."""
+    """Quote an option that is a number, such as `device=4090`, as Hydra requires; empty for other arguments."""
     name, _, option = argument.partition("=")
     return f'{name}="{option}"' if name in groups and option.isdecimal() else ""
 
@@ -52,11 +52,11 @@ def _quote(argument: str, texts: dict[str, Setting], is_sweep: bool) -> str:
 
 
 def refuse_unquoted_list(arguments: Sequence[str], quoted: Sequence[str]) -> None:
-    """Raise ConfigError for a text that looks like the values of a sweep that has none.
+    """Raise ConfigError for unquoted text that looks like several values, in a sweep that has no values.
 
     Args:
         arguments: Overrides and flags, as typed.
-        quoted: What `quote_text` made of them.
+        quoted: The result of `quote_text` for them.
     """
     for argument, other in zip(arguments, quoted, strict=True):
         name, _, text = argument.partition("=")

@@ -1,6 +1,6 @@
-"""Reads YAML with the values of the command line: `no`, `2:4`, `010` and dates are text.
+"""Reads YAML values as on the command line: `no`, `2:4`, `010` and dates are text.
 
-To YAML 1.1, as PyYAML and OmegaConf read it, they are false, 124, 8 and dates.
+In YAML 1.1, as read by PyYAML and OmegaConf, they are false, 124, 8 and dates.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 _DIGITS, _EXPONENT = r"[0-9]+(?:_[0-9]+)*", r"(?:[eE][-+]?[0-9]+)"
-_VALUES = {  # tag -> pattern and the characters that it may begin with
+_VALUES = {  # tag -> pattern, and its possible first characters
     "bool": ("true|True|TRUE|false|False|FALSE", [*"tTfF"]),
     "null": ("~|null|Null|NULL|", [*"~nN", ""]),
     "int": (r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)", [*"-+0123456789"]),
@@ -40,6 +40,6 @@ def load_yaml(text: str) -> Any:
     """Return the value of a YAML document.
 
     Raises:
-        yaml.YAMLError: It is no YAML, or names a key twice.
+        yaml.YAMLError: It is not YAML, or has a duplicate key.
     """
     return yaml.load(text, _Loader)
