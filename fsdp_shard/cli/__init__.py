@@ -1,4 +1,4 @@
-"""The command line: what makes a function a recipe, the commands on checkpoints, and how a command ends."""
+"""The command line: recipes, the commands for checkpoints, and how commands end."""
 
 import lazy_loader
 

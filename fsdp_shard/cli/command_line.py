@@ -1,6 +1,6 @@
 """The command `fsdp-shard` and its commands that are not recipes: inspect, verify, diff, report, push, ls, cp.
 
-Recipes are found by their file and run as programs. Nothing heavy is imported before a command needs it.
+Recipes are found by their file and run as programs. Heavy modules are imported only when a command needs them.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def run_command(arguments: Sequence[str]) -> None:
         arguments: The command and its arguments, without the name of the program.
 
     Raises:
-        FsdpShardError: If the arguments are wrong, or the command fails or finds a difference.
+        FsdpShardError: The arguments are wrong, or the command fails or finds a difference.
     """
     command, *rest = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     debug = ["--debug"] if "--debug" in arguments else []
@@ -104,7 +104,7 @@ def _run_file(arguments: Sequence[str]) -> None:
 
 
 def _complete(arguments: Sequence[str]) -> None:
-    """Shell completion: Hydra knows the settings of a recipe; the names of commands are completed here."""
+    """Complete for the shell: command names here, the settings of a recipe through Hydra."""
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
     if not any(argument.startswith("query=") for argument in arguments):
@@ -118,7 +118,7 @@ def _complete(arguments: Sequence[str]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with the errors of the other commands."""
+    """An argparse parser with the errors of the other commands."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(prog=f"fsdp-shard {command}", description=description, allow_abbrev=False)
@@ -148,7 +148,7 @@ def inspect(arguments: Sequence[str]) -> None:
 
 
 def verify(arguments: Sequence[str]) -> None:
-    """Check a checkpoint, alone or against another one; DifferenceError if anything is wrong."""
+    """Check a checkpoint, alone or against another one; raise DifferenceError if anything is wrong."""
     parser = _Parser(
         "verify",
         "Check every byte of a checkpoint against the digests in its manifest.json. Without a manifest: check its "
@@ -171,7 +171,7 @@ def verify(arguments: Sequence[str]) -> None:
 
 
 def diff(arguments: Sequence[str]) -> None:
-    """Print how two checkpoints differ, and with --logits how their predictions do; DifferenceError if they differ."""
+    """Print how two checkpoints and, with --logits, their predictions differ; raise DifferenceError if they do."""
     parser = _Parser("diff", "Show the differences between two checkpoints of any formats, tensor by tensor.")
     parser.add_argument("a", help=_PATH_HELP)
     parser.add_argument("b", help="the other checkpoint")
@@ -292,7 +292,7 @@ def cp(arguments: Sequence[str]) -> None:
     target = Path(options.destination)
     in_directory = target.is_dir() or options.destination.endswith("/")
     if in_directory:
-        # A config keeps the name of its group, so that the directory can be given as --config-dir.
+        # A config keeps the name of its group, so the directory can be passed as --config-dir.
         target = target / (name if name.endswith(".yaml") else items[name].name)
     if target.exists():
         raise InputError(f"{target} already exists and is not overwritten; give another name.")
@@ -308,7 +308,7 @@ def cp(arguments: Sequence[str]) -> None:
 
 
 def _how_to_use(name: str, target: Path, directory: str) -> str:
-    """How to run the copy of a recipe or config: `name` in `ls`, copied to the file `target` or below `directory`."""
+    """How to run a copy of the recipe or config `name`, in the file `target` or below `directory`."""
     group, _, option = name.removesuffix(".yaml").rpartition("/")
     if target.suffix == ".py":
         return f"fsdp-shard run {target}"
@@ -320,7 +320,7 @@ def _how_to_use(name: str, target: Path, directory: str) -> str:
 
 
 def _content(file: Path, *, is_first_argument: bool) -> str:
-    """What a copy has: without Hydra's directive if it is to be the first argument of a command, which needs none."""
+    """The content of a copy: without Hydra's directive if it is to be the first argument of a command."""
     text = file.read_text(encoding="utf-8")
     return text.removeprefix("# @package _global_\n") if is_first_argument else text
 

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and the one paragraph on standard error that says why."""
+"""How a command ends: its exit status, and the one-paragraph error on standard error."""
 
 import errno
 import gc
@@ -21,11 +21,11 @@ _MANY_FILES = 65_536
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     """Call `body` and exit the process with the status of its outcome; print an error as one paragraph.
 
-    The garbage collector is off until `body` calls `start_garbage_collection`: imports make a million objects, all of
-    which stay, and visiting them again and again takes a fifth of the import time.
+    The garbage collector is off until `body` calls `start_garbage_collection`: imports create a million permanent
+    objects, and visiting them repeatedly takes a fifth of the import time.
 
     Args:
-        body: What the program does.
+        body: The work of the program.
         debug: Whether to print the traceback of an error.
     """
     gc.disable()
@@ -35,19 +35,19 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     interrupt_on_signals(ctrl_c=False)
     status = _outcome(body, debug)
     if status:
-        # What the error's frames held, such as process groups, must go while the interpreter is whole: torch aborts
-        # when its threads outlive it.
+        # Objects in the error's frames, such as process groups, must be freed before interpreter shutdown: torch aborts
+        # if its threads outlive the interpreter.
         gc.collect()
-    # Python would visit all remaining objects three times as it exits, which takes a second after importing torch and
-    # transformers. Objects without references are still destroyed, and so are the modules.
+    # At exit, Python would visit all remaining objects three times, which takes a second with torch and transformers
+    # imported. Unreferenced objects and modules are still destroyed.
     gc.freeze()
     sys.exit(status)
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files (`ulimit -n`), often 1,024, as far as the system lets this process.
+    """Raise the limit of open files (`ulimit -n`), often 1,024, as far as the system allows.
 
-    A checkpoint of a thousand ranks has a thousand files, and each tensor is in all of them.
+    A checkpoint of a thousand ranks has a thousand files, and every tensor spans all of them.
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
@@ -56,7 +56,7 @@ def _allow_many_files() -> None:
 
 
 def _open_closed_outputs() -> None:
-    """Send what is printed to a closed output (`>&-`) nowhere: Python has None for it, and its number is free."""
+    """Discard output to a closed stream (`>&-`), for which Python has None and whose descriptor is free."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -64,9 +64,9 @@ def _open_closed_outputs() -> None:
 
 
 def start_garbage_collection() -> None:
-    """Enable the garbage collector once a program has imported what it needs, without visiting that again.
+    """Enable the garbage collector after a program's imports, without visiting the imported objects again.
 
-    Does nothing in a process that `run_as_program` has not started.
+    Has no effect in a process that `run_as_program` did not start.
     """
     if not gc.isenabled():
         gc.freeze()
@@ -74,31 +74,31 @@ def start_garbage_collection() -> None:
 
 
 def _outcome(body: Callable[[], None], debug: bool) -> int:
-    """Call `body`, print its error, and return the exit status. No reference to what was raised is left."""
+    """Call `body`, print its error, and return the exit status, without keeping a reference to the error."""
     try:
         body()
         sys.stdout.flush()
     except SystemExit:
         raise
     except BrokenPipeError:
-        # The reader of our output has gone, as `head` does. Python would complain once more when it flushes at exit.
+        # The reader of our output has exited, like `head`. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BaseException as raised:  # torch has errors that are no Exception
+    except BaseException as raised:  # torch has errors that are not Exceptions
         error = raised.as_error() if isinstance(raised, Stopped) else raised
         if _has_no_room_to_print(error):
             error = RunError(f"Standard output cannot be written: {error.strerror}. Make room, or send it elsewhere.")
-        if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of several stopped ranks, one says so
+        if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of several stopped ranks, only one reports it
             print_error(error, debug)
         return error.exit_status if isinstance(error, FsdpShardError) else 1
     return 0
 
 
 def _has_no_room_to_print(error: BaseException) -> TypeGuard[OSError]:
-    """Whether standard output is full: errors of files have their names, and a line break cannot be printed either."""
+    """Whether standard output is full: errors of files have names, and even a line break cannot be printed."""
     if not isinstance(error, OSError) or error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return False
     try:
@@ -109,36 +109,36 @@ def _has_no_room_to_print(error: BaseException) -> TypeGuard[OSError]:
 
 
 def wants_debug(arguments: Sequence[str]) -> bool:
-    """Return whether a command line asks for tracebacks; it may be too wrong to be composed."""
+    """Return whether a command line requests tracebacks, even if it cannot be composed."""
     return "--debug" in arguments or any(argument.lower() == "debug=true" for argument in arguments)
 
 
 def print_error(error: BaseException, debug: bool) -> None:
-    """Print an error to standard error as one paragraph, which names the rank if others started this process.
+    """Print an error to standard error as one paragraph, which names the rank if another program started this process.
 
     Args:
-        error: What was raised.
-        debug: Whether to print its traceback first; if a rank raised it, that of the rank.
+        error: The error.
+        debug: Whether to print its traceback first, or the rank's if a rank raised it.
     """
     if debug:
         sys.stderr.write(printable(redact(traceback_of(error))))
     # Wrong input is the same on all ranks: the first one reports it, without a number.
     is_shared = isinstance(error, InputError) and joined_rank() == 0
     rank = f"rank {joined_rank()}: " if is_joined_rank() and not is_shared else ""
-    # Only a traceback can explain what others raised, or what a rank has sent with one.
+    # Only a traceback can explain other errors, and those that a rank sent with one.
     is_explained = (isinstance(error, FsdpShardError) or _names_a_file(error)) and not getattr(error, "traceback", "")
     hint = "" if is_explained or debug else " Give debug=true or --debug to see the traceback."
     print(_paragraph(f"{rank}{message_of(error)}{hint}", error), file=sys.stderr)
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an error; if a rank raised it, that of the rank."""
+    """The traceback of an error, or the rank's if a rank raised it."""
     of_rank: str = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
     return of_rank or "".join(traceback.format_exception(error))
 
 
 def message_of(error: BaseException) -> str:
-    """What went wrong, in one line; for a bug, where it was raised too."""
+    """The error in one line; for a bug, including where it was raised."""
     if isinstance(error, FsdpShardError):
         return str(error)
     if _names_a_file(error):
@@ -149,12 +149,12 @@ def message_of(error: BaseException) -> str:
 
 
 def _names_a_file(error: BaseException) -> TypeGuard[OSError]:
-    """Whether the operating system says all there is to say: which file, and what is wrong with it."""
+    """Whether the error of the operating system is complete: it names the file and the problem."""
     return isinstance(error, OSError) and error.filename is not None and bool(error.strerror)
 
 
 def _paragraph(text: str, error: BaseException) -> str:
-    """`error: ...` on one line, or filled to the width of the terminal, without breaking words."""
+    """Format `error: ...` on one line, or wrapped to the terminal's width without breaking words."""
     start = "" if isinstance(error, Interrupted) else "error: "
     text = one_line(redact(start + " ".join(text.split())))
     if not sys.stderr.isatty():

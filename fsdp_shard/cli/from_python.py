@@ -1,4 +1,4 @@
-"""The shipped recipes from Python: the same settings as on the command line, and the figures as a result."""
+"""Runs the shipped recipes from Python, with the settings of the command line; returns the figures."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _running = threading.RLock()  # what a run uses is the process's: generators of 
 
 
 def finetune(settings: Sequence[str]) -> dict[str, Any]:
-    """Fine-tune a model with `recipes/finetune.py`, as `fsdp-shard finetune` does.
+    """Fine-tune a model with `recipes/finetune.py`, like `fsdp-shard finetune`.
 
-    In a process that torchrun, srun or Ray Train started as one of several ranks, all of them call it, and it joins
-    them. Otherwise `launch.ranks=2` starts ranks: new processes that import the calling script, whose own work must
-    therefore stand under `if __name__ == "__main__":`.
+    If torchrun, srun or Ray Train started this process as one of several ranks, call it on all of them, and it joins
+    them. Otherwise, `launch.ranks=2` starts ranks: new processes that import the calling script, whose own work must
+    therefore be under `if __name__ == "__main__":`.
 
     Args:
         settings: Settings as on the command line, such as "model.path=DIR"; a user's preset, a .yaml file, may
             be the first.
 
     Returns:
-        The figures of result.json, such as `final_loss` and `checkpoint`; of several ranks, the others than the first
-        get none.
+        The figures of result.json, such as `final_loss` and `checkpoint`; with several ranks, only the first receives
+        them.
 
     Raises:
-        FsdpShardError: What the command would report. Interrupted if the run was asked to stop, and has saved a step.
+        FsdpShardError: The error that the command would report; Interrupted if the run was asked to stop and has saved
+            a step.
 
     Example:
         >>> import fsdp_shard as fs
@@ -48,7 +49,7 @@ def finetune(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def evaluate(settings: Sequence[str]) -> dict[str, Any]:
-    """Evaluate a checkpoint of any format with `recipes/evaluate.py`, as `fsdp-shard evaluate` does.
+    """Evaluate a checkpoint of any format with `recipes/evaluate.py`, like `fsdp-shard evaluate`.
 
     Args:
         settings: Settings as on the command line, such as "checkpoint=RUN@best" and "data.path=FILE". Without
@@ -72,15 +73,15 @@ def evaluate(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def generate(settings: Sequence[str]) -> dict[str, Any]:
-    """Generate text from a checkpoint of any format with `recipes/generate.py`, as `fsdp-shard generate` does.
+    """Generate text from a checkpoint of any format with `recipes/generate.py`, like `fsdp-shard generate`.
 
     Args:
         settings: Settings as on the command line, such as "checkpoint=RUN" and "prompt=Hello, world". Without
             `run_dir` and `output`, no file is left.
 
     Returns:
-        The figures of result.json, and `completions`: a dict for each prompt, in their order, with `prompt`,
-        `completion` and `num_new_tokens`.
+        The figures of result.json, and `completions`: a dict for each prompt, in order, with `prompt`, `completion` and
+        `num_new_tokens`.
 
     Raises:
         FsdpShardError: What the command would report.
@@ -103,7 +104,7 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
     Args:
         command: The command.
         settings: Its settings.
-        run_dir: The run directory if the settings, or a preset among them, give none.
+        run_dir: The run directory if neither the settings nor a preset among them defines one.
 
     Returns:
         The config.
@@ -135,7 +136,7 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
 
 @contextmanager
 def _as_in_a_process_of_its_own() -> Iterator[None]:
-    """Run with torch's defaults, whatever the caller has set, and leave the caller's random numbers as they were.
+    """Run with torch's defaults instead of the caller's, and preserve the caller's random state.
 
     A command is what its settings say: its figures do not depend on the default dtype or device of who calls it, nor
     on autocast, and it seeds all generators.
@@ -164,7 +165,7 @@ def _as_in_a_process_of_its_own() -> Iterator[None]:
 
 
 def _figures(config: RunConfig) -> dict[str, Any]:
-    """What the first rank has written last; others may be here before it has."""
+    """Read the figures that the first rank writes last; other ranks may be here earlier."""
     if joined_rank() > 0:
         return {}
     found: dict[str, Any] = json.loads((Path(config.run_dir) / RESULT).read_text(encoding="utf-8"))

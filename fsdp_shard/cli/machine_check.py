@@ -1,6 +1,7 @@
-"""What the check of a run has settled on one rank of a machine, for its other ranks: they neither check nor look it up.
+"""Shares the result of a run's check on one rank of a machine with its other ranks, which need not repeat it.
 
-A check sets the settings that follow from others, and locates the model: of a thousand ranks, few ask the hub for it.
+A check sets the settings that depend on others, and locates the model, so that of a thousand ranks only few query the
+hub.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ class MachineCheck(Generic[C]):
         self._check = check
 
     def check(self, config: C) -> str:
-        """Check `config`; returns the settings that this has changed, and where the model is, as JSON."""
+        """Check `config`; return the settings that the check changed, and the model's location, as JSON."""
         before = {name: value for name, _, value in walk(config)}
         self._check(config)
         changed = {name: value for name, _, value in walk(config) if value != before[name]}
-        source: Location | None = vars(config).get("source")  # cached there, if the check has looked for it
+        source: Location | None = vars(config).get("source")  # cached there if the check has located it
         return json.dumps({"settings": changed, "source": source and source.to_json()})
 
     def accept(self, config: C, settled: str) -> None:
-        """Take over in `config` what `check` has returned in another process of this machine."""
+        """Apply to `config` a result of `check` from another process of this machine."""
         found: dict[str, Any] = json.loads(settled)
         for name, value in found["settings"].items():
             *sections, last = name.split(".")

@@ -1,5 +1,5 @@
-"""Pushes a checkpoint to the Hugging Face hub, as `fsdp-shard push` and `convert push_to=` do: converted if nobody else
-could load it, with a model card made from its run.
+"""Pushes a checkpoint to the Hugging Face hub, for `fsdp-shard push` and `convert push_to=`: converted if only
+fsdp-shard can load it, and with a model card generated from its run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsdp_shard.errors import ConfigError, RemoteError, one_line
 from fsdp_shard.evaluation import CardSubject
 from fsdp_shard.utils import in_yaml, read_bounded, say, shipped, try_lock, user_cache, walk, write_atomically
 
-_MESSAGE, _LONGEST_MESSAGE = "Push {} with fsdp-shard", 200  # of the commit, in characters
+_MESSAGE, _LONGEST_MESSAGE = "Push {} with fsdp-shard", 200  # of a commit, in characters
 
 
 def push_to_hub(
@@ -49,20 +49,21 @@ def push_to_hub(
 ) -> PushReport:
     """Push a checkpoint of any format to a repository of the Hugging Face hub, in one commit.
 
-    A Hugging Face directory goes as it is; everything else is converted to one first, in a directory of the cache that
-    is kept if the push fails. Pushing again goes on where it stopped. The token is that of `hf auth login` or HF_TOKEN.
+    A Hugging Face directory is pushed unchanged. Any other checkpoint is first converted to one, in a cache directory
+    that is kept if the push fails. Pushing again continues where it stopped. The token comes from `hf auth login` or
+    HF_TOKEN.
 
     Args:
         source: A checkpoint, a run (its latest step), or a step of it (RUN@best).
-        repo_id: The repository, org/name, created if it does not exist. One that exists keeps its visibility.
-        public: Create it public, or push to one that is public.
+        repo_id: The repository, org/name, created if it does not exist. An existing one keeps its visibility.
+        public: Create a public repository, or push to an existing public one.
         revision: The branch, created if it does not exist; None for `main`.
-        message: The message of the commit.
-        adapter_base: Push an adapter (LoRA) as such, for this model on the hub, instead of the merged model.
-        evaluations: Directories of runs of `evaluate` of these weights, for the model card.
+        message: The commit message.
+        adapter_base: Push a LoRA adapter itself, for this hub model, instead of the merged model.
+        evaluations: Run directories of `evaluate` for these weights, for the model card.
 
     Returns:
-        What was pushed: `url` of the commit, and `written`, the size of each file in bytes by name.
+        The result: `url` of the commit, and `written`, the size of each file in bytes, by name.
 
     Raises:
         ConfigError: The arguments are wrong, there is no token, or the model would be published without `public`.
@@ -96,17 +97,17 @@ def push_to_hub(
 
 
 def push_converted(settings: ConvertSettings, report: ConvertReport) -> dict[str, Any]:
-    """Push what `convert` has written to the repository `push_to`, if one is given.
+    """Push the output of `convert` to the repository `push_to`, if it is set.
 
     Args:
         settings: The settings of the conversion.
-        report: What `run_conversion` returned: the model card is about the source that it names.
+        report: The result of `run_conversion`; the model card describes the source that it names.
 
     Returns:
-        For result.json: `pushed` with the figures of the push; nothing if there was none.
+        For result.json: `pushed` with the figures of the push; empty without a push.
 
     Raises:
-        RemoteError: The hub refuses a request or fails, or the connection does. The target is complete.
+        RemoteError: The hub rejects a request or fails, or the connection fails. The target is complete.
 
     Example:
         >>> fs.push_converted(config, report)["pushed"]["url"]  # doctest: +SKIP
@@ -126,7 +127,7 @@ def push_converted(settings: ConvertSettings, report: ConvertReport) -> dict[str
             repository = checkpoint.open_repository(target)
             done = _upload(repository, files, subject, message)
     except BaseException:
-        # For the next push, which finds no run where the target is.
+        # For the next push, which finds no run next to the target.
         write_atomically(pushed.weights / CARD, evaluation.make_card(subject))
         raise
     say(done.describe())
@@ -136,7 +137,7 @@ def push_converted(settings: ConvertSettings, report: ConvertReport) -> dict[str
 def _subject(
     target: HubTarget, location: Location, adapter_base: str | None, evaluations: Sequence[str]
 ) -> CardSubject:
-    """What the model card is about; what cannot be in it is said."""
+    """Collect the content of the model card, and report anything that cannot be included."""
     subject, problems = evaluation.read_subject(target, location, adapter_base, default_settings, evaluations)
     for problem in problems:
         say(f"not in the model card: {problem}", sys.stderr)
@@ -144,7 +145,7 @@ def _subject(
 
 
 def default_settings(chosen: Mapping[str, str]) -> dict[str, str]:
-    """The default of each setting of `finetune`, by dotted name; of groups, those of the options in `chosen`."""
+    """The default of each `finetune` setting, by dotted name; for groups, of the options in `chosen`."""
     config: Any = FinetuneConfig()
     for group, options in OPTIONS.items():
         if hasattr(config, group) and chosen.get(group) in options:
@@ -190,8 +191,8 @@ def _wait_for_lock(file: IO[str], kind: int) -> None:
 def _upload(
     repository: HubRepository, files: dict[str, Path | bytes], subject: CardSubject, message: str
 ) -> PushReport:
-    """Upload files, with the README.md among them if it is the user's, or of this repository and these weights already
-    (`convert push_to=` leaves it with the target); else with a model card.
+    """Upload files. A README.md among them is kept if it is the user's, or already describes this repository and these
+    weights (`convert push_to=` leaves it with the target); otherwise, a model card is added.
     """
     own = _readme(files)
     is_own = own is not None and CARD_MARK not in own
@@ -201,13 +202,13 @@ def _upload(
 
 
 def _readme(files: Mapping[str, Path | bytes]) -> str | None:
-    """The content of the README.md of the source; None if there is none."""
+    """The content of the source's README.md, if any."""
     own = files.get(CARD)
     return read_bounded(own, "tokenizer_bytes").decode(errors="replace") if isinstance(own, Path) else None
 
 
 def _refuse_unshown(files: Mapping[str, Path | bytes], evaluations: Sequence[str]) -> None:
-    """Raise ConfigError if there are evaluations, and a README.md of the user's, which is pushed as it is."""
+    """Raise ConfigError if there are evaluations but also a user's README.md, which is pushed unchanged."""
     if evaluations and (own := _readme(files)) is not None and CARD_MARK not in own:
         raise ConfigError(
             f"{files[CARD]!s} is pushed as it is, so --evaluations would not be in the model card; leave them out, or "
@@ -217,7 +218,7 @@ def _refuse_unshown(files: Mapping[str, Path | bytes], evaluations: Sequence[str
 
 @contextmanager
 def _advice(text: str) -> Iterator[None]:
-    """Add to errors of the hub what to do now."""
+    """Add advice to errors of the hub."""
     try:
         yield
     except RemoteError as error:

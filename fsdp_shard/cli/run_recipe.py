@@ -1,7 +1,8 @@
-"""What makes a function a recipe: a program with a config, run the same by `fsdp-shard`, `python` and `torchrun`.
+"""Turns a function into a recipe: a program with a config that runs the same under `fsdp-shard`, `python` and
+`torchrun`.
 
-The config is composed and checked once, before any rank starts; then RUN_DIR/config.yaml is written, unless the recipe
-does that, and the function is called on every rank.
+The config is composed and checked once, before any rank starts. Then RUN_DIR/config.yaml is written, unless the recipe
+does so itself, and the function is called on every rank.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _SECONDS_TO_REPORT = 20.0
 def recipe(
     schema: type[C], *, check: Callable[[C], None] | None = None, writes_config: bool = False
 ) -> Callable[[Callable[[C], None]], Recipe[C]]:
-    """Make a function of a config into a recipe.
+    """Turn a function of a config into a recipe.
 
     Args:
         schema: A config dataclass of `fsdp_shard.config`, or a dataclass that extends one.
-        check: Called with the config once before any rank starts; raises an InputError if a file that the config names
-            is not what it must be.
-        writes_config: The function itself writes RUN_DIR/config.yaml, once it knows that the directory belongs to this
+        check: Called with the config once before any rank starts; raises an InputError if a file named in the config is
+            unsuitable.
+        writes_config: The function itself writes RUN_DIR/config.yaml, once the directory is known to belong to this
             run.
 
     Returns:
@@ -59,7 +60,7 @@ class Recipe(Generic[C]):
     Args:
         schema: Config dataclass of the function.
         work: The function.
-        check: What checks the config before any rank starts.
+        check: Checks the config before any rank starts.
         writes_config: See `recipe`.
     """
 
@@ -81,11 +82,11 @@ class Recipe(Generic[C]):
         run_as_program(lambda: self.run(arguments, Path(sys.argv[0]).name), debug=wants_debug(arguments))
 
     def run(self, arguments: Sequence[str], program: str) -> None:
-        """Compose the configs that `arguments` ask for, check them all, and then run them one by one."""
+        """Compose the configs that `arguments` define, check them all, and then run them one by one."""
         run_jobs(self.schema, lambda: self, arguments, program)
 
     def check(self, config: C) -> None:
-        """Check what `config` names; InputError if it is not what it must be."""
+        """Check the files named in `config`; raise InputError if one is unsuitable."""
         if self._check is not None:
             with _importable(self.file.parent):
                 self._check(config)
@@ -109,27 +110,26 @@ def run_jobs(
     is_program: bool = True,
     settle: Callable[[C], None] = lambda config: None,
 ) -> list[configs.Job[C]]:
-    """Run what `arguments` ask of a recipe. A run of a sweep that fails does not keep the others from running.
+    """Run the jobs that `arguments` define for a recipe. A failed run of a sweep does not stop the others.
 
     Args:
         schema: Config dataclass of the recipe.
-        find: Returns the recipe; called after the configs have been composed, so that a wrong one costs no import of
-            torch.
+        find: Returns the recipe; called after the configs have been composed, so a wrong config does not import torch.
         arguments: Overrides and flags.
         program: Name of the program in messages.
-        is_program: Whether this process is ours alone: of several ranks that find the same mistake one reports it, and
-            ranks may be forked from it.
-        settle: Called with each config before it is checked; may change what was left to its default.
+        is_program: Whether we own this process: of several ranks that find the same mistake, one reports it, and ranks
+            may be forked from it.
+        settle: Called with each config before its check; may change settings left at their default.
 
     Returns:
-        The jobs that were run.
+        The jobs.
 
     Raises:
-        RunError: If runs of a sweep failed.
+        RunError: Runs of a sweep failed.
     """
     report = _first_rank_reports if is_program else nullcontext
     if {"-h", "--help"} & set(arguments):
-        # Hydra's own takes seconds: it copies the whole ConfigStore for each group that it lists.
+        # Hydra's own help takes seconds: it copies the whole ConfigStore for each group that it lists.
         print(configs.help_text(schema, program))
         return []
     with report():
@@ -145,7 +145,7 @@ def run_jobs(
                 print(line, file=sys.stderr, flush=True)
         later = [job for job in jobs if schema.ranks_are == "started" and is_joined_rank(job.config.launch)]
         for job in jobs:
-            if job not in later:  # those are checked by one rank of each machine
+            if job not in later:  # one rank of each machine checks the later ones
                 _check(find(), job.config)
         if len(jobs) > 1:
             refuse_other_sweep(jobs)
@@ -161,7 +161,7 @@ def run_jobs(
 
 
 def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) -> None:
-    """Run all jobs, one by one, and print their figures as a table; RunError if any has failed."""
+    """Run all jobs one by one, and print their figures as a table; raise RunError if any failed."""
     failed: list[str] = []
     for number, (job, changed) in enumerate(zip(jobs, changed_settings_of(jobs), strict=True), start=1):
         settings = " ".join(f"{name}={value}" for name, value in changed.items())
@@ -173,14 +173,14 @@ def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) ->
                 raise
             failed.append(job.config.run_dir)
             print_error(error, job.config.debug)
-        gc.collect()  # reference cycles hold the job's model and optimizer, and the next one needs their memory
+        gc.collect()  # reference cycles hold the job's model and optimizer, whose memory the next job needs
     print(f"\n{sweep_table(jobs, failed)}", flush=True)
     if failed:
         raise RunError(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}.")
 
 
 def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
-    """Refuse a sweep whose ranks meet only once, and so for one job only."""
+    """Reject a sweep whose ranks can meet only once, and so for only one job."""
     if schema.ranks_are != "started":
         return
     if any(is_joined_rank(job.config.launch) for job in jobs):
@@ -197,10 +197,11 @@ def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
 
 @contextmanager
 def _first_rank_reports() -> Iterator[None]:
-    """Let the first of several ranks report wrong input, which others find or hear of.
+    """Let only the first of several ranks report wrong input, which the others also find or are notified of.
 
-    The others report it only if they still run after a while: torchrun ends them as soon as the first has exited. One
-    that has only been notified of a failure exits later, so that it does not end one that has still to report.
+    The others report it only if they are still running after a while: torchrun ends them as soon as the first has
+    exited. A rank that was only notified of a failure exits later, so that it does not end a rank that has yet to
+    report.
     """
     try:
         yield
@@ -214,7 +215,7 @@ def _first_rank_reports() -> Iterator[None]:
 
 
 def _check(recipe: Recipe[C], config: C) -> None:
-    """Find what is wrong before any rank starts."""
+    """Find mistakes before any rank starts."""
     if config.ranks_are == "started":
         check_machine(config.launch)
     _refuse_unused(config)
@@ -237,7 +238,7 @@ def _refuse_training_run(config: configs.RunConfig) -> None:
 
 
 def _refuse_unused(config: configs.RunConfig) -> None:
-    """No setting that is given is ignored."""
+    """Raise ConfigError for a given setting that would be ignored."""
     schema = type(config)
     defaults = {name: value for name, _, value in walk(schema())}
     unused = [(name, value) for name, _, value in walk(config) if not configs.is_used(schema, name)]
@@ -266,13 +267,13 @@ def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
     except Exception as error:
         if isinstance(error, InputError) and joined_rank() == 0:
             _remove_made(missing)
-        if not isinstance(error, InputError) or _last_write(config) != before:  # not of what was refused at once
+        if not isinstance(error, InputError) or _last_write(config) != before:  # unless it was rejected at once
             write_error(config.run_dir, error)
         raise
 
 
 def _last_write(config: configs.RunConfig) -> int:
-    """When the run directory was last given its settings, in nanoseconds; 0 if it never was."""
+    """The time at which settings were last written to the run directory, in nanoseconds; 0 if never."""
     try:
         return (Path(config.run_dir) / checkpoint.CONFIG_FILE).stat().st_mtime_ns
     except OSError:
@@ -280,12 +281,12 @@ def _last_write(config: configs.RunConfig) -> int:
 
 
 def _missing_directories(run_dir: Path) -> list[Path]:
-    """The run directory and those around it that do not exist, from the inside out."""
+    """The run directory and its missing parents, innermost first."""
     return list(takewhile(lambda path: not path.exists(), (run_dir, *run_dir.parents)))
 
 
 def _remove_made(directories: Sequence[Path]) -> None:
-    """Remove directories that were made for what is refused, unless there is more in them than the config."""
+    """Remove directories created for a rejected config, unless they contain more than the config."""
     for number, directory in enumerate(directories):
         names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
         if names - ({checkpoint.CONFIG_FILE} if number == 0 else set()):
@@ -309,7 +310,7 @@ _loaded: dict[Path, Recipe[Any]] = {}
 def load_recipe(path: str | Path) -> Recipe[Any]:
     """Load the recipe in a Python file.
 
-    As with `python FILE.py`, it can import modules in its directory, while it is loaded and while it runs.
+    As with `python FILE.py`, it can import modules from its directory, both while it is loaded and while it runs.
 
     Args:
         path: The file.
@@ -318,7 +319,7 @@ def load_recipe(path: str | Path) -> Recipe[Any]:
         The recipe: the one function in the file that is decorated with `@recipe(...)`.
 
     Raises:
-        InputError: If there is no such file, it cannot be loaded, or it does not have exactly one recipe.
+        InputError: The file does not exist, cannot be loaded, or does not have exactly one recipe.
     """
     file = Path(path).resolve()
     if file in _loaded:
@@ -348,7 +349,7 @@ def load_recipe(path: str | Path) -> Recipe[Any]:
 
 @contextmanager
 def _importable(directory: Path) -> Iterator[None]:
-    """Let modules in `directory` be imported for a while."""
+    """Make modules in `directory` importable within the block."""
     sys.path.insert(0, str(directory))
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the runs of a sweep have in different settings, and at its end a table of their figures."""
+"""The settings that differ between the runs of a sweep, and a final table of their figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_shard import checkpoint, config as configs, training
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import RESULT, format_size, format_table, in_yaml, read_json, walk
 
-if TYPE_CHECKING:  # `Job` brings Hydra, which --help does without
+if TYPE_CHECKING:  # `Job` imports Hydra, which --help does not need
     from fsdp_shard.config import Job, RunConfig
 
 _WIDTH = 40  # of a value
@@ -24,7 +24,7 @@ _WRITTEN = {
 
 
 def changed_settings_of(jobs: Sequence[Job[Any]]) -> list[dict[str, str]]:
-    """For each run, the settings and options that are not the same in all runs, by name."""
+    """For each run, the settings and options that differ between runs, by name."""
     given = [dict(override.lstrip("+").split("=", 1) for override in job.overrides if "=" in override) for job in jobs]
     names = [name for name in given[0] if len({overrides.get(name) for overrides in given}) > 1]
     settings = [{name: in_yaml(value) for name, _, value in walk(job.config)} for job in jobs]
@@ -36,10 +36,10 @@ def changed_settings_of(jobs: Sequence[Job[Any]]) -> list[dict[str, str]]:
 
 
 def refuse_other_sweep(jobs: Sequence[Job[Any]]) -> None:
-    """Raise ConfigError if a run would continue one that had other values of what varies: the table would be wrong.
+    """Raise ConfigError if a run would continue one with other values of the varied settings: the table would be wrong.
 
     Args:
-        jobs: The runs, before the first begins.
+        jobs: The runs, before the first one begins.
     """
     for job, settings in zip(jobs, changed_settings_of(jobs), strict=True):
         config = job.config
@@ -47,7 +47,7 @@ def refuse_other_sweep(jobs: Sequence[Job[Any]]) -> None:
         if not isinstance(config, configs.FinetuneConfig) or not config.writes or (step := store.latest()) is None:
             continue
         changes = training.changed_settings(config, store.path(step)) or []
-        # adapter.path is recorded as the step that it led to, and a resume compares its values.
+        # adapter.path is recorded as the step that it resolved to, and a resume compares its values.
         other = [change for change in changes if change.split()[0] in settings.keys() - {"adapter.path"}]
         if other:
             raise ConfigError(
@@ -74,13 +74,13 @@ def refuse_shared(jobs: Sequence[Job[Any]]) -> None:
 
 
 def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:
-    """A row for each run: what is different in it, its headline figures, and its directory.
+    """Format a row for each run: its varied settings, its headline figures, and its directory.
 
     Args:
-        jobs: The runs, which have ended.
+        jobs: The finished runs.
         failed: The run_dir of each that failed.
     """
-    # A plan that does not fit leaves its figures, too.
+    # Even a plan that does not fit leaves its figures.
     has_result = [job.config.run_dir not in failed or job.config.ranks_are == "planned" for job in jobs]
     results = [_result(job.config) if has else {} for job, has in zip(jobs, has_result, strict=True)]
     figures = [name for name in jobs[0].config.headline if any(result.get(name) is not None for result in results)]
@@ -94,7 +94,7 @@ def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:
 
 
 def _number(job: Job[Any]) -> str:
-    """The number of a run, by which its directory is called."""
+    """The number of a run, after which its directory is named."""
     return Path(job.config.run_dir).name
 
 
