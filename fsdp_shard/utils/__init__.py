@@ -1,4 +1,4 @@
-"""Helpers without a subject of their own: sizes, settings, process memory, secrets."""
+"""General helpers: sizes, settings, process memory, secrets."""
 
 import lazy_loader
 

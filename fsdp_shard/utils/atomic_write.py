@@ -1,4 +1,4 @@
-"""Files and directories that appear complete or not at all, and that survive a power cut where that is asked for."""
+"""Writes files and directories that appear complete or not at all, and on request survive a power cut."""
 
 import errno
 import fcntl
@@ -16,21 +16,21 @@ from typing import Any
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils.secrets import redact
 
-RESULT, ERROR = "result.json", "error.txt"  # of a run: its figures, or what ended it
+RESULT, ERROR = "result.json", "error.txt"  # of a run: its figures, or the error that ended it
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Replace the content of a small file in one step: readers see the old content or the new one, never a part.
+    """Replace the content of a small file in one step: readers see either the old or the new content, never a part.
 
     Args:
         path: The file. Its directory must exist.
         content: The new content; text is written as UTF-8.
-        sync: Wait until content and name are on the disk, so that they survive a power cut too.
+        sync: Wait until content and name are on disk, so they also survive a power cut.
 
     Raises:
-        OSError: The file could not be written, and is what it was before.
+        OSError: The file could not be written, and is unchanged.
     """
-    # The process ID keeps apart two commands that write the same file at the same time.
+    # The process ID separates commands that write the same file at the same time.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write_file(temporary, content, sync=sync)
@@ -43,25 +43,25 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
 
 
 def has_content(file: Path, content: bytes) -> bool:
-    """Whether there is a file with this content."""
+    """Whether the file exists and has this content."""
     return file.is_file() and file.stat().st_size == len(content) and file.read_bytes() == content
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return `path`, or the nearest directory above it that exists, which is on the same file system."""
+    """Return `path` or its nearest existing parent, which is on the same file system."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def check_writable(directory: str | os.PathLike[str], setting: str) -> None:
-    """Check that files can be written in a directory that may not exist yet, without leaving any.
+    """Check that files can be written to a directory that may not exist yet, without leaving any.
 
     Args:
         directory: The directory.
-        setting: The setting that it comes from, as `name=value`, for errors.
+        setting: Its setting, as `name=value`, for errors.
 
     Raises:
-        ConfigError: A parent of it is a file, or does not allow to write.
+        ConfigError: A parent of the directory is a file or not writable.
     """
     existing = nearest_existing(Path(directory).expanduser())
     if not existing.is_dir():
@@ -75,10 +75,10 @@ def check_writable(directory: str | os.PathLike[str], setting: str) -> None:
 
 
 def write_result(run_dir: str | os.PathLike[str], figures: Mapping[str, Any]) -> Path:
-    """Write RUN_DIR/result.json, with `"status": "completed"`. It is written last: if it exists, the run has completed.
+    """Write RUN_DIR/result.json, with `"status": "completed"`. Write it last: if it exists, the run has completed.
 
     Args:
-        run_dir: Directory of the run; made if it does not exist.
+        run_dir: Directory of the run, created if it does not exist.
         figures: Results of the run; numbers must be finite.
 
     Returns:
@@ -95,7 +95,7 @@ def write_result(run_dir: str | os.PathLike[str], figures: Mapping[str, Any]) ->
 
 
 def write_file(path: Path, content: str | bytes, *, sync: bool = True) -> None:
-    """Write a small file in place; with `sync`, return only when its content is on the disk."""
+    """Write a small file in place; with `sync`, return only when its content is on disk."""
     with name_in_errors(path), open(path, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         if sync:
@@ -105,9 +105,9 @@ def write_file(path: Path, content: str | bytes, *, sync: bool = True) -> None:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory that is renamed to `target` when the block succeeds, and deleted when it fails.
+    """Yield a temporary directory that is renamed to `target` if the block succeeds, and deleted if it fails.
 
-    If another process has created `target` in the meantime, that one is kept and this one is deleted.
+    If another process has created `target` in the meantime, that directory is kept and this one is deleted.
 
     Raises:
         OSError: The directory could not be created or renamed.
@@ -126,7 +126,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Try to lock an open file (flock); True also if the file system has no locks.
+    """Try to lock an open file (flock); return True also if the file system has no locks.
 
     Args:
         descriptor: The file.
@@ -143,7 +143,7 @@ def try_lock(descriptor: int, kind: int) -> bool:
 
 
 def hold_lock(file: Path) -> int:
-    """Create a file that is locked until this process and those forked from it are gone, or its descriptor is closed.
+    """Create a file that stays locked until this process and its forks have ended, or its descriptor is closed.
 
     Returns:
         The descriptor.
@@ -151,16 +151,16 @@ def hold_lock(file: Path) -> int:
     Raises:
         OSError: The file could not be created.
     """
-    new = file.with_name(f"{file.name}.{os.getpid()}.new")  # nobody sees it under its name without the lock
+    new = file.with_name(f"{file.name}.{os.getpid()}.new")  # never visible under its name without the lock
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with suppress(OSError):  # a file system without locks: what a killed process leaves is then kept
+    with suppress(OSError):  # a file system without locks: files of killed processes are then kept
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     os.rename(new, file)
     return descriptor
 
 
 def is_abandoned(file: Path) -> bool:
-    """Whether a file is one of `hold_lock`, by this user, whose processes are gone; False if that cannot be known."""
+    """Whether a file was locked by `hold_lock` for this user, and its processes have ended; False if unknown."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -179,7 +179,7 @@ def is_abandoned(file: Path) -> bool:
 
 @contextmanager
 def name_in_errors(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError of a call that only knows a descriptor, such as a write to a full disk."""
+    """Add the file name to an OSError of a call with only a descriptor, such as a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -189,7 +189,7 @@ def name_in_errors(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush the content of a file, or the names in a directory, to the disk, so that a rename survives a power cut."""
+    """Flush a file's content or a directory's names to disk, so that a rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with name_in_errors(path):

@@ -1,6 +1,6 @@
-"""Reads the files that describe checkpoints and models, none of which may take more memory or time than it is large.
+"""Reads the files that describe checkpoints and models, with memory and time bounded by their size.
 
-Never blocks, even if a path is a FIFO; a hole that a download left is found before it is read into memory.
+Never blocks, even if a path is a FIFO. A hole left by a download is detected before it is read into memory.
 """
 
 import errno
@@ -16,11 +16,11 @@ from fsdp_shard.utils.file_limits import exceeded, limits, refuse_excess
 from fsdp_shard.utils.text import format_size
 
 _ZEROS = bytes(1 << 20)  # read at once
-# What Python takes for what begins with these bytes in JSON: an object with a key, a list, a value in one.
+# Python's memory for JSON that begins with these bytes: an object with a key, a list, a value in one.
 _BYTES_OF = {b"{": 250, b"[": 64, b",": 60}
-# JSON may take this much memory, and this much for each byte of it; headers of safetensors take up to 12.
+# The memory limit for JSON: a base, and an amount per byte; safetensors headers need up to 12 per byte.
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 64 << 20, 16
-# What downloads leave in the place of a file -> what it is, and what to do.
+# Content that failed downloads leave in place of a file -> its description, with advice.
 _OTHER_CONTENT = {
     b"version https://git-lfs": "the pointer of Git LFS to it; fetch the file itself with `git lfs pull`",
     b"<!doctype html": "an HTML page, perhaps of a failed download; download it again",
@@ -30,7 +30,7 @@ _OTHER_CONTENT = {
 
 
 def other_content(start: bytes) -> str | None:
-    """Say what a file is that should be weights or data, by its first bytes; None if it may be what it should be."""
+    """Describe, by its first bytes, a file that should hold weights or data but does not; None if it may."""
     begin = start.lstrip().lower()
     return next((what for mark, what in _OTHER_CONTENT.items() if begin.startswith(mark)), None)
 
@@ -53,17 +53,17 @@ def read_bounded(path: Path, limit: str) -> bytes:
 
     Args:
         path: The file.
-        limit: The name of the limit of its size.
+        limit: The name of its size limit.
 
     Raises:
-        CheckpointError: It is no regular file, is larger than the limit, or has a hole.
+        CheckpointError: It is not a regular file, is larger than the limit, or has a hole.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         return read_range(file.fileno(), 0, os.fstat(file.fileno()).st_size, str(path), limit)
 
 
 def read_range(descriptor: int, start: int, num_bytes: int, where: str, limit: str) -> bytes:
-    """Read bytes [start, start + num_bytes) of an open file as `read_bounded` does; fewer where it ends."""
+    """Read bytes [start, start + num_bytes) of an open file like `read_bounded`; fewer at its end."""
     refuse_excess(num_bytes, limit, f"{where} takes {format_size(num_bytes)}, so it is not read")
     parts, end = [], start + num_bytes
     while start < end and (part := os.pread(descriptor, min(len(_ZEROS), end - start), start)):
@@ -77,7 +77,7 @@ def read_range(descriptor: int, start: int, num_bytes: int, where: str, limit: s
 
 
 def read_json(path: Path, limit: str = "config_bytes") -> Any:
-    """Parse the JSON in a regular file, as `parse_json` does; `limit` is the name of the limit of its size."""
+    """Parse the JSON in a regular file like `parse_json`; `limit` is the name of its size limit."""
     return parse_json(read_bounded(path, limit), str(path))
 
 
@@ -89,7 +89,7 @@ def parse_json(data: bytes, where: str) -> Any:
         where: The file, for errors.
 
     Raises:
-        CheckpointError: It is not valid, nested too deeply, or would take a multiple of its size as Python objects.
+        CheckpointError: It is invalid, nested too deeply, or would need a multiple of its size as Python objects.
     """
     if sum(data.count(sign) * size for sign, size in _BYTES_OF.items()) > _MEMORY_BYTES + _MEMORY_PER_BYTE * len(data):
         raise CheckpointError(f"{where} consists of many empty or tiny parts, so it is not the JSON of a checkpoint.")

@@ -1,4 +1,4 @@
-"""What surrounds this process: environment variables, the user's cache directory, optional packages, torch's modes."""
+"""The environment of this process: variables, the user's cache directory, optional packages, torch modes."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from fsdp_shard.utils.text import first_line
 
 @contextmanager
 def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process, and restore their former values on exit."""
+    """Set environment variables of this process, and restore their previous values on exit."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -51,7 +51,7 @@ def require_package(module: str, extra: str, needed_by: str, alternative: str = 
         alternative: What the user can do instead, such as `set adapter=none`.
 
     Raises:
-        ConfigError: If the package is not installed.
+        ConfigError: The package is not installed.
     """
     if find_spec(module) is None:
         instead = f", or {alternative}" if alternative else ""
@@ -62,21 +62,21 @@ def require_package(module: str, extra: str, needed_by: str, alternative: str = 
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra of fsdp-shard in the way that the package was installed, and where it is."""
+    """The command that installs an extra of fsdp-shard in the same way and place as the package."""
     package = Path(__file__).resolve().parents[1]
-    if (package / "_shipped").is_dir():  # from a wheel; pip takes the installed package, whether an index has it or not
+    if (package / "_shipped").is_dir():  # from a wheel; pip uses the installed package even if no index has it
         return f"{_pip_install()} 'fsdp-shard[{extra}]'"
     checkout = package.parent
     return f"{_pip_install()} -e '{'.' if checkout == Path.cwd() else checkout}[{extra}]'"
 
 
 def missing_file_system(shown: str, url: str, error: ImportError) -> ConfigError:
-    """The error for an address for which fsspec lacks a package.
+    """Return the error for an address that needs a package which fsspec lacks.
 
     Args:
         shown: The address as errors name it, such as `data.path=s3://bucket/a.txt`.
         url: The address.
-        error: What fsspec raised; it names the package.
+        error: The exception of fsspec, which names the package.
     """
     advice = (
         f"Install it with {install_command('remote')}" if url.startswith("s3://") else first_line(error).rstrip(".")
@@ -85,10 +85,10 @@ def missing_file_system(shown: str, url: str, error: ImportError) -> ConfigError
 
 
 def _pip_install() -> str:
-    """`pip install` into the environment of this Python, which need not be that of the pip that the shell finds."""
+    """`pip install` for the environment of this Python, which may not be that of the shell's pip."""
     python = Path(sys.executable)
     if find_spec("pip") is None:
-        return f"uv pip install --python {python}"  # uv makes environments without pip
+        return f"uv pip install --python {python}"  # uv creates environments without pip
     found = shutil.which("pip")
     return "pip install" if found is not None and Path(found).parent == python.parent else f"{python} -m pip install"
 
@@ -97,7 +97,7 @@ def _pip_install() -> str:
 def one_thread() -> Iterator[None]:
     """Run torch on one thread, and restore the number of threads on exit.
 
-    Several would wait for each other in thousands of tiny operations, and OpenMP's do not survive a later fork.
+    Several threads would wait for each other in thousands of tiny operations, and OpenMP's do not survive a later fork.
     """
     import torch
 
@@ -113,8 +113,8 @@ def one_thread() -> Iterator[None]:
 def no_cudnn_attention() -> Iterator[None]:
     """Leave attention to torch's other kernels while a model generates.
 
-    torch prefers cuDNN's on Hopper, which has a plan for each length of the keys: with every new token the host makes
-    one, for 20 ms. To go when torch makes none for a length that is new.
+    On Hopper, torch prefers cuDNN's, which needs a plan for each key length: with every new token, the host takes 20 ms
+    to create one. Remove this once torch no longer creates a plan per length.
     """
     import torch
 

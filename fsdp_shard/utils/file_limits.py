@@ -1,6 +1,6 @@
-"""How much a file from elsewhere may ask for: bytes, numbers, seconds. The largest models there are stay far below.
+"""Limits for untrusted files: bytes, numbers, seconds. The largest existing models stay far below them.
 
-`FSDP_SHARD_LIMITS="metadata_bytes=2GB,render_seconds=10"` changes them, for this process and all that it starts.
+`FSDP_SHARD_LIMITS="metadata_bytes=2GB,render_seconds=10"` changes them, for this process and its children.
 """
 
 import os
@@ -15,22 +15,22 @@ VARIABLE = "FSDP_SHARD_LIMITS"
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits; names that end in `_bytes` are sizes, in `_seconds` seconds of processor time, all others numbers.
+    """The limits; names that end in `_bytes` are sizes, those in `_seconds` processor time, and all others numbers.
 
     Attributes:
-        metadata_bytes: Whatever describes tensors: an index, a manifest, a pickle, a header; and a log of metrics.
+        metadata_bytes: Files that describe tensors (an index, a manifest, a pickle, a header), and metrics logs.
         config_bytes: Any other small file, such as config.json, trainer.json or a chat template.
         settings_bytes: The settings of a run, in YAML.
         tokenizer_bytes: Any file of a model other than its weights, such as tokenizer.json.
         nesting: Depth of JSON.
         tensors: Tensors in one file.
-        array_items: Texts in an array of a GGUF file, such as the tokens of its tokenizer.
-        tokens: Whole numbers in tokenizer_config.json, which are numbers of tokens, or their ids.
-        mesh_ranks: Ranks that a tensor is sharded over.
-        directory_entries: Files in the directory of a checkpoint.
-        view_bytes: What the tensors of a checkpoint of torch.save may have together beyond the bytes of its files: such
-            files can hold one number as a tensor of any shape.
-        buffer_bytes: What a model computes when it is loaded, such as masks.
+        array_items: Strings in an array of a GGUF file, such as the tokens of its tokenizer.
+        tokens: Integers in tokenizer_config.json, which are token counts or ids.
+        mesh_ranks: Ranks over which a tensor is sharded.
+        directory_entries: Files in a checkpoint directory.
+        view_bytes: Total size of the tensors in a torch.save checkpoint beyond its file size, as such files can store
+            one number as a tensor of any shape.
+        buffer_bytes: Buffers that a model computes when it is loaded, such as masks.
         build_seconds, build_bytes: Reading a model's config and building it without its weights; matching the patterns
             in an adapter's config.
         render_seconds, render_bytes: Rendering a chat template and tokenizing, each time, and again for 32 KiB of text;
@@ -56,18 +56,18 @@ class Limits:
 
 
 def limits() -> Limits:
-    """The limits of this process; ConfigError if FSDP_SHARD_LIMITS names or sets one wrongly."""
+    """Return the limits of this process; raise ConfigError if FSDP_SHARD_LIMITS has a wrong name or value."""
     return _parse(os.environ.get(VARIABLE, ""))
 
 
 def refuse_excess(value: float, name: str, what: str) -> None:
-    """Raise CheckpointError if `value` exceeds the limit `name`; `what` is the beginning of the error."""
+    """Raise CheckpointError if `value` exceeds the limit `name`; `what` begins the message."""
     if value > getattr(limits(), name):
         raise CheckpointError(f"{what}: {exceeded(name)}.")
 
 
 def exceeded(name: str) -> str:
-    """The end of an error: that this limit is exceeded, and how to raise it."""
+    """The end of an error message: this limit is exceeded, and how to raise it."""
     value = getattr(limits(), name)
     shown = format_size(value) if name.endswith("_bytes") else f"{value:,g} s" if _is_seconds(name) else f"{value:,}"
     return f"the limit is {shown}; if the file is right, raise it by {VARIABLE}={name}=VALUE"
@@ -82,7 +82,7 @@ def _parse(text: str) -> Limits:
         if name not in known:
             raise ConfigError(f"{VARIABLE}: {name} is no limit{nearest(name, known)}; limits are {', '.join(known)}.")
         changed[name] = _value(name, value)
-    return replace(Limits(), **changed)  # type: ignore[arg-type]  # each has the type of its field
+    return replace(Limits(), **changed)  # type: ignore[arg-type]  # each value has the type of its field
 
 
 def _value(name: str, value: str) -> float:

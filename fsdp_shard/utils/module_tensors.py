@@ -1,4 +1,4 @@
-"""Replacing the parameters and buffers of a module, with those that are tied still tied."""
+"""Replaces the parameters and buffers of a module, keeping tied ones tied."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def replace_tensors(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = True) -> None:
-    """Replace every parameter of `module`, and its buffers if asked, by what `make` returns for it."""
+    """Replace every parameter of `module`, and with `buffers` every buffer, with the result of `make`."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in list(owner.named_parameters(recurse=False, remove_duplicate=False)):

@@ -1,6 +1,6 @@
-"""The recipes and configs that ship with the package, and HTML pages made from its templates.
+"""The recipes and configs shipped with the package, and HTML pages rendered from its templates.
 
-In a checkout recipes and configs are next to the package, in an installed wheel inside it.
+In a checkout, recipes and configs are next to the package; in an installed wheel, inside it.
 """
 
 import ast
@@ -23,7 +23,7 @@ def shipped(folder: str) -> Path:
 
 @dataclass(frozen=True)
 class Item:
-    """A file that a user may copy, by the name that `ls` shows and `cp` takes."""
+    """A file that users may copy, with the name that `ls` shows and `cp` accepts."""
 
     name: str
     path: Path
@@ -38,20 +38,20 @@ def recipes() -> list[Item]:
 def configs() -> list[Item]:
     """Return the shipped configs, named by their path below conf/, described by their first comments."""
     root = shipped("conf")
-    found = (file for file in root.rglob("*.yaml") if file.parent.name != "lm_eval")  # whose tasks are no configs
+    found = (file for file in root.rglob("*.yaml") if file.parent.name != "lm_eval")  # lm_eval tasks are not configs
     files = sorted(found, key=lambda file: (file.parent != root, file))
     return [Item(file.relative_to(root).as_posix(), file, _first_comment(file)) for file in files]
 
 
 def render_page(template: Path, style: Path, script: Path | None = None, **values: Any) -> str:
-    """Render an HTML page that asks for nothing else: its style and script are in it, and nothing else may run.
+    """Render a self-contained HTML page: style and script are inline, and nothing else may run.
 
     Args:
-        template: The page as a template of jinja2, which escapes all values; it has the filter `printable`, and gets
-            `style`, `script`, and as `policy` the Content-Security-Policy.
-        style: A file of CSS without an end tag in it.
-        script: A file of JavaScript without an end tag in it.
-        values: What else the template shows.
+        template: The page as a jinja2 template, which escapes all values; it has the filter `printable`, and receives
+            `style`, `script`, and the Content-Security-Policy as `policy`.
+        style: A CSS file without an end tag.
+        script: A JavaScript file without an end tag.
+        values: Other values that the template shows.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -79,7 +79,7 @@ def _docstring(file: Path) -> str:
 
 
 def _first_comment(file: Path) -> str:
-    """The first comment line but Hydra's `# @package` directives."""
+    """The first comment line that is not a `# @package` directive of Hydra."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and not line.startswith("# @"):
             return line.lstrip("# ")

@@ -1,4 +1,4 @@
-"""Division of work over ranks or threads, so that each gets about as much."""
+"""Divides work evenly over ranks or threads."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -9,11 +9,11 @@ T = TypeVar("T")
 def balanced_partition(items: Iterable[T], num_parts: int, size: Callable[[T], int]) -> list[list[T]]:
     """Divide `items` into parts of about the same total size.
 
-    The largest item first, each goes to the part with the smallest total so far (longest processing time first). The
-    result depends on the order of `items` only where sizes are equal, so ranks that pass the same order agree.
+    Items are assigned largest first, each to the part with the smallest total so far (longest processing time first).
+    The order of `items` matters only for equal sizes, so ranks that pass the same order agree.
 
     Args:
-        items: What to divide.
+        items: The items to divide.
         num_parts: Number of parts; some are empty if there are fewer items.
         size: Size of an item, in any unit.
 

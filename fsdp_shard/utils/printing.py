@@ -1,4 +1,4 @@
-"""Printing to the terminal, where lines may quote what files say."""
+"""Prints to the terminal safely, as lines may quote the content of files."""
 
 import io
 import logging
@@ -11,29 +11,29 @@ from fsdp_shard.utils.text import printable
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print the program's own lines, made `printable`, on standard output unless another stream is given."""
+    """Print the program's own lines, made `printable`, on standard output or the given stream."""
     print(printable(str(text)), file=stream or sys.stdout, flush=True)
 
 
 def make_output_printable() -> None:
-    """Make what this process prints fit for a terminal: a program calls it once.
+    """Make all output of this process safe for a terminal; a program calls this once.
 
-    The messages of every logger become `printable`, as libraries quote what they read from files; characters that the
-    encoding of the output lacks are escaped, where Python would raise UnicodeEncodeError.
+    The messages of every logger become `printable`, as libraries quote the content of files. Characters that the output
+    encoding lacks are escaped instead of raising UnicodeEncodeError.
     """
     logging.setLogRecordFactory(_PrintableRecord)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not what replaces it in notebooks and tests
+        if isinstance(stream, io.TextIOWrapper):  # not its replacement in notebooks and tests
             stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
 def only_errors_of(library: str, level: int = logging.ERROR) -> Iterator[None]:
-    """Drop what the loggers of a library say, except errors.
+    """Drop log messages of a library, except errors.
 
     Args:
         library: Name of its logger, such as `transformers`.
-        level: What else is not dropped: `logging.WARNING` lets warnings through, too.
+        level: The lowest level to keep; `logging.WARNING` also keeps warnings.
     """
     logger = logging.getLogger(library)
     before = logger.level

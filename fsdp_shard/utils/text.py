@@ -1,4 +1,4 @@
-"""Text of values: sizes in bytes, counts, the first line of an error, the closest known name, a digest."""
+"""Formats and parses values: sizes in bytes, counts, the first line of an error, the closest known name, a digest."""
 
 import difflib
 import fnmatch
@@ -11,9 +11,9 @@ from typing import Any
 
 from fsdp_shard.errors import ConfigError, one_line
 
-# Decimal and binary suffixes, as in the IEC 80000-13 standard; "5G" is read as "5GB", as transformers does.
+# Decimal and binary suffixes, as in the IEC 80000-13 standard; "5G" is read as "5GB", as in transformers.
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_LINE = 500  # characters of an error's first line
+_LINE = 500  # characters in an error's first line
 
 
 def parse_size(text: str | int, setting: str) -> int:
@@ -27,7 +27,7 @@ def parse_size(text: str | int, setting: str) -> int:
         The size in bytes.
 
     Raises:
-        ConfigError: If `text` is not a positive size.
+        ConfigError: `text` is not a positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
     if match is None or match[2] not in _UNITS or not (num_bytes := int(float(match[1]) * _UNITS[match[2]])):
@@ -48,7 +48,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_count(count: float, noun: str) -> str:
-    """Format a number of things, a float with three significant digits: `1 tensor`, `2,048 tensors`, `0.5 epochs`."""
+    """Format a count with its noun, floats with three significant digits: `1 tensor`, `2,048 tensors`, `0.5 epochs`."""
     number = f"{count:.3g}" if isinstance(count, float) else f"{count:,}"
     return f"{number} {noun}{'' if number == '1' else 's'}"
 
@@ -62,13 +62,13 @@ def format_number(number: int) -> str:
 
 
 def first_few(names: Sequence[str], most: int = 4) -> str:
-    """List the first names, `most` of them, and the number of the others: `a, b and 7 more`."""
+    """List the first `most` names and the number of others: `a, b and 7 more`."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format `rows`, the first of which is the header, as aligned columns, numeric ones to the right."""
+    """Format `rows`, of which the first is the header, as aligned columns, with numbers right-aligned."""
     rows = [[one_line(cell) for cell in row] for row in rows]
     columns = list(zip(*rows, strict=True))
     pads = [str.rjust if any(cell[:1].isdigit() for cell in column[1:]) else str.ljust for column in columns]
@@ -79,14 +79,14 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """`one_line` of each line."""
+    """Apply `one_line` to each line."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, with the next one if it ends with a colon, cut if it is long.
+    """Return the first line of an error's message, truncated if long, with the next line if it ends with a colon.
 
-    If the message is empty, that is the name of the error's class.
+    If the message is empty, return the name of the error's class.
     """
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     line = f"{first.rstrip()} {others[0].strip()}" if first.rstrip().endswith(":") and others else first
@@ -94,19 +94,19 @@ def first_line(error: BaseException) -> str:
 
 
 def json_digest(value: Any) -> str:
-    """Return the xxh3_128 of a value as JSON, whatever the order in its maps. Files record it, so it must stay."""
+    """Return the xxh3_128 of a value as JSON, regardless of key order. Files record it, so it must not change."""
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches one of the patterns of a shell, with case."""
+    """Return whether a name matches one of the shell patterns, case-sensitively."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Count the equal items that two texts or lists begin with."""
+    """Count the equal items at the beginning of two texts or lists."""
     return sum(takewhile(bool, map(operator.eq, one, other)))
 
 

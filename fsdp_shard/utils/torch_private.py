@@ -1,6 +1,6 @@
-"""All private names of torch that the package uses; CONTRIBUTING.md says where each would break.
+"""All private names of torch that the package uses; CONTRIBUTING.md lists where each would break.
 
-Imported through the lazy door of `utils`, so that torch is loaded only where one of these is used.
+Imported lazily through `utils`, so torch is loaded only if one of these is used.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# Without them operators cannot be seen and models not be run without memory: `plan` needs both.
+# Without them, operators cannot be observed, and models cannot run without memory: `plan` needs both.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     FakeTensorMode as FakeTensorMode,
@@ -24,10 +24,10 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# Without them `plan` would know the tensors of few arguments of blocks.
+# Without them, `plan` would find the tensors in few arguments of blocks.
 from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
 
-# Without the private ones, selective checkpointing recomputes attention, products in 8 bits and collectives.
+# Without the private ones, selective checkpointing recomputes attention, 8-bit matrix products and collectives.
 _COSTLY_OPERATORS = frozenset((
     "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm",
     "aten::convolution", "aten::_scaled_dot_product_flash_attention",
@@ -41,18 +41,20 @@ _COSTLY_OPERATORS = frozenset((
 
 
 def is_costly_operator(operator: Any) -> bool:
-    """Whether it is a matrix product, attention, or a collective: they take nearly all of the time of a forward pass.
+    """Whether an operator is a matrix product, attention or a collective, which take nearly all of a forward pass's
+    time.
 
     Args:
-        operator: What a dispatch mode is called with, such as `torch.ops.aten.mm.default`.
+        operator: The operator passed to a dispatch mode, such as `torch.ops.aten.mm.default`.
     """
     return str(operator.name()) in _COSTLY_OPERATORS
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """(owner, name in the owner, FQN, buffer) of each buffer that a checkpoint has; shared ones under every name.
+    """Yield (owner, name in the owner, FQN, buffer) of each buffer that checkpoints store; shared ones under every
+    name.
 
-    Without `_non_persistent_buffers_set`, one would have to ask for a state dict, which gathers a sharded model.
+    Without `_non_persistent_buffers_set`, this would need a state dict, which gathers a sharded model.
     """
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
@@ -61,14 +63,14 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str,
 
 
 def non_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, buffer) of each buffer of `module` itself that no checkpoint has."""
+    """Yield (name, buffer) of each buffer of `module` itself that checkpoints do not store."""
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name in module._non_persistent_buffers_set:
             yield name, buffer
 
 
 def uncompiled(module: nn.Module) -> nn.Module | None:
-    """The module in a module that `torch.compile` has returned, or None.
+    """The module inside a module returned by `torch.compile`, or None.
 
     Without `_orig_mod`, a compiled model would be saved without its config.
     """
@@ -77,14 +79,14 @@ def uncompiled(module: nn.Module) -> nn.Module | None:
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that `tensor` is a view of, or itself. Without `_base`, offload would move views of parameters."""
+    """The tensor of which `tensor` is a view, or itself. Without `_base`, offload would move views of parameters."""
     return tensor if tensor._base is None else tensor._base
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often the memory of `tensor` was changed in place.
+    """The number of in-place changes to the memory of `tensor`.
 
-    Without `_version`, offload would copy views once each, and a save in the background weights that have changed.
+    Without `_version`, offload would copy each view separately, and a background save would copy changed weights.
     """
     return int(tensor._version)
 
@@ -92,15 +94,15 @@ def version(tensor: torch.Tensor) -> int:
 def local_shape_and_offset(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of this rank's part of a DTensor of `shape`.
+    """Return (shape, offset) of this rank's part of a DTensor with `shape`.
 
-    Without it, checkpoints of models under tensor parallelism would not know which part each rank has.
+    Without it, the part that each rank holds under tensor parallelism would be unknown for checkpoints.
     """
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """The identity of a storage among all that are alive. Without `_cdata`, `plan` could not count each one once."""
+    """The identity of a storage among live ones. Without `_cdata`, `plan` could not count each one only once."""
     return int(storage._cdata)
 
 
@@ -115,10 +117,10 @@ def int8_matmul(inputs: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
 
 @contextmanager
 def record_memory_history(path: Path) -> Iterator[None]:
-    """Write a timeline of all allocations of the GPU inside to the HTML page `path`, with its data.
+    """Write a timeline of all GPU allocations within the block to the self-contained HTML page `path`.
 
-    The guide to CUDA memory documents these private names. Without them, `train.profile` has no picture of memory; the
-    public export is a pickle.
+    torch's guide to CUDA memory documents these private names. Without them, `train.profile` has no memory timeline;
+    the public export is a pickle.
     """
     from torch.cuda import _memory_viz
 
@@ -132,23 +134,23 @@ def record_memory_history(path: Path) -> Iterator[None]:
 
 
 def hybrid_shard_grad_op() -> ShardingStrategy:
-    """FSDP1's strategy of `shard.replicas` with `reshard_after_forward=false`, which has no public name."""
+    """FSDP1's strategy for `shard.replicas` with `reshard_after_forward=false`, which has no public name."""
     return ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
 def keep_batch_norms_wrapped(precision: MixedPrecision) -> None:
-    """Keep FSDP1 from taking batch norms out of their unit, which it does to keep them in full precision."""
+    """Keep FSDP1 from moving batch norms out of their unit, as it does to keep them in full precision."""
     precision._module_classes_to_ignore = ()
 
 
 def flat_parameter_shards(
     module: nn.Module,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, tuple[int, ...], list[int]]]:
-    """(original parameter, this rank's elements of it, the first one's offset, full shape, ranks that divide it).
+    """Yield (original parameter, this rank's elements, offset of the first one, full shape, ranks that divide it).
 
-    Of all parameters of `module` under FSDP1. torch gives no public way to a rank's part of a parameter short of a
+    Covers all parameters of `module` under FSDP1. torch's only public access to a rank's part of a parameter is a
     sharded state dict, which gathers every unit first. The flat parameter records the offset of each original one. The
-    names are the same since torch 2.0.
+    names have been stable since torch 2.0.
     """
     for handle in _flat_handles(module):
         flat, divided = handle.flat_param, handle.uses_sharded_strategy
@@ -165,26 +167,26 @@ def flat_parameter_shards(
 
 
 def pin_flat_parameters(module: nn.Module) -> None:
-    """Move the shards of a module under FSDP1 with CPU offload into page-locked memory, where they stay.
+    """Move the shards of a module under FSDP1 with CPU offload into pinned memory, where they stay.
 
-    The first forward pass does so else, by a copy: whoever has taken `flat_parameter_shards` before, as optimizers and
-    averages do, would go on with memory that nothing reads or writes any more. What is page-locked is not copied.
+    Otherwise, the first forward pass copies them: holders of earlier `flat_parameter_shards`, such as optimizers and
+    averages, would keep memory that is no longer read or written. Pinned shards are not copied.
     """
     for handle in _flat_handles(module):
         handle.flat_param.data = handle.flat_param.data.pin_memory()
-        handle.flat_param_to("cpu")  # where it is: this makes the original parameters views of it again
+        handle.flat_param_to("cpu")  # already there: this makes the original parameters views of it again
 
 
 def hides_originals(module: nn.Module) -> bool:
-    """Whether a part of `module` is under FSDP1 with `use_orig_params=False`, and so has flat parameters only."""
+    """Whether a part of `module` is under FSDP1 with `use_orig_params=False`, and so has only flat parameters."""
     return any(handle.flat_param._params is None for handle in _flat_handles(module))
 
 
 def restore_frozen_parameters(module: nn.Module) -> None:
-    """Register frozen parameters again, which FSDP1 leaves out after a backward pass on one rank.
+    """Register frozen parameters again, which FSDP1 drops after a backward pass on one rank.
 
-    It assumes that what is not divided is registered already. If any of them are tied, the next forward pass would
-    end with an assertion of torch's.
+    FSDP1 assumes that parameters that are not divided are already registered. If any of them are tied, the next forward
+    pass would fail with an assertion in torch.
     """
     for handle in _flat_handles(module):
         if handle.uses_sharded_strategy or handle.flat_param.requires_grad:
@@ -195,11 +197,11 @@ def restore_frozen_parameters(module: nn.Module) -> None:
 
 
 def free_flat_parameters(module: nn.Module) -> None:
-    """Free what FSDP1 keeps gathered after a forward pass, so that the next one gathers the shards again.
+    """Free parameters that FSDP1 keeps gathered after a forward pass, so that the next one gathers the shards again.
 
-    Of the root, and without resharding of all, it keeps the parameters until a backward pass: what is written into the
-    shards before that would be overlooked. On one rank, and where no backward pass follows, it also keeps views of a
-    flat parameter, which own it by a way that Python cannot see, so that it would never be freed; and its gradient.
+    FSDP1 keeps the root's parameters, and without resharding all parameters, until a backward pass, and would miss
+    values written into the shards before it. On one rank, and if no backward pass follows, it also keeps views of a
+    flat parameter and its gradient. The views own the flat parameter invisibly to Python, so it would never be freed.
     """
     for handle in _flat_handles(module):
         has_run = getattr(handle.flat_param, "_full_param_padded", None) is not None
@@ -215,9 +217,9 @@ def _flat_handles(module: nn.Module) -> Iterator[Any]:
 
 
 def fake_store() -> dist.Store:
-    """The store of a process group with the backend `fake`, which this makes known to torch.
+    """Return the store for a process group with the `fake` backend, which this registers with torch.
 
-    Without it, one rank of a run could not be planned alone: each collective would wait for the others.
+    Without it, a single rank of a run could not be planned: each collective would wait for the other ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -225,20 +227,20 @@ def fake_store() -> dist.Store:
 
 
 def initialize_fsdp2(module: nn.Module) -> None:
-    """Do what the first forward pass of a module under `fully_shard` does before anything else.
+    """Perform the initialization of the first forward pass of a module under `fully_shard`.
 
-    It pads uneven shards, and finds that this is done by the address of their memory, which fake tensors do not have;
-    without it, what was taken of the shards before the first forward pass would keep the memory of before.
+    It pads uneven shards, and recognizes padded ones by their memory address, which fake tensors lack. Without it,
+    references to the shards from before the first forward pass would keep the old memory.
     """
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]  # torch sets it on the function
     state._lazy_init()
 
 
 def reshard_over(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a module that `fully_shard` has just wrapped divide its parameters over `mesh` after the forward pass.
+    """Make a module that `fully_shard` has just wrapped reshard its parameters over `mesh` after the forward pass.
 
-    Asked for a number of ranks, `fully_shard` makes a mesh of its own for each module: two process groups, which take
-    memory of the GPU and have torch's own timeout.
+    Given a number of ranks, `fully_shard` creates a separate mesh for each module: two process groups, which use GPU
+    memory and have torch's own timeout.
 
     Args:
         module: Wrapped with `reshard_after_forward=True`.
@@ -261,7 +263,7 @@ def reshard_over(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def without_fakes() -> AbstractContextManager[object]:
-    """Within the block no mode of fake tensors is active. Without it, meshes would not know which rank is where."""
+    """Deactivate fake tensor modes within the block. Without it, meshes could not read their ranks."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     found: AbstractContextManager[object] = unset_fake_temporarily()
@@ -269,12 +271,12 @@ def without_fakes() -> AbstractContextManager[object]:
 
 
 def changes_arguments(operator: Any) -> bool:
-    """Whether an operator changes arguments in place, as far as it says. Without it, all values would be unknown."""
+    """Whether an operator declares that it changes arguments in place. Without it, all values would be unknown."""
     return bool(operator._schema.is_mutable)
 
 
 def is_faking() -> bool:
-    """Whether a mode of fake tensors is active. Without it, DTensor's computing of shapes would count."""
+    """Whether a fake tensor mode is active. Without it, DTensor's shape computations would be counted."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -284,6 +286,6 @@ def in_backward() -> bool:
 
 
 def num_storage_users(tensor: torch.Tensor) -> int:
-    """Return how many tensors use the memory of `tensor`, itself included."""
+    """Return how many tensors use the memory of `tensor`, including itself."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` is a user, too
