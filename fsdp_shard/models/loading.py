@@ -358,9 +358,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
             for name, buffer in buffers.items():
                 setattr(module, name, torch.empty_like(buffer, device=device))
             initialize(owner, module)
-        for model_around in dict.fromkeys(
-            owners.values()
-        ):  # some compute the buffers of their submodules (Falcon-H1)
+        for model_around in dict.fromkeys(owners.values()):  # some compute the buffers of their submodules (Falcon-H1)
             if all(param.is_meta for param in model_around.parameters()):
                 initialize(model_around, model_around)
 
