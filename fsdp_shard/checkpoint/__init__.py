@@ -1,4 +1,4 @@
-"""Checkpoints of any format as lists of tensors with byte ranges: open, convert, verify, save a step, restore it."""
+"""Checkpoints of any format, as lists of tensors with byte ranges: open, convert, verify, save and restore steps."""
 
 import lazy_loader
 

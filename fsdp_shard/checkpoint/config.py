@@ -1,4 +1,4 @@
-"""The settings `checkpoint.*` of a run, and those of a conversion. Every command imports this, so it imports little."""
+"""The `checkpoint.*` settings of a run, and those of conversions. Every command imports this, so it imports little."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 @dataclass
 class CheckpointConfig:
-    """What a training run saves, and how often. The last step is always saved."""
+    """The content and frequency of a training run's checkpoints. The last step is always saved."""
 
     layout: str = setting(
         "sharded",
@@ -104,7 +104,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class SourceSettings:
-    """Where to find what a checkpoint lacks."""
+    """Where to find files that a checkpoint lacks."""
 
     config: str | None = setting(
         None,

@@ -1,4 +1,4 @@
-"""Reads tensors, or parts of them, from the pieces of files that hold them. torch is imported only by `read`."""
+"""Reads tensors, or parts of them, from the file pieces that hold them. Only `read` imports torch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     import torch
 
 _CHECK_BYTES = 4 << 20  # of a storage, read at a time
-_ROW_GROUP_BYTES = 4 << 20  # a box with short runs is read in groups of whole rows of about this size, then narrowed
+_ROW_GROUP_BYTES = 4 << 20  # a box with short runs is read in groups of full rows of about this size, then narrowed
 
 
 class PieceReader:
     """Reads the tensors of one checkpoint. Its files stay open until `close`; a later read opens them again.
 
-    Where a file has the CRC of a storage, it is compared once all of the storage was read, by whatever reads: a part of
-    a tensor that is read alone is not checked. What is stored in other strides is checked before it is read.
+    If a file has the CRC of a storage, it is compared once all of the storage has been read, in any number of reads: a
+    part of a tensor that is read alone is not checked. Tensors stored with other strides are checked before they are
+    read.
 
     Args:
         root: The directory of the files.
-        headers: What the headers of some of them must be.
+        headers: The required headers of some of them.
     """
 
     def __init__(self, root: Path, headers: Mapping[str, FileHeader] | None = None) -> None:
@@ -38,7 +39,7 @@ class PieceReader:
         self._orders: dict[str, FlatOrder] = {}
 
     def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
-        """Fill `out`, a view of bytes, with the flat elements of `entry` from element `start` on."""
+        """Fill `out`, a view of bytes, with the flat elements of `entry` from element `start`."""
         size = itemsize(entry.dtype)
         stop = start + len(out) // size
         for piece in self._overlapping(entry, start, stop):
@@ -53,7 +54,7 @@ class PieceReader:
         import torch
 
         offsets, shape, rest = _box_of(entry, slices)
-        out = torch.empty(shape, dtype=to_torch(entry.dtype), device="cpu")  # torch.set_default_device may be another
+        out = torch.empty(shape, dtype=to_torch(entry.dtype), device="cpu")  # torch.set_default_device may differ
         if out.numel():
             self._read_box(entry, offsets, shape, out)
         part = out[rest]
@@ -61,7 +62,7 @@ class PieceReader:
         return part.clone(memory_format=torch.contiguous_format) if is_strided else part
 
     def spans(self, entry: TensorEntry, start: int, stop: int) -> list[Span]:
-        """The bytes of files that hold the flat elements [start, stop), in order; a piece with a codec is named whole.
+        """The file bytes that hold the flat elements [start, stop), in order; a piece with a codec is listed in full.
 
         Neighbors in a file are joined.
         """
@@ -113,7 +114,7 @@ class PieceReader:
             rows[:] = stored[low : low + part.repeats * width].reshape(part.repeats, width)
 
     def _fill(self, piece: Piece, size: int, inside: int, out: memoryview) -> None:
-        """Read the elements of a piece from its flat element `inside` on."""
+        """Read the elements of a piece from its flat element `inside`."""
         if piece.codec is None:
             self.files.read_into(piece.file, piece.start + inside * size, out)
             if piece.checksum is not None:
@@ -125,7 +126,7 @@ class PieceReader:
             )
 
     def finish_checksum(self, piece: Piece) -> None:
-        """Read what was not read yet of the storage that holds a piece, and so compare its CRC, if it has one."""
+        """Read the unread rest of a piece's storage, and so compare its CRC, if it has one."""
         if piece.checksum is None:
             return
         for start, stop in self.checksums.gaps(piece.file, piece.checksum):
@@ -141,7 +142,7 @@ class PieceReader:
         if tensor_slices.is_contiguous(entry.shape, shape):
             self.read_into(entry, tensor_slices.flat_start(entry.shape, offsets), tensor_bytes(out))
             return
-        # Of each piece only what is in the box: the files of ranks that have other columns are not opened.
+        # Read only the part of each piece in the box: the files of ranks with other columns are not opened.
         start = tensor_slices.flat_start(entry.shape, offsets)
         for piece in self._overlapping(entry, start, start + tensor_slices.flat_extent(entry.shape, shape)):
             common = tensor_slices.intersection((offsets, shape), (piece.offsets, piece.shape))
@@ -153,7 +154,7 @@ class PieceReader:
                 self._read_from(entry, piece, inside, part)
 
     def _read_from(self, entry: TensorEntry, piece: Piece, offsets: tuple[int, ...], out: torch.Tensor) -> None:
-        """Fill `out`, of any strides, with the box of its shape at `offsets` of one piece."""
+        """Fill `out`, which may have any strides, with the box of its shape at `offsets` of one piece."""
         shape = tuple(out.shape)
         alone = TensorEntry(entry.name, entry.dtype, piece.shape, (piece._replace(offsets=(0,) * len(shape)),))
         if tensor_slices.is_contiguous(piece.shape, shape):
@@ -162,7 +163,7 @@ class PieceReader:
             if whole is not out:
                 out.copy_(whole)
             return
-        # Short runs: read groups of whole rows of the axis above them, and keep the wanted part.
+        # Short runs: read groups of full rows of the axis above them, and keep the requested part.
         axis = tensor_slices.inner_axis(piece.shape, shape)
         row_bytes = math.prod(piece.shape[axis:]) * itemsize(entry.dtype)
         num_rows = max(1, _ROW_GROUP_BYTES // row_bytes)
@@ -187,14 +188,14 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _is_integer(part: Any) -> bool:
-    """Whether it is an integer of Python, NumPy or torch; a bool, and a tensor with dimensions, mean something else."""
+    """Whether `part` is an integer of Python, NumPy or torch; bools and tensors with dimensions have other meanings."""
     return hasattr(part, "__index__") and not isinstance(part, bool) and not getattr(part, "ndim", 0)
 
 
 def _box_of(
     entry: TensorEntry, slices: Sequence[slice | int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[slice | int, ...]]:
-    """(offsets, shape) of the smallest box that holds the part, and how to index that box to get the part."""
+    """(offsets, shape) of the smallest box that contains the part, and the index of the part in that box."""
     if len(slices) > len(entry.shape):
         raise IndexError(f"{len(slices)} slices of {entry.name}, which has {len(entry.shape)} dimensions")
     offsets, shape = [0] * len(entry.shape), list(entry.shape)

@@ -1,8 +1,8 @@
-"""The pieces of a tensor that many ranks wrote, made when they are asked for.
+"""The pieces of a tensor that many ranks wrote, created on demand.
 
-A thousand ranks hold a thousand pieces of each of a thousand tensors. They are alike: tensors of one shape are divided
-in one way, and files of one layout have them at the same offsets. So an index keeps those (`Division`, `RankFiles`),
-which all of its tensors share, and a tensor is a number in them.
+A thousand ranks hold a thousand pieces of each of a thousand tensors. The pieces are similar: tensors of one shape are
+divided in the same way, and files of one layout have them at the same offsets. All tensors of an index therefore share
+divisions and layouts (`Division`, `RankFiles`), in which a tensor is just a number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdp_shard.checkpoint.tensor_slices import Box, FlatOrder
 
 
 class Held(NamedTuple):
-    """What the file of a rank holds of a tensor: `num_elements` elements from the flat element `start` on, or a box."""
+    """A rank's part of a tensor: `num_elements` elements from the flat element `start`, or a box."""
 
     rank: int
     start: int
@@ -28,7 +28,7 @@ class Held(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A box, and the element of what the rank holds that it begins with."""
+    """A box, and the index of its first element in the rank's part."""
 
     rank: int
     inside: int
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """How the tensors of a shape are divided over the ranks; `held` has each rank at most once."""
+    """The division of tensors of a shape over the ranks; `held` lists each rank at most once."""
 
     shape: tuple[int, ...]
     held: tuple[Held, ...]
@@ -56,16 +56,16 @@ class Division:
     def _boxes(self, held: Held) -> list[Box]:
         if held.box is not None:
             return [held.box]
-        whole = [((0,) * len(self.shape), self.shape)]  # of a tensor without elements
+        whole = [((0,) * len(self.shape), self.shape)]  # for a tensor without elements
         return tensor_slices.flat_boxes(self.shape, held.start, held.num_elements) or whole
 
     @cached_property
     def order(self) -> FlatOrder:
-        """Where the boxes begin, to find those of a range."""
+        """The starts of the boxes, for finding those of a range."""
         return tensor_slices.flat_order(self.shape, [part.box for part in self.parts])
 
     def problem(self) -> str | None:
-        """What is wrong with it as a partition of the tensor; None if each element is held once."""
+        """The reason why it is not a partition of the tensor; None if each element is held once."""
         position, total = 0, math.prod(self.shape)
         for held in self.held:
             if held.box is None and (held.start + held.num_elements > total or bool(held.num_elements) != bool(total)):
@@ -86,9 +86,9 @@ class Division:
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files of all ranks: their names, the bytes of their headers, and which of `layouts` each has.
+    """The files of all ranks: names, header sizes, and the index of each file's layout in `layouts`.
 
-    A layout maps the number of a tensor to the offset of its first byte behind the header.
+    A layout maps the number of a tensor to the offset of its first byte after the header.
     """
 
     names: Sequence[str]
@@ -105,9 +105,9 @@ class PieceTable(Sequence[Piece]):
     """The pieces of one tensor, in flat order.
 
     Args:
-        division: How it is divided.
-        files: Where.
-        tensor: Its number in the layouts of the files.
+        division: The division of the tensor.
+        files: The files of the pieces.
+        tensor: The tensor's number in the layouts of the files.
         item_bytes: Bytes of an element.
     """
 
@@ -116,12 +116,12 @@ class PieceTable(Sequence[Piece]):
 
     @property
     def order(self) -> FlatOrder:
-        """Where the pieces begin in the tensor."""
+        """The starts of the pieces in the tensor."""
         return self._division.order
 
     @property
     def files(self) -> set[str]:
-        """The names of the files that hold them."""
+        """The names of the files that hold the pieces."""
         return {self._files.names[held.rank] for held in self._division.held}
 
     def __len__(self) -> int:

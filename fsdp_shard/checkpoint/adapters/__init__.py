@@ -1,1 +1,1 @@
-"""Adapters of peft: what their files must say, and the model that they make of a base."""
+"""peft adapters: checks of their files, and merging them into a base model."""

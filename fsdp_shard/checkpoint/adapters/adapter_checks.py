@@ -1,4 +1,4 @@
-"""What an adapter's files say, checked by themselves and against the base that they are for."""
+"""Checks an adapter's files, on their own and against their base model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
 
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
-# With bias=all, peft stores the biases of modules_to_save twice more under these names, and does not read them.
+# With bias=all, peft stores the biases of modules_to_save twice more under these names, but does not read them.
 _COPIED_BIAS = re.compile(r"\.(modules_to_save|original_module)\..*bias")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 
 
 @dataclass(frozen=True)
 class AdapterParts:
-    """The tensors of an adapter file, by the names that modules have in the model.
+    """The tensors of an adapter file, by the model's module names.
 
     Attributes:
-        factors: Module -> the names of its factors A and B, and of its magnitude M with DoRA.
+        factors: Module -> the names of its factors A and B, and with DoRA of its magnitude M.
         whole: Name of a parameter in peft's model -> the name of the tensor that replaces it.
     """
 
@@ -43,15 +43,15 @@ class AdapterParts:
 
 
 def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
-    """Check an adapter as `check_adapter` does, and that it is for a base.
+    """Check an adapter like `check_adapter`, and check that it belongs to a base model.
 
     Args:
         adapter: The adapter's own tensors.
-        base: The weights of the model that it is for.
+        base: The weights of the base model.
         side: The directory with the config of the base.
 
     Raises:
-        CheckpointError: The adapter is not for this base, is neither LoRA nor DoRA, or contradicts itself.
+        CheckpointError: The adapter belongs to another base, is neither LoRA nor DoRA, or contradicts itself.
     """
     settings, parts = check_adapter(adapter)
     recorded = read_base_model(adapter.root)
@@ -62,12 +62,12 @@ def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[
 
 
 def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[LoraSettings, AdapterParts]:
-    """Check an adapter that is one of several to be switched on and off, and so is not merged into its base.
+    """Check an adapter that will be switched on and off, and so is not merged into its base.
 
     The arguments are those of `check_on_base`.
 
     Raises:
-        CheckpointError: The adapter is not for this base, or is more than products of two matrices.
+        CheckpointError: The adapter belongs to another base, or is more than products of two matrices.
     """
     settings, parts = check_on_base(adapter, base, side)
     has = "the magnitudes of DoRA" if settings.is_dora else next(iter(parts.whole.values()), None)
@@ -82,7 +82,7 @@ def check_unmerged(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple
 
 
 def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
-    """Check what an adapter's files say without its base: settings, names, and the ranks of adapted modules.
+    """Check an adapter's files without its base: settings, names, and the ranks of adapted modules.
 
     Raises:
         CheckpointError: It is neither LoRA nor DoRA, or its settings and tensors contradict each other.
@@ -111,7 +111,7 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
 
 
 def is_copied_bias(name: str) -> bool:
-    """Whether a tensor of an adapter is a bias that the adapter has under another name, too."""
+    """Whether a tensor of an adapter is a bias that the adapter also stores under another name."""
     return _COPIED_BIAS.search(name) is not None
 
 
@@ -140,9 +140,9 @@ def check_factors(
 
 
 def check_loadable(index: TensorIndex) -> None:
-    """Raise CheckpointError unless the stored weights are those that the model computes with.
+    """Raise CheckpointError unless the stored weights are those with which the model computes.
 
-    Quantized weights are not, nor are those of a base model that are stored together with its LoRA.
+    This excludes quantized weights, and weights of a base model stored together with its LoRA.
     """
     refuse_quantized(index.path, quantization(index))
     if ADAPTER in index.extras:
@@ -154,7 +154,7 @@ def check_loadable(index: TensorIndex) -> None:
 
 
 def refuse_other_base(root: Path, base: TensorIndex, side: Path, recorded: BaseModel) -> None:
-    """Refuse other weights of the same shapes than those that the adapter records as its own base."""
+    """Reject weights of the same shapes that are not those recorded as the adapter's base."""
     if not is_base_model(base, recorded, side):
         raise CheckpointError(
             f"{root} is an adapter that was trained on {recorded.path}, but the weights in {base.path} are others; "
@@ -163,14 +163,14 @@ def refuse_other_base(root: Path, base: TensorIndex, side: Path, recorded: BaseM
 
 
 def refuse_other_config(root: Path, side: Path) -> None:
-    """Refuse a base that has another config than it had when an adapter was trained on it.
+    """Reject a base whose config has changed since an adapter was trained on it.
 
     Args:
         root: The directory of the adapter.
         side: The directory with the config of the base.
 
     Raises:
-        CheckpointError: It computes something else.
+        CheckpointError: The base computes something else.
     """
     recorded = read_base_model(root)
     if recorded is not None and (changes := config_changes(recorded, side)):
@@ -182,14 +182,14 @@ def refuse_other_config(root: Path, side: Path) -> None:
 
 
 def refuse_other_tokenizer(root: Path, directory: Path) -> None:
-    """Refuse the tokenizer of a base if its tokens have other numbers than when an adapter was trained on it.
+    """Reject a base's tokenizer if its token ids have changed since an adapter was trained on it.
 
     Args:
         root: The directory of the adapter.
         directory: The directory with the tokenizer.
 
     Raises:
-        CheckpointError: A text would be other tokens.
+        CheckpointError: A text would become other tokens.
     """
     recorded = read_base_model(root)
     before = None if recorded is None else recorded.vocabulary

@@ -1,4 +1,4 @@
-"""A matrix of a merged model, computed range by range as it is read: W + scale * B @ A, in float32, rounded once."""
+"""Matrices of a merged model, computed range by range while reading: W + scale * B @ A, in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     Factors = Callable[[], tuple[torch.Tensor, torch.Tensor]]
     Read = Callable[[], torch.Tensor]
 
-_CHUNK_ELEMENTS = 1 << 22  # of a matrix, read at a time for the norms of its columns
+_CHUNK_ELEMENTS = 1 << 22  # of a matrix, read at a time to compute column norms
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankSum:
-    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled after it as by peft.
+    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled afterwards as in peft.
 
-    Of a stack of matrices it is the one that begins at element `first`. What was finite must stay so: peft merges NaN
-    and infinities in silence.
+    In a stack of matrices, it is the one that begins at element `first`. Finite values must stay finite: peft silently
+    merges NaN and infinities.
     """
 
     base: TensorIndex
@@ -52,7 +52,7 @@ class LowRankSum:
         values.copy_(merged)
 
     def plus_product(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """The elements `values` of the matrix, from its `start` on, plus those of the product, in float32."""
+        """Return the elements `values` of the matrix, from `start`, plus those of the product, in float32."""
         import torch
 
         left, right = self.factors()
@@ -63,7 +63,7 @@ class LowRankSum:
         return wide + product * self.scale
 
     def check_finite(self, values: torch.Tensor, merged: torch.Tensor) -> None:
-        """Raise CheckpointError if finite `values` of the base were merged into others."""
+        """Raise CheckpointError if finite `values` of the base became non-finite in the merge."""
         if not merged.isfinite().all() and (values.isfinite() & ~merged.isfinite()).any():
             raise CheckpointError(
                 f"{self.adapter}: merged into {self.entry.name} of {self.base.path}, it makes values that are NaN, or "
@@ -74,9 +74,9 @@ class LowRankSum:
 
 @dataclass(frozen=True)
 class ScaledSum:
-    """A merged matrix whose weights of each output are scaled to a norm that was trained: DoRA.
+    """A merged matrix of DoRA, which scales the weights of each output to a trained norm.
 
-    The outputs are its rows, or its columns where it is stored transposed; for the norms of these all of it is read.
+    The outputs are its rows, or its columns if it is stored transposed; column norms require reading the whole matrix.
     """
 
     merged: LowRankSum

@@ -1,1 +1,1 @@
-"""One module per checkpoint format. `registry` lists them and says what such a module has to offer."""
+"""One module per checkpoint format. `registry` lists them and defines their interface."""

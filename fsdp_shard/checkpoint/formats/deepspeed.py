@@ -1,9 +1,9 @@
-"""Format `deepspeed`: ZeRO stages 1 to 3, float32 masters from every rank's optimizer file, without DeepSpeed.
+"""Format `deepspeed`: ZeRO stages 1 to 3; reads the float32 master weights in all optimizer files, without DeepSpeed.
 
-As in DeepSpeed 0.19 (utils/zero_to_fp32.py): model states name the parameters with their shapes, in the order of the
-flat vectors in the optimizer states. Up to stage 2 a parameter group is one vector, split over the ranks at any
-element; in stage 3 each parameter is split in equal parts, padded, and each rank concatenates its parts. Buffers, and
-parameters that were not trained, are in the model states, in the model's own dtype.
+As in DeepSpeed 0.19 (utils/zero_to_fp32.py), model states list the parameters with their shapes, in the order of the
+flat vectors in the optimizer states. Up to stage 2, a parameter group is one vector, split over the ranks at any
+element. In stage 3, each parameter is split into equal, padded parts, and each rank concatenates its parts. Buffers and
+untrained parameters are in the model states, in the model's own dtype.
 """
 
 import math
@@ -26,12 +26,12 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def recognize(path: Path) -> bool:
-    """A directory with optimizer files of ZeRO, or one whose `latest` names such a directory."""
+    """Whether `path` is a directory with ZeRO optimizer files, or its `latest` names one."""
     return path.is_dir() and step_directory(path) is not None
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a directory that `recognize` accepts; parameters that were trained are float32."""
+    """Return the index of a directory that `recognize` accepts; trained parameters are float32."""
     inner = step_directory(path)
     assert inner is not None, "recognize has found it"
     optimizers = [deepspeed_files.read_state(path, name) for name in deepspeed_files.optimizer_files(path, inner)]
@@ -64,7 +64,7 @@ def read(path: Path) -> TensorIndex:
 
 
 def _replicas(path: Path, models: Sequence[State], optimizers: Sequence[State]) -> Replicas:
-    """Check what the files of all ranks must agree on; each optimizer file has the number of steps as a tensor."""
+    """Check that the files of all ranks agree; each optimizer file stores the number of steps as a tensor."""
     saves, replicas = Agreement(), Replicas(path)
     for model in models:
         shapes = [[(name, *counts(shape)) for name, shape in group.items()] for group in _param_shapes(model)]
@@ -112,12 +112,12 @@ def _split_anywhere(
             starts[name] = (at, size)
             at += size + padding
         _check_fragments(model, number, starts, zeros)
-        # The end is padded to a multiple of twice the ranks; some of it is missing in the last ranks' partitions.
+        # The end is padded to a multiple of twice the number of ranks; the last ranks' partitions lack some of it.
         _check_end(model, at, length(vector), 2 * len(zeros))
 
 
 def _check_fragments(model: State, number: int, starts: Mapping[str, tuple[int, int]], zeros: Sequence[Zero]) -> None:
-    """CheckpointError unless each rank's own list of a group's parameters has them where they were read.
+    """Raise CheckpointError unless each rank's own list of a group's parameters matches the positions that were read.
 
     `starts` are their (first element, number of elements) in the whole group.
     """
@@ -157,7 +157,7 @@ def _equal_parts(vectors: Sequence[Sequence[Segment]], at: int, shape: tuple[int
 def _entry(
     root: Path, name: str, shape: tuple[int, ...], held: Iterable[Piece], vector: Sequence[Segment]
 ) -> TensorEntry:
-    """The entry of a parameter; one without elements has no bytes, and is located at the start of the vector."""
+    """The entry of a parameter; a parameter without elements has no bytes, at the start of the vector."""
     empty = [Piece(part.file, part.start, (0,) * len(shape), shape) for part in vector[:1] if not math.prod(shape)]
     return checked(root, name, "F32", shape, [*held, *empty])
 
@@ -171,7 +171,7 @@ def _check_end(model: State, wanted: int, found: int, alignment: int) -> None:
 
 
 def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: Replicas) -> Iterator[TensorEntry]:
-    """Buffers, and parameters that are not trained: complete up to stage 2, in equal flat parts in stage 3."""
+    """Buffers and untrained parameters: complete up to stage 2, in equal flat parts in stage 3."""
     first, names = models[0], models[0].content.get("buffer_names")
     modules: list[Any] = [model.content.get("module") for model in models]
     if not all(isinstance(module, Mapping) for module in modules) or not isinstance(names, (list, tuple, set)):

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed ZeRO checkpoint: which exist, whether they belong together, and the flat vectors in them."""
+"""The files of a DeepSpeed ZeRO checkpoint: finding them, checking that they match, and reading their flat vectors."""
 
 import math
 import os
@@ -32,7 +32,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Contiguous elements of one dtype in a file, from byte `start` on, and the checksum of the storage around."""
+    """Contiguous elements of one dtype in a file, from byte `start`, and the checksum of the surrounding storage."""
 
     file: str
     start: int
@@ -42,10 +42,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Zero:
-    """One rank's optimizer file: stage, number of ranks, the float32 masters of each parameter group in one segment.
+    """One rank's optimizer file: stage, number of ranks, and each parameter group's float32 master weights in one
+    segment.
 
-    `paddings` are the numbers of elements after each parameter of each group, where the file has any. `fragments` are,
-    up to stage 2, the parameters in each group's segment with (first element in it, number of elements).
+    `paddings` are the numbers of elements after each parameter of each group, if stored. `fragments` are, up to stage
+    2, the parameters in each group's segment with (first element, number of elements).
     """
 
     stage: int
@@ -56,7 +57,7 @@ class Zero:
 
 
 def step_directory(path: Path) -> str | None:
-    """The directory with the rank files relative to `path`: "." or the one that `latest` names; None without either."""
+    """The directory of the rank files relative to `path`: "." or the one named in `latest`; None without either."""
     if _matches(path, _OPTIMIZER_FILE):
         return "."
     name = _latest(path)
@@ -82,7 +83,7 @@ def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
 
 
 def optimizer_files(path: Path, inner: str) -> list[str]:
-    """The names of the optimizer files in the order of ranks, after checking that there is one of each rank."""
+    """The names of the optimizer files in rank order, after checking that every rank has one."""
     found = _matches(path / inner, _OPTIMIZER_FILE)
     for match in found:
         if int(match[2]):
@@ -113,7 +114,7 @@ def read_state(root: Path, file: str) -> State:
 
 
 def check_ranks(directory: Path, states: Sequence[State], zeros: Sequence[Zero]) -> None:
-    """CheckpointError unless the optimizer files of all ranks exist and are of one save."""
+    """Raise CheckpointError unless the optimizer files of all ranks exist and belong to one save."""
     saves = Agreement()
     for state, zero in zip(states, zeros, strict=True):
         description = (zero.stage, "on", zero.world_size, "ranks with", len(zero.groups), "parameter groups")
@@ -165,7 +166,7 @@ def _fragments(state: State, value: Any) -> list[dict[str, tuple[int, ...]]] | N
 
 
 def segment(state: State, name: str, tensor: Any, dtype: str) -> Segment:
-    """A contiguous tensor of `dtype` in a file; CheckpointError if it is anything else."""
+    """Return a contiguous tensor of `dtype` in a file; raise CheckpointError for anything else."""
     plain = readable(tensor, name, state.where)
     piece = piece_of("", plain, plain.shape)
     if plain.dtype != dtype or piece.codec is not None:
@@ -174,7 +175,7 @@ def segment(state: State, name: str, tensor: Any, dtype: str) -> Segment:
 
 
 def length(vector: Sequence[Segment]) -> int:
-    """The number of elements of a vector that is the concatenation of these segments."""
+    """The total number of elements in these segments."""
     return sum(segment.num_elements for segment in vector)
 
 
@@ -183,7 +184,7 @@ def pieces(
 ) -> Iterator[Piece]:
     """The pieces of the flat elements [first, first + num_elements) of a tensor of `shape`.
 
-    They begin at element `at` of the vector; if it ends early, the last ones are missing.
+    They begin at element `at` of the vector; if the vector ends early, the last pieces are missing.
     """
     position = 0
     for segment in vector:

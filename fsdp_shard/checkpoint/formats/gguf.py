@@ -1,7 +1,7 @@
-"""Format `gguf`: GGUF files of decoder-only models, under their Hugging Face names, decoded to float32 when read.
+"""Format `gguf`: GGUF files of decoder-only models, with Hugging Face names, decoded to float32 on read.
 
-Names and values are bit-equal to those of transformers' `from_pretrained(gguf_file=)` (`modeling_gguf_pytorch_utils`),
-but a slice is decoded without decoding its tensor, and neither torch nor transformers is imported.
+Names and values equal those of transformers' `from_pretrained(gguf_file=)` (`modeling_gguf_pytorch_utils`) bit by bit.
+A slice is decoded without the rest of its tensor, and neither torch nor transformers is imported.
 """
 
 import re
@@ -18,7 +18,7 @@ from fsdp_shard.models import GGUF_FORMAT as NAME
 from fsdp_shard.utils import require_package
 
 _F32 = 0
-# Decoded at once, so that the temporaries of gguf's decoders (about 5 floats each) stay in the cache.
+# Elements decoded at a time, so that the temporaries of gguf's decoders (about 5 floats each) fit in the cache.
 _DECODE_ELEMENTS = 1 << 15
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -35,19 +35,19 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Architectures whose tensors are exactly these. llama.cpp interleaves the rows of q and k for llama's kind of rotary
-# embedding, which transformers undoes; the others are stored as they are.
+# Architectures with exactly these tensors. llama.cpp interleaves the rows of q and k for llama's kind of rotary
+# embedding, which transformers undoes; the others are stored unchanged.
 _ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
-_COMPUTED = frozenset({"rope_freqs.weight"})  # no weights: `models` puts what they are computed from into the config
+_COMPUTED = frozenset({"rope_freqs.weight"})  # not weights: `models` derives them from the config
 
 
 def recognize(path: Path) -> bool:
-    """A GGUF file, or a directory with exactly one `.gguf` file."""
+    """Whether `path` is a GGUF file, or a directory with exactly one `.gguf` file."""
     return is_gguf(path) or (path.is_dir() and _only_file(path) is not None)
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a GGUF file: every tensor is F32, in one piece with a codec unless it is stored as F32."""
+    """Return the index of a GGUF file: every tensor is F32, in one piece, with a codec unless it is stored as F32."""
     file = path if path.is_file() else path / str(_only_file(path))
     if path.is_file():
         file = file.resolve()  # the user named this file, so a link is followed
@@ -128,10 +128,9 @@ def _heads_setting(stored: str) -> str | None:
 
 
 def _head_rows(file: Path, stored: str, header: GGUFHeader) -> int:
-    """The rows of each attention head of a tensor, which must be those of the other tensor, and the rotated ones.
+    """The rows per attention head of a tensor, which must equal those of the other tensor and the rotated ones.
 
-    llama's heads are as wide as what is rotated of them: so transformers reads the file. Wrong ones would be put in
-    another order than they had.
+    transformers assumes that llama's heads are fully rotated. Heads of another width would be reordered wrongly.
     """
     architecture, found = header.values["general.architecture"], dict[str, int]()
     for name in (stored, stored.replace("attn_q", "attn_k"), stored.replace("attn_k", "attn_q")):
@@ -177,14 +176,14 @@ class BlockCodec:
 
 
 def _copy_overlap(target: Any, start: int, values: Any, at: int) -> None:
-    """Copy those of `values`, which begin at element `at`, that are in `target`, which begins at element `start`."""
+    """Copy the overlap of `values`, which begin at element `at`, into `target`, which begins at element `start`."""
     low, high = max(at, start), min(at + len(values), start + len(target))
     target[low - start : high - start] = values[low - at : high - at]
 
 
 @dataclass(frozen=True, slots=True)
 class InterleavedCodec:
-    """Puts the rows of each attention head back in transformers' order: (pairs, 2) becomes (2, pairs).
+    """Restores transformers' order of the rows in each attention head: (pairs, 2) becomes (2, pairs).
 
     Source: `LlamaTensorProcessor._reverse_permute_weights`. One head at a time is decoded.
     """

@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file: key-value metadata, and the byte range of each tensor.
 
-The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read by hand rather than through the gguf
-package's reader, which trusts every length in the file, and builds two arrays for each token of a tokenizer.
+The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package's own reader trusts every
+length in the file, and builds two arrays for each token of a tokenizer.
 """
 
 import math
@@ -18,7 +18,7 @@ from fsdp_shard.utils import exceeded, format_size, limits, open_regular, refuse
 
 MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
-_MAX_DIMS, _MIN_BYTES = 8, 12  # of a tensor, and of an entry of the header
+_MAX_DIMS, _MIN_BYTES = 8, 12  # of a tensor, and of a header entry
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
@@ -45,7 +45,7 @@ class GGUFHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a regular file that begins as GGUF files do."""
+    """Whether `path` is a regular file that begins like a GGUF file."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -53,7 +53,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf_header(path: Path, block_of: BlockOf) -> GGUFHeader:
-    """Read and check the header of a GGUF file; every error in it is a CheckpointError that names the file."""
+    """Read and check the header of a GGUF file; raise CheckpointError, which names the file, for any error."""
     with os.fdopen(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size < 24:
             raise CheckpointError(f"{path} is too short for a GGUF file: it was cut short.")
@@ -126,7 +126,7 @@ class _Parser:
             end, before = tensor.start + tensor.num_bytes, name
 
     def _take(self, count: int) -> int:
-        """Move on by `count` bytes; returns the position of the first one."""
+        """Advance by `count` bytes; return the position of the first one."""
         start, self._position = self._position, self._position + count
         if self._position > self._end:
             if self._position > self._size:

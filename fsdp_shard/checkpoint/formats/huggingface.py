@@ -1,6 +1,6 @@
 """Format `huggingface`: one safetensors file, or several with `model.safetensors.index.json`. Each tensor is one piece.
 
-Of a directory with both, the single file counts, as in transformers. Imports no torch.
+In a directory with both, the single file is used, as in transformers. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ LISTS_TIED_NAMES = False
 
 
 def recognize(path: Path) -> bool:
-    """A `.safetensors` file, or a directory with `model.safetensors`, its index, or a single `.safetensors` file."""
+    """Whether `path` is a `.safetensors` file, or a directory with `model.safetensors`, its index, or one such file."""
     if path.is_file():
         return path.suffix == ".safetensors"
     return path.is_dir() and (has_file(path, file_plan.INDEX_FILE) or _single(path) is not None)
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a file or directory that `recognize` accepts."""
+    """Return the index of a file or directory that `recognize` accepts."""
     if path.is_file():
         path = path.resolve()  # the user named this file, so a link is followed
         return read_files(path.parent, [path.name])
@@ -45,7 +45,7 @@ def read(path: Path) -> TensorIndex:
 
 
 def plan(specs: Sequence[TensorSpec], request: file_plan.WriteRequest) -> file_plan.TargetPlan:
-    """A directory with `model.safetensors`, or with several files of at most `max_shard_bytes` and their index."""
+    """Plan a directory with `model.safetensors`, or with several files of at most `max_shard_bytes` and their index."""
     files, index = file_plan.plan_gathered(specs, request.max_shard_bytes, request.aliases, phases=request.phases)
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
     extents = {spec.name: (file_plan.Extent(0, spec.num_bytes, *starts[spec.name]),) for spec in specs}
@@ -63,16 +63,16 @@ def _single(path: Path) -> str | None:
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a `.safetensors` file of any name may be one rank's of torch_checkpointing."""
+    """Whether a `.safetensors` file of any name may be a rank file of torch_checkpointing."""
     if not has_file(path, "metadata.pkl"):
-        return False  # almost always, and then the reader of pickles is not imported
+        return False  # the usual case, which does not import the pickle reader
     from fsdp_shard.checkpoint.formats.torch_checkpointing_metadata import has_metadata
 
     return has_metadata(path)
 
 
 def read_files(root: Path, names: Sequence[str]) -> TensorIndex:
-    """The index of these files of the directory `root`."""
+    """Return the index of these files in the directory `root`."""
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     for file in names:
@@ -86,7 +86,7 @@ def read_files(root: Path, names: Sequence[str]) -> TensorIndex:
 
 
 def _compare_size(root: Path, document: dict[str, Any], index: TensorIndex) -> None:
-    """For torch's writer only, whose total_size is of all ranks; the totals of other writers are not reliable."""
+    """Only for torch's writer, whose total_size covers all ranks; the totals of other writers are unreliable."""
     notes = document.get("metadata")
     total = notes.get("total_size") if isinstance(notes, dict) else None
     if isinstance(total, int) and total != index.num_bytes:
@@ -98,7 +98,7 @@ def _compare_size(root: Path, document: dict[str, Any], index: TensorIndex) -> N
 
 
 def read_index_file(root: Path, index_file: str) -> dict[str, Any]:
-    """The content of `index_file` in `root`, its `weight_map` checked to be {tensor: file}."""
+    """Read `index_file` in `root`, and check that its `weight_map` is {tensor: file}."""
     where = member(root, index_file)
     data = read_bounded(where, "metadata_bytes")
     refuse_excess(data.count(b'":'), "tensors", f"{where} lists too many tensors")
@@ -113,7 +113,7 @@ def read_index_file(root: Path, index_file: str) -> dict[str, Any]:
 
 
 def refuse_differences(where: Path, weight_map: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """CheckpointError unless the index at `where` and the files (`held`: {tensor: file}) have the same tensors."""
+    """Raise CheckpointError unless the index at `where` and the files (`held`: {tensor: file}) have equal tensors."""
     for name, file in weight_map.items():
         if held.get(name) != file:
             raise CheckpointError(f"{where} says that tensor {name} is in {file}, but that file does not hold it.")

@@ -1,5 +1,5 @@
-"""Format `peft`: an adapter as peft saves it, `adapter_config.json` with `adapter_model.safetensors`, or, as a run
-saves the average of one, with rank files.
+"""Format `peft`: an adapter, `adapter_config.json` with `adapter_model.safetensors` as saved by peft, or with rank
+files as a run saves an adapter's average.
 
 The index holds the adapter's own tensors under their stored names; `lora_merge` applies them to a base model. Imports
 neither torch nor peft.
@@ -17,20 +17,20 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import read_json
 
 NAME = "peft"
-KEEPS_NAMES = True  # they name the modules that are adapted
+KEEPS_NAMES = True  # they name the adapted modules
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LONGEST_PATH = 4096  # PATH_MAX of Linux
-_REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)  # of which the hub's cache makes a path
+_REVISION = re.compile(r"(?!.*\.\.)\w[\w.-]*(/\w[\w.-]*)*", re.ASCII)  # from which the hub's cache forms a path
 
 
 def is_adapter(path: Path) -> bool:
-    """A directory with adapter_config.json, and with the weights as one file or as rank files."""
+    """Whether `path` is a directory with adapter_config.json, and the weights as one file or as rank files."""
     if not path.is_dir() or not has_file(path, ADAPTER_CONFIG):
         return False
     return has_file(path, ADAPTER_WEIGHTS) or native_sharded.recognize(path)
 
 
-recognize = is_adapter  # under the name that the registry calls; the door exports the other one
+recognize = is_adapter  # the registry calls this name; the door exports the other one
 
 
 def read(path: Path) -> TensorIndex:
@@ -51,7 +51,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
         The parsed document, which has a `peft_type`.
 
     Raises:
-        CheckpointError: The file is missing, or is no adapter's config.
+        CheckpointError: The file is missing, or is not an adapter's config.
     """
     config = read_json(member(path, ADAPTER_CONFIG))
     if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
@@ -60,7 +60,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
 
 
 def base_of(path: Path) -> str:
-    """The directory or hub id of the model that an adapter is for."""
+    """The directory or hub id of an adapter's base model."""
     base = read_adapter_config(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not 0 < len(base) <= _LONGEST_PATH:
         raise CheckpointError(
@@ -72,7 +72,7 @@ def base_of(path: Path) -> str:
 
 
 def revision_of_base(path: Path) -> str | None:
-    """The branch, tag or commit of the model that an adapter is for, if that is on the hub; None for the default."""
+    """The branch, tag or commit of an adapter's base model, if that is on the hub; None for the default."""
     revision = read_adapter_config(path).get("revision") or None
     if revision is not None and not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Puts tensors together from the parts of them that ranks saved: DTensors, FSDP1's ShardedTensors, and plain copies.
+"""Assembles tensors from the parts that ranks saved: DTensors, FSDP1's ShardedTensors, and plain copies.
 
-Replicas must be the same (`Replicas`); one is read. What the parts are read from is up to each format.
+Replicas must be equal (`Replicas`), and one of them is read. Each format defines where the parts come from.
 """
 
 import math
@@ -17,9 +17,9 @@ from fsdp_shard.checkpoint.tensor_slices import Box, flat_boxes
 from fsdp_shard.checkpoint.torch_pickle import AnyTensor, StoredDTensor, StoredShards, piece_of, readable
 from fsdp_shard.errors import CheckpointError
 
-# What names of files or of parts of a state say that hold no weights.
+# Words in the names of files or parts of a state that hold no weights.
 NO_WEIGHTS = re.compile(r"optim|extra|scheduler|scaler|rng|random|dataloader|sampler|trainer|zero_pp")
-# A piece holds a few rows of a matrix, or more. Only files of tiny models have more pieces for their size.
+# A piece usually holds at least a few rows of a matrix. Only files of tiny models have more pieces for their size.
 _FREE_PIECES, _BYTES_OF_A_PIECE = 100_000, 16
 
 
@@ -36,15 +36,15 @@ class Part:
 def assemble_parts(
     root: Path, parts: Mapping[str, Sequence[Part]], num_files: int
 ) -> tuple[dict[str, TensorEntry], dict[str, str], tuple[Piece, ...]]:
-    """Each tensor once, {alias: its name}, and the pieces that hold what another one holds.
+    """Return each tensor once, {alias: its name}, and the pieces that duplicate others.
 
     Args:
         root: The directory of the files.
-        parts: The parts of each tensor by name, in the order of ranks.
+        parts: The parts of each tensor by name, in rank order.
         num_files: The number of ranks that saved.
 
     Raises:
-        CheckpointError: Parts are missing or of different saves, or replicas differ; the message names the file.
+        CheckpointError: Parts are missing or from different saves, or replicas differ; the message names the file.
     """
     replicas = Replicas(root)
     found, num_pieces = {}, 0
@@ -57,13 +57,13 @@ def assemble_parts(
             raise CheckpointError(
                 f"{root}: its tensors are in more than {most} pieces, too many for files of this size."
             )
-    tensors, aliases = torch_pickle.without_copies(found, root)  # which refuses what would take for ever to compare
+    tensors, aliases = torch_pickle.without_copies(found, root)  # which rejects endless comparisons
     replicas.compare()
     return tensors, aliases, tuple(replicas.pieces)
 
 
 def other_state(root: Path, file: str, kind: str) -> dict[str, Extra]:
-    """What a file with another state than weights holds, by kind; it is read to be counted."""
+    """Count the content of a file with a state other than weights, by kind."""
     where = member(root, file)
     try:
         state = torch_pickle.read_torch_file(where)
@@ -95,7 +95,7 @@ def _entry(replicas: Replicas, name: str, parts: Sequence[Part], num_files: int)
 
 
 def _description(part: Part, name: str) -> tuple[object, ...]:
-    """What the files of all ranks must agree on."""
+    """The properties on which the files of all ranks must agree."""
     tensor = part.tensor
     if isinstance(tensor, StoredDTensor):
         dtype, placements = readable(tensor.local, name, part.where).dtype, tuple(map(str, tensor.placements))
@@ -107,7 +107,7 @@ def _description(part: Part, name: str) -> tuple[object, ...]:
 
 
 def _pieces(part: Part, name: str, ranks: Set[int], num_files: int) -> list[Piece]:
-    """The pieces in one rank's file; `ranks` are those whose files hold the tensor."""
+    """The pieces in one rank's file; `ranks` are the ranks whose files hold the tensor."""
     tensor = part.tensor
     if isinstance(tensor, StoredShards):
         return [piece_of(part.file, shard, offsets) for offsets, shard in tensor.shards]
@@ -133,7 +133,7 @@ def _pieces(part: Part, name: str, ranks: Set[int], num_files: int) -> list[Piec
 
 
 def _coordinate(part: Part, name: str, tensor: StoredDTensor) -> tuple[int, ...]:
-    """The coordinate of the rank on the tensor's mesh, which must be that of the writer of the file."""
+    """The rank's coordinate on the tensor's mesh, which must be that of the file's writer."""
     ranks, found = tensor.mesh_ranks, None
     if part.rank in ranks:
         ((found, _),) = flat_boxes(tensor.mesh_shape, ranks.index(part.rank), 1)
@@ -146,7 +146,7 @@ def _coordinate(part: Part, name: str, tensor: StoredDTensor) -> tuple[int, ...]
 
 
 def _check_boxes(root: Path, name: str, tensor: StoredShards, found: Container[Box], num_files: int) -> None:
-    """CheckpointError unless the shards of all ranks were found, which a ShardedTensor lists."""
+    """Raise CheckpointError unless all ranks' shards, which a ShardedTensor lists, were found."""
     if lost := [box for box in tensor.boxes if box not in found and math.prod(box[1]) > 0]:
         raise CheckpointError(
             f"{root}: the shard of tensor {name} at {list(lost[0][0])} is in none of the {num_files} files: the "

@@ -1,6 +1,7 @@
-"""Format `pytorch`: full state dicts of torch.save, `pytorch_model.bin`, its shards, any single `.pt` or `.ckpt`.
+"""Format `pytorch`: full state dicts from torch.save: `pytorch_model.bin`, its shards, any single `.pt` or `.ckpt`.
 
-Of a directory with safetensors too, those count: the registry asks for them first. Imports no torch, runs no pickle.
+If a directory also has safetensors, those are used: the registry checks for them first. Imports no torch, runs no
+pickle.
 """
 
 import re
@@ -20,7 +21,7 @@ NAME = "pytorch"
 
 SINGLE_FILE, INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# Files of trainers that hold no weights.
+# Trainers' files without weights.
 _NO_WEIGHTS = re.compile(
     r"(optim|scheduler|lr_scheduler|scaler|random_state|rng_state|training_args|recipe_state|trainer|extra_state|"
     r"dataloader|sampler|custom_checkpoint|adapter_)"
@@ -30,14 +31,14 @@ _SHARD = re.compile(r"(?P<stem>.*?)[-_](?P<number>\d{4,5})(?:-of-(?P<count>\d{4,
 
 
 def recognize(path: Path) -> bool:
-    """A file that torch.save wrote, or a directory with `pytorch_model.bin`, its index, or similar files of weights."""
+    """Whether `path` is a torch.save file, or a directory with `pytorch_model.bin`, its index, or similar files."""
     if path.is_file():
         return is_torch_file(path)
     return path.is_dir() and (has_file(path, INDEX_FILE) or bool(_weight_files(path)))
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a file or directory that `recognize` accepts."""
+    """Return the index of a file or directory that `recognize` accepts."""
     if path.is_file():
         path = path.resolve()  # the user named this file, so a link is followed
         return _read_files(path.parent, [path.name])
@@ -51,7 +52,7 @@ def read(path: Path) -> TensorIndex:
 
 
 def _weight_files(path: Path) -> list[str]:
-    """The file with the weights, or the shards of one model; empty where it is not clear which files they are."""
+    """The weight file, or the shards of one model; empty if the files are ambiguous."""
     if has_file(path, SINGLE_FILE):
         return [SINGLE_FILE]
     names = sorted(entry.name for entry in path.iterdir() if entry.suffix in _SUFFIXES and has_file(path, entry.name))
@@ -78,7 +79,7 @@ def _read_files(root: Path, names: Sequence[str]) -> TensorIndex:
 
 
 def _refuse_gaps(root: Path, names: Sequence[str]) -> None:
-    """Shards that are numbered `-of-` must all exist, and of others none may be missing between or before two."""
+    """Require all shards numbered `-of-`, and no gaps between or before other numbered shards."""
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     if not shards or len(shards) != len(names) or has_file(root, INDEX_FILE):
         return
@@ -97,7 +98,7 @@ def _refuse_gaps(root: Path, names: Sequence[str]) -> None:
 
 
 def _full(tensor: AnyTensor) -> AnyTensor:
-    """The plain tensor in a DTensor or ShardedTensor that a single rank holds all of."""
+    """The plain tensor in a DTensor or ShardedTensor that a single rank holds in full."""
     if isinstance(tensor, StoredDTensor) and all(placement.kind != "partial" for placement in tensor.placements):
         is_full = isinstance(tensor.local, StoredTensor) and tensor.local.shape == tensor.shape
         return tensor.local if is_full else tensor

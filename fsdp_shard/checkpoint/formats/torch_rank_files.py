@@ -1,7 +1,7 @@
-"""Format `torch_ranks`: one file of torch.save per rank, with DTensors (FSDP2, tensor parallelism) or ShardedTensors.
+"""Format `torch_ranks`: one torch.save file per rank, with DTensors (FSDP2, tensor parallelism) or ShardedTensors.
 
-Known by `rank` and a number in the names (verl's `model_world_size_8_rank_0.pt`). Optimizer and trainer states next to
-them count as extras. Replicas must be the same (`Replicas`); one is read. Imports no torch, runs no pickle.
+Recognized by `rank` and a number in the names (verl's `model_world_size_8_rank_0.pt`). Adjacent optimizer and trainer
+states count as extras. Replicas must be equal (`Replicas`), and one of them is read. Imports no torch, runs no pickle.
 """
 
 import re
@@ -23,12 +23,12 @@ _RANK = re.compile(r"(?P<stem>.*?)(?:world_size_?(?P<world>\d+)_?)?rank[_-]?(?P<
 
 
 def recognize(path: Path) -> bool:
-    """A directory with files of ranks that hold weights."""
+    """Whether `path` is a directory with rank files that hold weights."""
     return path.is_dir() and any(torch_pickle.is_torch_file(path / file[0]) for file in _files(path))
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of all ranks' files; each must exist, and together they must hold every tensor."""
+    """Return the index of all rank files; each must exist, and together they must hold every tensor."""
     files = _model_files(path)
     parts: dict[str, list[Part]] = {}
     extras: dict[str, Extra] = {}
@@ -52,13 +52,13 @@ def read(path: Path) -> TensorIndex:
 
 
 def _files(path: Path, is_extra: bool = False) -> list[re.Match[str]]:
-    """The names of rank files with weights, or of those with other states."""
+    """The names of rank files with weights, or of those with other states if `is_extra`."""
     names = [entry.name for entry in path.iterdir() if bool(NO_WEIGHTS.search(entry.name)) == is_extra]
     return [match for name in names if (match := _RANK.fullmatch(name)) and has_file(path, name)]
 
 
 def _model_files(path: Path) -> list[str]:
-    """The files with weights, one per rank, in the order of ranks."""
+    """The weight files, one per rank, in rank order."""
     files = _files(path)
     models = {file["stem"]: file[0] for file in files}
     if len(models) > 1:

@@ -1,7 +1,7 @@
-"""Compares the weights of two checkpoints, whatever their formats, layouts and floating-point dtypes are.
+"""Compares the weights of two checkpoints of any format, layout and floating-point dtype.
 
-Tensors of one dtype must have the same digests. Of two dtypes, the wider tensor cast to the other dtype must have the
-same bits (NaN equals NaN), as `convert` makes it; only this cast imports torch.
+Tensors of the same dtype must have equal digests. For different dtypes, the wider tensor cast to the other dtype must
+have the same bits (NaN equals NaN), as in `convert`; only this cast imports torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEP_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor that both have as `name`; `one` and `two` are the entries in each (ties are followed)."""
+    """A tensor that both checkpoints have as `name`; `one` and `two` are its entries (ties are followed)."""
 
     name: str
     one: TensorEntry
@@ -40,7 +40,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """The tensors that both checkpoints have, each once, and the names of those that only one has."""
+    """The tensors in both checkpoints, each once, and the names of those in only one."""
 
     pairs: tuple[Pair, ...]
     only_one: tuple[str, ...]
@@ -50,7 +50,7 @@ class Matching:
 def match(one: TensorIndex, two: TensorIndex) -> Matching:
     """Pair the tensors of two checkpoints by name, following ties.
 
-    A name that is only an alias in one checkpoint, and missing in the other, is left out: no content is lost.
+    A name that is only an alias in one checkpoint, and missing in the other, is skipped: no content is lost.
     """
     pairs: dict[tuple[str, str], Pair] = {}
     only: tuple[list[str], list[str]] = ([], [])
@@ -86,7 +86,7 @@ def described_differences(one: TensorIndex, two: TensorIndex, matching: Matching
 
 
 def lookup(index: TensorIndex, name: str) -> TensorEntry | None:
-    """The entry of `name`, or of the tensor it is tied to, if there is one."""
+    """The entry of `name` or of the tensor to which it is tied, if any."""
     return index.tensors.get(index.aliases.get(name, name))
 
 
@@ -122,7 +122,7 @@ def cast_differences(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) 
                 found[pair.name] = _differs(one, two, pair, flat, f"; {dtypes} differ after the cast")
 
     if pairs:
-        import torch  # noqa: F401  # by one thread, before the others start
+        import torch  # noqa: F401  # in one thread, before the others start
     in_threads(work, pairs)
     return [found[pair.name] for pair in pairs if pair.name in found]
 
@@ -130,7 +130,7 @@ def cast_differences(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) 
 def _first_cast_difference(one: TensorIndex, two: TensorIndex, pair: Pair) -> int | None:
     """The first flat element where neither tensor is the other one's cast to its own dtype."""
     sizes = itemsize(pair.one.dtype), itemsize(pair.two.dtype)
-    # float16 and bfloat16 have the same size: either may have been made from the other.
+    # float16 and bfloat16 have the same size: either may be a cast of the other.
     directions = [sizes[0] > sizes[1]] if sizes[0] != sizes[1] else [True, False]
     firsts = [_first_not_cast(one, two, pair, is_downward) for is_downward in directions]
     found = [flat for flat in firsts if flat is not None]
@@ -152,7 +152,7 @@ def _first_not_cast(one: TensorIndex, two: TensorIndex, pair: Pair, is_downward:
 
 
 def _is_finite(values: torch.Tensor) -> torch.Tensor:
-    """Which values are finite; torch needs a cast of float8 for that, but not of float64, where it might overflow."""
+    """Which values are finite; torch needs a cast for float8, but float64 is not cast, as it might overflow."""
     return (values.float() if values.element_size() == 1 else values).isfinite()
 
 

@@ -27,10 +27,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that both have, with another dtype, shape, or bytes. Pairs are (in A, in B).
+    """A tensor in both checkpoints whose dtype, shape, or bytes differ. Pairs are (in A, in B).
 
-    The other fields are those of `numeric_errors.Errors`, None if the shapes differ; `worst` is the index of the
-    largest absolute error, None if there is none.
+    The other fields are those of `numeric_errors.Errors`, or None if the shapes differ; `worst` is the index of the
+    largest absolute error, if any.
     """
 
     name: str
@@ -45,21 +45,21 @@ class TensorDifference:
 
     @property
     def rank(self) -> tuple[bool, bool, float, float]:
-        """A sort key: the larger, the worse."""
+        """A sort key: larger means worse."""
         is_other_shape = self.shapes[0] != self.shapes[1]
         return is_other_shape, bool(self.num_special), self.max_absolute or 0.0, self.max_relative or 0.0
 
     @property
     def layer(self) -> str:
-        """The name up to its layer's number, or the module that the tensor belongs to."""
+        """The name up to its layer's number, or the tensor's module."""
         match = re.match(r"(.*?\.\d+)\.", self.name)
         return match[1] if match else self.name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class DiffReport:
-    """`missing` are the tensors of A only, `extra` those of B only; `differences` are sorted, the largest first.
-    `settings` are those by which two adapters differ.
+    """The result: `missing` tensors are only in A, `extra` only in B; `differences` are sorted, the largest first.
+    `settings` are the settings in which two adapters differ.
     """
 
     a: Side
@@ -73,12 +73,12 @@ class DiffReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all tensors are equal, byte for byte, and the settings of two adapters."""
+        """Whether all tensors are equal, byte for byte, and so are the settings of two adapters."""
         return not (self.missing or self.extra or self.differences or self.settings)
 
     @property
     def num_differences(self) -> int:
-        """The number of tensors that are not equal, or in one checkpoint only."""
+        """The number of tensors that differ or are in only one checkpoint."""
         return len(self.missing) + len(self.extra) + len(self.differences)
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class DiffReport:
         return {"is_equal": self.is_equal, **asdict(self)}
 
     def to_text(self, everything: bool = False) -> str:
-        """Text for a terminal; of many tensors only the worst ones of the worst layers, unless `everything` is set."""
+        """Format for a terminal; of many tensors, only the worst in the worst layers unless `everything` is set."""
         if self.is_equal:
             size = f"{format_count(self.num_equal, 'tensor')}, {format_size(self.a.num_bytes)}"
             return f"{self.a.path} and {self.b.path} are equal, byte for byte ({size}; {self.seconds:.1f} s)."

@@ -1,7 +1,7 @@
-"""What loading would refuse: tensors against the model of config.json, an adapter against its settings and its base.
+"""Finds what loading would reject: compares tensors with the model of config.json, and adapters with settings and base.
 
-The model is built by transformers on the meta device, and matched by the code that loads, so `verify` says of names,
-shapes and kinds of numbers what loading says. Nothing is downloaded, and no code that comes with a model is run.
+transformers builds the model on the meta device, and the loading code matches it, so `verify` reports the same about
+names, shapes and kinds of numbers as loading. Nothing is downloaded, and no model code is run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NUMBERED = re.compile(r"(?P<list>.+?)\.(?P<number>\d+)\.")
 
 
 def compare_with_config(index: TensorIndex, directory: Path) -> tuple[list[Problem], list[str]]:
-    """Compare the tensors of a model with the config.json in a directory that has one.
+    """Compare the tensors of a model with the config.json in a directory.
 
     Returns:
-        Problems, and lines about what was not compared, or is not used.
+        Problems, and lines about tensors that were not compared or are not used.
     """
     path = directory / CONFIG
     if (method := quantization(index)) is not None:
@@ -62,7 +62,7 @@ def compare_with_config(index: TensorIndex, directory: Path) -> tuple[list[Probl
 
 
 def _model(directory: Path, config: Mapping[str, Any]) -> PreTrainedModel | None:
-    """The model of a config on meta; None if transformers alone cannot build it."""
+    """Build the model of a config on meta; return None if transformers alone cannot."""
     from transformers import CONFIG_MAPPING
 
     from fsdp_shard.models import build_on_meta, load_config
@@ -74,20 +74,20 @@ def _model(directory: Path, config: Mapping[str, Any]) -> PreTrainedModel | None
         return build_on_meta(load_config(directory), "float32")
     except ModelError:
         raise
-    except Exception as error:  # whatever the content of the file provokes in transformers
+    except Exception as error:  # anything that the file's content causes in transformers
         raise ModelError(
             f"transformers cannot build the model of {directory / CONFIG}: {type(error).__name__}, {first_line(error)}"
         ) from error
 
 
 def _predicts_further(config: Mapping[str, Any]) -> bool:
-    """Whether there are layers after the last one that predict further tokens, which transformers leaves out."""
+    """Whether layers after the last one predict further tokens (multi-token prediction), which transformers skips."""
     parts = (config, *(part for part in config.values() if isinstance(part, Mapping)))
     return any(re.search(r"nextn|mtp", key) for part in parts for key in part)
 
 
 def _further_layers(unused: Collection[str], used: Collection[str]) -> Iterator[str]:
-    """Of lists of layers that the model has, those that it has not."""
+    """Yield the unused layers in lists of which the model uses other layers."""
     numbers: dict[str, set[int]] = {}
     for name in used:
         if match := _NUMBERED.match(name):
@@ -100,12 +100,12 @@ def _further_layers(unused: Collection[str], used: Collection[str]) -> Iterator[
 
 
 def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Problem], list[str]]:
-    """Compare an adapter with its settings and, if that is a local directory, with its base.
+    """Compare an adapter with its settings and, if the base is a local directory, with its base.
 
-    The adapted weights are read and merged, as what is finite may become infinite; nothing of the base is checked else.
+    The adapted weights are read and merged, as finite values may become infinite. The base is not checked otherwise.
 
     Returns:
-        Problems, and lines about what was not compared.
+        Problems, and lines about anything that was not compared.
     """
     try:
         check_adapter(index)
@@ -126,7 +126,7 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
 
 
 def _is_directory(path: str) -> bool:
-    """Whether this is a directory; not if the system takes no such name."""
+    """Whether this is a directory; False if the system rejects the name."""
     try:
         return Path(path).expanduser().is_dir()
     except (OSError, RuntimeError):

@@ -1,6 +1,6 @@
-"""Finds NaN and infinities in the bit patterns of tensors, at about the speed of reading them.
+"""Finds NaN and infinities in the bit patterns of tensors, at about the read speed.
 
-numpy is imported when there is data to search; torch never.
+Imports numpy only if there is data to search, and never torch.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ DTYPES = frozenset(_PATTERNS) | _MINUS_ZERO_IS_NAN
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The number of NaN and of infinite elements, and the position of the first of either in the data.
+    """The numbers of NaN and infinite elements, and the position of the first one.
 
-    A complex number of which one part is NaN and the other infinite counts as NaN.
+    A complex number with one NaN and one infinite part counts as NaN.
     """
 
     num_nan: int
@@ -46,7 +46,7 @@ def find_non_finite(dtype: str, data: memoryview) -> NonFinite | None:
         return _found(is_nan, np.zeros_like(is_nan))
     kind, magnitude, limit, infinity = _PATTERNS[dtype]
     bits: Any = np.frombuffer(data, f"<{kind}") & np.array(magnitude, f"<{kind}")
-    if not bits.size or bits.max() < limit:  # the usual case takes one pass and no array of booleans
+    if not bits.size or bits.max() < limit:  # the usual case needs one pass and no boolean array
         return None
     is_bad = bits >= limit
     is_inf = np.zeros_like(is_bad) if infinity is None else bits == infinity

@@ -1,4 +1,4 @@
-"""Files and bytes: reading, writing, syncing, safetensors headers, element types. Door of this folder for its room."""
+"""Files and bytes: reading, writing, syncing, safetensors headers, element types. The folder's door within the room."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all and survive a power cut, and hints to the kernel for large files."""
+"""Directories that appear complete or not at all and survive a power cut, and kernel hints for large files."""
 
 import ctypes
 import errno
@@ -21,7 +21,7 @@ _LOCK = ".lock"
 
 
 def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Ask the kernel to start writing a range to the disk, without waiting, so that the final fsync has little to do.
+    """Ask the kernel to start writing a range to disk, without waiting, so the final fsync has little left to do.
 
     Only a hint (sync_file_range): it never fails.
     """
@@ -32,7 +32,7 @@ def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
 def allocate(descriptor: int, num_bytes: int) -> None:
     """Set the size of a new file and reserve its blocks, if the file system can (fallocate).
 
-    A full disk then raises OSError now and not halfway through, and writing takes a quarter less time
+    A full disk then raises OSError now rather than midway, and writing takes a quarter less time
     (docs/benchmarks.md#behind-the-decisions). Where a file system cannot, `os.posix_fallocate` would write zeros.
     """
     os.truncate(descriptor, num_bytes)
@@ -61,7 +61,7 @@ def require_space(directory: Path, num_bytes: int, what: str, advice: str) -> No
 
 
 def make_directories(path: Path) -> None:
-    """Create `path`, which must not exist, and its parents; the names of new parents are then on the disk."""
+    """Create `path`, which must not exist, and its parents, and sync the names of new parents to disk."""
     missing = [parent for parent in path.parents if not parent.exists()]
     path.mkdir(parents=True)
     for made in missing:
@@ -69,7 +69,7 @@ def make_directories(path: Path) -> None:
 
 
 def sync_directories(path: Path) -> None:
-    """Flush the names in a directory and in all below it to the disk; the files are synced by whoever wrote them."""
+    """Flush the names in a directory and all below it to disk; writers sync their own files."""
     for directory, _, _ in os.walk(path):
         fsync_path(Path(directory))
 
@@ -79,13 +79,13 @@ def move_directory(source: Path, target: Path, *, replace: bool, sync: bool = Tr
 
     Args:
         source: The finished directory.
-        target: Its final name. Without `replace`, a directory there that is not empty is an OSError.
+        target: Its final name. Without `replace`, a non-empty directory there raises OSError.
         replace: Replace a directory at `target` in one step and then delete it. If the file system cannot exchange two
             names, the old directory is renamed to `.NAME.replaced` for an instant; `recover` restores it after a crash.
-        sync: Wait until the new name is on the disk. `replace` needs it.
+        sync: Wait until the new name is on disk. `replace` needs it.
     """
     if not replace or not target.exists() or _is_empty(target):
-        os.rename(source, target)  # also fails if something was created there only now
+        os.rename(source, target)  # also fails if something was just created there
         if sync:
             fsync_path(target.parent)
         return
@@ -116,22 +116,23 @@ def _is_empty(path: Path) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step (renameat2); False if that is not possible."""
+    """Swap two names in one step (renameat2); return False if that is impossible."""
     function, names = _libc_function("renameat2"), [os.fsencode(path) for path in (one, other)]
     return function is not None and function(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 
 @contextmanager
 def new_directory(target: Path, num_bytes: int, *, replace: bool, sync: bool = True) -> Iterator[Path]:
-    """A temporary directory next to `target` that is renamed to it when the block succeeds, and deleted when it fails.
+    """Yield a temporary directory next to `target` that is renamed to it if the block succeeds, and deleted if it
+    fails.
 
-    A locked file next to it shows whose it is: what a killed process left is deleted, and nothing else.
+    A locked file next to it shows its owner: only directories left by killed processes are deleted.
 
     Args:
         target: The final name.
         num_bytes: Free disk space that is required.
-        replace: Replace a directory at `target`. Without it, one that was created there in the meantime is kept.
-        sync: Wait until the final name is on the disk (`replace` needs it); else the system writes it when it likes.
+        replace: Replace a directory at `target`. Otherwise, a directory created there in the meantime is kept.
+        sync: Wait until the final name is on disk (`replace` needs it); otherwise, the system writes it later.
 
     Raises:
         SaveError: The directory cannot be created, written or renamed, or the disk has too little space.
@@ -157,7 +158,7 @@ def new_directory(target: Path, num_bytes: int, *, replace: bool, sync: bool = T
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Delete what killed processes left; a directory without a lock file of `new_directory` is somebody else's."""
+    """Delete leftovers of killed processes; directories without a lock file of `new_directory` are not ours."""
     for lock in target.parent.glob(f".{glob.escape(target.name)}.partial-*{_LOCK}"):
         directory = lock.with_suffix("")
         is_ours = re.search(r"-[0-9a-f]{32}$", directory.name) and not directory.is_symlink()

@@ -1,9 +1,9 @@
 """The named points of the save protocol, at which tests kill, freeze or fail a rank.
 
-A save passes `POINTS` in this order, some of them on rank 0 only. `FAULTS.hook` is None in production, and then
-`fault_point` does nothing. A test sets it in the process that forks the ranks; it is called with the name of the point
-in the thread that saves: the main thread with `checkpoint.asynchronous=false`, else a thread of its own. The rank is in
-the environment (RANK). An OSError that the hook raises stands for one of a failing disk.
+A save passes `POINTS` in this order, some of them only on rank 0. In production, `FAULTS.hook` is None and
+`fault_point` does nothing. A test sets the hook in the process that forks the ranks. It is called with the name of the
+point in the saving thread: the main thread with `checkpoint.asynchronous=false`, else a separate one. The rank is in
+the environment (RANK). An OSError raised by the hook simulates a failing disk.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ REMOTE_POINTS = (
 
 
 class FaultInjection:
-    """Set by tests: `hook` is called with the name of each fault point that this process passes."""
+    """Set by tests; `hook` is called with the name of each fault point that this process passes."""
 
     hook: Callable[[str], None] | None = None
 
@@ -46,7 +46,7 @@ FAULTS = FaultInjection()
 
 
 def fault_point(point: str) -> None:
-    """Mark that the save of this rank passes `point`."""
+    """Mark that this rank's save passes `point`."""
     assert point in POINTS or point in REMOTE_POINTS, point
     if FAULTS.hook is not None:
         FAULTS.hook(point)

@@ -1,6 +1,6 @@
-"""Opening the files of a checkpoint without leaving its directory, and reading and writing byte ranges of them.
+"""Opens the files of a checkpoint without leaving its directory, and reads and writes byte ranges of files.
 
-Every name that comes from an index, a manifest or a header passes through `member`.
+Every name from an index, a manifest or a header passes through `member`.
 """
 
 import fcntl
@@ -28,24 +28,24 @@ from fsdp_shard.utils import limits, open_regular, read_range, refuse_excess
 _NOT_IN_NAMES = re.compile(r"[\0\\\ud800-\udfff]")  # a lone surrogate is not valid text
 _LARGE_BYTES = 64 << 10  # less than what malloc maps on its own
 _MAX_READ = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
-_WRITE_BYTES = 512 << 10  # of more, Linux makes larger pages, which can cost a multiple
-_FICLONERANGE = 0x4020940D  # of <linux/fs.h>; architectures with another number refuse this one
+_WRITE_BYTES = 512 << 10  # for larger writes, Linux uses larger pages, which can cost a multiple
+_FICLONERANGE = 0x4020940D  # of <linux/fs.h>; architectures with another number reject this one
 
 
 def member(root: Path, name: object) -> Path:
-    """The path of a file of a checkpoint, if it is inside the directory.
+    """Return the path of a checkpoint file inside the checkpoint's directory.
 
     Args:
         root: The directory.
-        name: The name, as an index, a manifest or a header gives it.
+        name: The name in an index, a manifest or a header.
 
     Returns:
         The path. Links of a Hugging Face hub cache (`models--*/snapshots/REVISION/FILE -> ../../blobs/HASH`) may lead
         out of `root` as far as `models--*`.
 
     Raises:
-        CheckpointError: The name is absolute or has `..`, a symbolic link leads out of `root`, or there is no regular
-            file of this name.
+        CheckpointError: The name is absolute or has `..`, a symbolic link leads out of `root`, or no regular file has
+            this name.
     """
     if not isinstance(name, str) or not name or _NOT_IN_NAMES.search(name):
         raise CheckpointError(f"{root} names {name!r} as a file, which is no file name.")
@@ -69,7 +69,7 @@ def member(root: Path, name: object) -> Path:
 
 
 def refuse_deleted(path: Path) -> None:
-    """Raise CheckpointError if a checkpoint that was found before is gone."""
+    """Raise CheckpointError if a checkpoint found earlier has been deleted."""
     if not path.exists():
         raise CheckpointError(
             f"{path} was deleted while it was read, as a running training deletes old steps (checkpoint.keep_last). "
@@ -88,7 +88,7 @@ def has_file(root: Path, name: str) -> bool:
 
 
 def refuse_many_entries(path: Path) -> None:
-    """Raise CheckpointError if a directory has more entries than any checkpoint: each is looked at again and again."""
+    """Raise CheckpointError if a directory has more entries than any checkpoint, as they are scanned repeatedly."""
     if path.is_dir():
         with os.scandir(path) as entries:
             count = sum(1 for _ in islice(entries, limits().directory_entries + 1))
@@ -96,7 +96,7 @@ def refuse_many_entries(path: Path) -> None:
 
 
 def page_aligned(num_bytes: int) -> memoryview:
-    """Zeroed memory to read a file into, aligned to a page if it is large.
+    """Return zeroed memory for reading a file, page-aligned if it is large.
 
     A large bytearray or numpy array begins 16 bytes after a page boundary, and the kernel's copy of whole pages to such
     an address takes seven times as long on AMD's processors
@@ -106,7 +106,7 @@ def page_aligned(num_bytes: int) -> memoryview:
 
 
 def pread_into(descriptor: int, offset: int, out: memoryview) -> int:
-    """Fill `out` from `offset` on; returns the number of bytes read, which is less only at the end of the file."""
+    """Fill `out` from `offset`; return the number of bytes read, which is smaller only at the end of the file."""
     done, total = 0, len(out)
     while done < total:
         count = os.preadv(descriptor, [out[done : done + _MAX_READ]], offset + done)
@@ -126,7 +126,7 @@ def pwrite_all(descriptor: int, offset: int, data: memoryview) -> None:
 def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Split [start, stop) at the multiples of `size`.
 
-    Linux makes the pages of a file as large as the alignment of the writes to them allows: few and large ones are fast.
+    Linux makes a file's pages as large as the alignment of writes allows; few large pages are fast.
     """
     while start < stop:
         end = min(start - start % size + size, stop)
@@ -135,15 +135,15 @@ def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class _ReplacedError(CheckpointError):
-    """Another file has the name of one that was read before."""
+    """Another file has the name of one that was read earlier."""
 
 
 class Handles:
-    """Open files by name, at most `MAX_HANDLES`, and at most a quarter of what the process may have open (`ulimit -n`).
+    """Open files by name, at most `MAX_HANDLES` and at most a quarter of the process's limit (`ulimit -n`).
 
-    A tensor of a thousand ranks is read file after file, and so is the next one. So where they cannot all stay open, it
-    is the most recently used file that is closed: least-recently-used would close each just before it is read again.
-    Where no more can be opened, all of this process give up what they do not use. Thread-safe.
+    Each tensor of a thousand ranks is read file after file. If the files cannot all stay open, the most recently used
+    one is closed: least-recently-used would close each file just before it is read again. If no more can be opened, all
+    `Handles` of this process close their idle files. Thread-safe.
     """
 
     MAX_HANDLES = 16_384
@@ -152,7 +152,7 @@ class Handles:
 
     def __init__(self, open_file: Callable[[str], int]) -> None:
         self._open = open_file
-        self._handles: dict[str, int] = {}  # the most recently used one is the last
+        self._handles: dict[str, int] = {}  # the most recently used one last
         self._users: Counter[str] = Counter()
         self._lock = threading.Lock()
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -162,7 +162,7 @@ class Handles:
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
-        """The descriptor of file `name`, which stays open as long as the block runs."""
+        """Yield the descriptor of file `name`, which stays open within the block."""
         with self._lock:
             handle = self._handles.pop(name, None)
             if handle is None:
@@ -171,7 +171,7 @@ class Handles:
                     handle = self._open(name)
                 except _ReplacedError:
                     raise
-                except (CheckpointError, OSError):  # this process may have all files open that it may have
+                except (CheckpointError, OSError):  # this process may have reached its limit of open files
                     with self._all_lock:
                         others = [each for each in self._all if each is not self]
                     if not sum([self._close_idle(0), *(each._give_up() for each in others)]):
@@ -186,7 +186,7 @@ class Handles:
                 self._users[name] -= 1
 
     def _close_idle(self, num_kept: int) -> int:
-        """Close files that are not in use until at most `num_kept` are open; returns how many were closed."""
+        """Close idle files until at most `num_kept` are open; return how many were closed."""
         idle = [name for name in reversed(self._handles) if not self._users[name]]
         closed = idle[: max(len(self._handles) - num_kept, 0)]
         for name in closed:
@@ -194,7 +194,7 @@ class Handles:
         return len(closed)
 
     def _give_up(self) -> int:
-        """Close what is not in use; returns how many were closed.
+        """Close idle files; return how many were closed.
 
         0 while a thread opens a file here, as it may wait for the caller's lock, and the caller for this one.
         """
@@ -206,7 +206,7 @@ class Handles:
             self._lock.release()
 
     def close(self) -> None:
-        """Close all files; one that is asked for later is opened again."""
+        """Close all files; later uses open them again."""
         with self._lock:
             while self._handles:
                 os.close(self._handles.popitem()[1])
@@ -217,7 +217,7 @@ class Handles:
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """What an index says of a file that it describes: bytes of file and header, and the digest (hex) of the header."""
+    """An index's record of a file: bytes of file and header, and the digest (hex) of the header."""
 
     num_bytes: int
     header_bytes: int
@@ -240,27 +240,27 @@ def _compare_header(descriptor: int, path: Path, expected: FileHeader) -> None:
 
 
 class Files:
-    """The files of one checkpoint, for reading ranges of them. Thread-safe.
+    """Reads ranges of the files of one checkpoint. Thread-safe.
 
-    A file that is opened again must be the one that was opened first. It is known by its size and time: network file
-    systems give the same file another inode number once it was closed.
+    A reopened file must be the one that was opened first. It is identified by size and modification time: network file
+    systems may change the inode number of a closed file.
 
     Args:
         root: The directory of the files.
-        headers: What the headers of some of them must be, as an index of them says: each is compared once, when the
-            file is opened first.
+        headers: The headers that an index records for some of the files; each is compared once, when its file is first
+            opened.
     """
 
     def __init__(self, root: Path, headers: Mapping[str, FileHeader] | None = None) -> None:
         self._root, self._headers = root, headers or {}
-        self._known: dict[str, tuple[int, int]] = {}  # size and time of change
+        self._known: dict[str, tuple[int, int]] = {}  # size and modification time
         self._handles = Handles(self.open)
 
     def open(self, name: str) -> int:
-        """Open a file for reading, compare it with what is known of it, and return the descriptor.
+        """Open a file for reading, compare it with its record, and return the descriptor.
 
         Raises:
-            CheckpointError: It is missing, has another header, or was replaced since it was opened first.
+            CheckpointError: The file is missing, has another header, or was replaced since it was first opened.
         """
         path = member(self._root, name)
         descriptor = open_regular(path)
@@ -280,12 +280,12 @@ class Files:
         return descriptor
 
     def remember(self, name: str) -> None:
-        """Take a file for the one to read, as by its first reading, if it was not opened yet."""
+        """Record a file that was not opened yet as the one to read, as if it had been opened."""
         if name not in self._known:
             os.close(self.open(name))
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of file `name` from `offset` on; raises CheckpointError if it is too short."""
+        """Fill `out` with the bytes of file `name` from `offset`; raise CheckpointError if the file is too short."""
         try:
             with self._handles.use(name) as handle:
                 count = pread_into(handle, offset, out)
@@ -298,10 +298,11 @@ class Files:
             )
 
     def clone(self, name: str, offset: int, num_bytes: int, target: int, at: int) -> bool:
-        """Let the descriptor `target`, from byte `at` on, share the blocks of a range of file `name` until written to.
+        """Make the descriptor `target`, from byte `at`, share the blocks of a range of file `name` until either is
+        written.
 
         Returns:
-            Whether the file system can do that for these two files.
+            Whether the file system supports that for these files.
         """
         with self._handles.use(name) as handle:
             try:  # ioctl_ficlonerange(2); XFS, btrfs

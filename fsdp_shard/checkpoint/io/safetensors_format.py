@@ -1,7 +1,7 @@
-"""The safetensors format: element types by their names there, and headers. https://github.com/huggingface/safetensors#format
+"""The safetensors format: names of element types, and headers. https://github.com/huggingface/safetensors#format
 
-Headers are read strictly. The safetensors package parses a header again on every open, names neither file nor tensor in
-its errors, and gives no byte offsets. torch is imported only by `to_torch`.
+Headers are checked strictly. The safetensors package parses a header again on every open, names neither file nor tensor
+in its errors, and does not expose byte offsets. Only `to_torch` imports torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 PAGED_BYTES = 1 << 20
-_NUM_FIRST = 32  # bytes of a file that say what it is
+_NUM_FIRST = 32  # bytes of a file that identify its content
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
-_MAX_DIMS = 64  # torch's own limit; products of thousands of large numbers take for ever
+_MAX_DIMS = 64  # torch's own limit; products of thousands of large numbers take forever
 
-# safetensors name -> (bytes of an element, torch's attribute). Sub-byte types (F4, F6) have no flat byte ranges.
+# safetensors name -> (bytes per element, torch's attribute). Sub-byte types (F4, F6) have no flat byte ranges.
 _DTYPES = {
     "F64": (8, "float64"),
     "F32": (4, "float32"),
@@ -58,7 +58,7 @@ CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def kind_of(dtype: str) -> str:
-    """The kind of numbers of a type: `floating-point`, `complex`, or `integer`, which booleans count as."""
+    """The kind of numbers of a type: `floating-point`, `complex`, or `integer`, which includes booleans."""
     return "complex" if dtype == "C64" else "floating-point" if dtype.startswith(("F", "BF")) else "integer"
 
 
@@ -87,7 +87,7 @@ def from_torch_name(name: str) -> str:
 
 
 def find_torch_name(name: str) -> str | None:
-    """As `from_torch_name`, but None if safetensors has no such type."""
+    """Like `from_torch_name`, but return None if safetensors has no such type."""
     return _FROM_TORCH.get(name.removeprefix("torch."))
 
 
@@ -128,7 +128,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: `tensors` in file order, `metadata`, and `num_bytes` of the length and the JSON together."""
+    """A checked header: `tensors` in file order, `metadata`, and `num_bytes`, the size of length field and JSON."""
 
     tensors: dict[str, Stored]
     metadata: dict[str, str]
@@ -182,7 +182,7 @@ def _metadata(value: Any, path: Path) -> dict[str, str]:
 
 
 def _are_counts(values: list[Any]) -> bool:
-    for value in values:  # noqa: SIM110 -- half the time of `all`, and a header may have tens of thousands of lists
+    for value in values:  # noqa: SIM110 -- twice as fast as `all`, and a header may have tens of thousands of lists
         if type(value) is not int or not 0 <= value < 1 << 63:
             return False
     return True
@@ -229,13 +229,13 @@ def _check_layout(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], 
 def build_header(
     specs: Sequence[TensorSpec], metadata: Mapping[str, str], phase: int = 0
 ) -> tuple[bytes, dict[str, int]]:
-    """The header of a file.
+    """Build the header of a file.
 
     Args:
         specs: Its tensors, in file order.
         metadata: The `__metadata__` of the file.
         phase: In a file of PAGED_BYTES or more, the first tensor begins this many bytes after a multiple of PAGE_BYTES.
-            If it is aligned with pages as in the file that it is copied from, the copy takes two thirds of the time.
+            With the same page alignment as in the source file, a copy takes two thirds of the time.
 
     Returns:
         The first bytes of the file, and the absolute offset of each tensor, a multiple of 8.

@@ -1,4 +1,4 @@
-"""Work divided among a few threads; system calls release the interpreter's lock."""
+"""Divides work among a few threads; system calls release the GIL."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 
 def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T], title: str | None = None) -> None:
-    """Divide `items` among NUM_THREADS calls of `work`, each in a thread of its own.
+    """Divide `items` among NUM_THREADS calls of `work`, each in its own thread.
 
     Args:
-        work: Takes an iterator of items; each item goes to the first call that asks for one.
+        work: Accepts an iterator of items; each item goes to the first call that requests one.
         items: The items.
-        title: What the work is called where its progress is reported; None to report none.
+        title: Name of the work in progress reports; None for no reports.
 
     Raises:
-        Exception: The first error of `work`; the other calls then get no more items.
+        Exception: The first error of `work`; the other calls then receive no more items.
     """
     left = deque(items)
 

@@ -1,7 +1,8 @@
-"""Checks the CRC32 that some files hold of parts of themselves, along with the reads that there are anyway.
+"""Checks the CRC32s that some files store for parts of themselves, as a side effect of normal reads.
 
 torch.save writes one for each storage (a member of a zip archive), and torch.load ignores it. Reads come in any order
-and from several threads, so the CRC of each is kept until they cover a whole storage, and then they are combined.
+and from several threads, so the CRC of each read is kept. Once the reads cover a whole storage, their CRCs are
+combined.
 """
 
 import threading
@@ -17,7 +18,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 class Checksum(NamedTuple):
-    """The CRC32 that a file holds of `num_bytes` of itself, from byte `start` on."""
+    """The CRC32 that a file stores for its `num_bytes` bytes from `start`."""
 
     start: int
     num_bytes: int
@@ -33,11 +34,11 @@ class _Part(NamedTuple):
 
 
 class ChecksumTracker:
-    """The records of the files in `root`, as far as they were read. Thread-safe.
+    """Tracks the checksums of the files in `root`, as far as they were read. Thread-safe.
 
     Attributes:
-        raises: Whether a record whose CRC does not hold is an error; if not, it is added to `damaged`.
-        damaged: (file, checksum) of these.
+        raises: Whether a wrong CRC is an error; if not, its record is added to `damaged`.
+        damaged: (file, checksum) of wrong CRCs.
     """
 
     def __init__(self, root: Path) -> None:
@@ -49,14 +50,14 @@ class ChecksumTracker:
         self.damaged: list[tuple[str, Checksum]] = []
 
     def is_done(self, file: str, checksum: Checksum) -> bool:
-        """Whether all of its bytes were read, and so compared."""
+        """Whether all bytes of a checksum were read, and so compared."""
         return (file, checksum) in self._done
 
     def add(self, file: str, checksum: Checksum, offset: int, data: memoryview) -> None:
-        """Take note of `data`, which was read from byte `offset` of `file` on, and which `checksum` covers.
+        """Record `data`, which was read from byte `offset` of `file` and which `checksum` covers.
 
         Raises:
-            CheckpointError: These were the last of its bytes, and it does not hold.
+            CheckpointError: These were the last bytes, and the CRC is wrong.
         """
         key = (file, checksum)
         if key in self._done or not len(data):
@@ -79,7 +80,7 @@ class ChecksumTracker:
             self._report(file, checksum)
 
     def gaps(self, file: str, checksum: Checksum) -> list[tuple[int, int]]:
-        """The ranges [start, stop) of its bytes that were not read."""
+        """The ranges [start, stop) of a checksum's bytes that were not read."""
         if self.is_done(file, checksum):
             return []
         with self._lock:
@@ -94,7 +95,7 @@ class ChecksumTracker:
             raise CheckpointError(self.describe(file, checksum))
 
     def describe(self, file: str, checksum: Checksum) -> str:
-        """The message for one that does not hold."""
+        """The message for a wrong CRC."""
         last = checksum.start + checksum.num_bytes - 1
         return (
             f"{self._root / file}, bytes {checksum.start}-{last}: the values do not have the CRC32 that was written "

@@ -1,1 +1,1 @@
-"""Names of tensors: prefixes of wrappers, matching with a model, tied weights."""
+"""Tensor names: wrapper prefixes, matching with a model, tied weights."""

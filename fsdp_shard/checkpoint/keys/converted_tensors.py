@@ -1,6 +1,6 @@
-"""Stored tensors that transformers converts when it loads: experts are stacked by byte ranges, others by its own code.
+"""Converts stored tensors as transformers does on load: experts are stacked by byte ranges, others by its own code.
 
-The index gets entries of what is made, so that everything that reads weights reads them as it reads others.
+The results become entries of the index, so all code that reads weights reads them like others.
 """
 
 import copy
@@ -20,8 +20,8 @@ from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import first_line
 
-Part = tuple[int, int, TensorEntry]  # expert, position among the tensors that are concatenated, the stored tensor
-Sources = Sequence[tuple[str, str]]  # stored names with the pattern that they match
+Part = tuple[int, int, TensorEntry]  # expert, position among the concatenated tensors, the stored tensor
+Sources = Sequence[tuple[str, str]]  # stored names with their matching patterns
 
 
 def convert_tensors(
@@ -30,13 +30,13 @@ def convert_tensors(
     converters: Sequence[loading.WeightConverter],
     sources: Mapping[str, Sources],
 ) -> list[str]:
-    """Replace stored tensors in `index` by entries of what transformers makes of them.
+    """Replace stored tensors in `index` with entries for transformers' conversion of them.
 
     Args:
-        model: The model that they are for.
+        model: The model of the tensors.
         index: The checkpoint.
         converters: transformers' conversions for this model.
-        sources: First name that is made -> the stored tensors that it is made of.
+        sources: First resulting name -> the stored tensors from which it is made.
 
     Returns:
         The names of the new entries.
@@ -65,15 +65,15 @@ def convert_tensors(
 def computed_entry(
     index: TensorIndex, name: str, like: torch.Tensor, compute: Callable[[], torch.Tensor]
 ) -> TensorEntry:
-    """An entry of a tensor that is computed when it is read, of the dtype and shape of `like`, which may be on meta."""
-    pieces = next(iter(index.tensors.values())).pieces  # whose first file only stands for those of the index
+    """An entry for a tensor computed on read, with the dtype and shape of `like`, which may be on meta."""
+    pieces = next(iter(index.tensors.values())).pieces  # whose first file stands for all files of the index
     dtype = from_torch_name(str(like.dtype).removeprefix("torch."))
     return TensorEntry(name, dtype, tuple(like.shape), pieces).with_codec(_Computed(compute))
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The codec of a tensor that is not stored as it is."""
+    """The codec of a computed tensor."""
 
     compute: Callable[[], torch.Tensor]
     num_bytes: int = 0
@@ -85,7 +85,7 @@ class _Computed:
 
 
 def _expert(index: TensorIndex, converter: loading.WeightConverter, stored: str) -> Part | None:
-    """Which expert a stored tensor is, if all that is made of it is to stack experts; else None."""
+    """The expert of a stored tensor if the conversion only stacks experts; else None."""
     merge, *rest = converter.operations
     is_merge = isinstance(merge, loading.MergeModulelist) and merge.dim == 0
     is_simple = all(isinstance(then, loading.Concatenate) and then.dim == 1 for then in rest) and len(rest) <= 1
@@ -97,7 +97,7 @@ def _expert(index: TensorIndex, converter: loading.WeightConverter, stored: str)
 
 
 def _stacked(index: TensorIndex, name: str, parts: Sequence[Part]) -> TensorEntry:
-    """[experts, rows of all positions, ...] made of one tensor for each expert and position, in that order."""
+    """Build [experts, rows of all positions, ...] from one tensor for each expert and position, in that order."""
     num_experts, num_positions = (len({part[axis] for part in parts}) for axis in (0, 1))
     if [part[:2] for part in parts] != [(e, p) for e in range(num_experts) for p in range(num_positions)]:
         raise CheckpointError(f"{index.root} lacks some of the experts that {name} is made of.")
@@ -119,7 +119,7 @@ def _moved(piece: Piece, expert: int, row: int) -> Piece:
 
 
 class _Conversion:
-    """A conversion by transformers. Of all with one `cache`, the last result is kept: its parts are read in turn."""
+    """A conversion by transformers. Conversions that share a `cache` keep only the last result, whose parts are read in turn."""
 
     def __init__(
         self,
@@ -131,20 +131,20 @@ class _Conversion:
         cache: dict[str, dict[str, torch.Tensor]],
     ) -> None:
         self.model, self.converter, self.name, self._cache, self._reader = model, converter, name, cache, index.reader
-        ordered = sorted(stored, key=lambda source: loading.dot_natural_key(source[0]))  # as transformers reads them
+        ordered = sorted(stored, key=lambda source: loading.dot_natural_key(source[0]))  # transformers' order
         self.sources = [(index.entry(source), pattern) for source, pattern in ordered]
 
     def run(self, read: Callable[[TensorEntry], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Name -> tensor, made of what `read` returns."""
+        """Return name -> tensor, converted from the results of `read`."""
         converter = copy.deepcopy(self.converter)
         for entry, pattern in self.sources:
-            when_needed: Any = partial(read, entry)  # the annotation of transformers is narrower than what it takes
+            when_needed: Any = partial(read, entry)  # transformers' annotation is too narrow
             converter.add_tensor(self.name, entry.name, pattern, when_needed)
         made = converter.convert(self.name, model=self.model, config=self.model.config)
         return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
 
     def result(self, name: str) -> torch.Tensor:
-        """One of the tensors that are made of the stored ones."""
+        """One of the resulting tensors."""
         found = self._cache.get(self.name)
         if found is None:
             made = self.run(lambda entry: self._reader.read(entry, ()))
@@ -155,10 +155,10 @@ class _Conversion:
 
 
 def _converted(index: TensorIndex, conversion: _Conversion) -> dict[str, TensorEntry]:
-    """The entries of what a conversion makes; dtypes and shapes come from a trial on the meta device."""
+    """The entries for a conversion's results; dtypes and shapes come from a trial on the meta device."""
     try:
         made = conversion.run(lambda entry: torch.empty(entry.shape, dtype=to_torch(entry.dtype), device="meta"))
-    except Exception as error:  # whatever stored tensors that do not fit together provoke
+    except Exception as error:  # anything that inconsistent stored tensors cause
         raise CheckpointError(
             f"{index.root} stores {conversion.sources[0][0].name} in a form that transformers converts to "
             f"{conversion.name}, which fails: {first_line(error)} The weights are incomplete, or of another model."

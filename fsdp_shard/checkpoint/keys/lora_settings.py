@@ -1,7 +1,8 @@
-"""The settings in adapter_config.json: which modules a LoRA adapts, by which rank and scale. Imports no torch, no peft.
+"""The settings in adapter_config.json: the modules that a LoRA adapts, with rank and scale. Imports neither torch nor
+peft.
 
-The rules are peft's (0.21: `check_target_module_exists`, `get_pattern_key`, `LoraConfig`), quirks included: a file must
-mean here what it means there.
+The rules are peft's (0.21: `check_target_module_exists`, `get_pattern_key`, `LoraConfig`), including quirks: a file
+must have the same meaning as in peft.
 """
 
 import math
@@ -14,7 +15,7 @@ from typing import Any
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import run_limited
 
-# Settings of kinds of LoRA that are more than a product of two matrices and, in DoRA, its norms, or change the base.
+# Settings of LoRA variants that change the base, or are more than a product of two matrices and, in DoRA, its norms.
 _OTHER_KINDS = (
     "use_qalora",
     "lora_bias",
@@ -31,7 +32,7 @@ _OTHER_KINDS = (
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 _STARTS_AT_ZERO = (True, "gaussian")  # B is zero before it is trained
 _DEFAULT_RANK = _DEFAULT_ALPHA = 8  # peft's
-# What decides about the product of the matrices, with peft's defaults.
+# Settings that affect the product of the matrices, with peft's defaults.
 _SCALES = {
     "r": _DEFAULT_RANK,
     "lora_alpha": _DEFAULT_ALPHA,
@@ -42,31 +43,31 @@ _SCALES = {
     "fan_in_fan_out": False,
 }
 _ALL_LINEAR = "all-linear"
-# Last parts of the names of embeddings and output heads, which all-linear leaves out.
+# Last parts of the names of embeddings and output heads, which all-linear excludes.
 _NOT_LINEAR = frozenset({"embed_tokens", "wte", "wpe", "word_embeddings", "shared", "embed_in", "lm_head", "embed_out"})
 
-_PLAIN = re.compile(r"[\w.-]*")  # a pattern that takes no time
+_PLAIN = re.compile(r"[\w.-]*")  # patterns that match fast
 
 Names = str | list[str] | None
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The settings of a LoRA or DoRA adapter; modules have the names that they have in the model.
+    """The settings of a LoRA or DoRA adapter; module names are those in the model.
 
     Attributes:
         where: adapter_config.json, for messages.
         targets: Names of the adapted modules or their ends, a regular expression for whole names, or `all-linear`.
-        excluded: The same for modules that are not adapted.
+        excluded: The same for modules to exclude.
         parameters: Names of adapted parameters or their ends (`target_parameters`), such as the experts of a layer.
-        saved: Ends of the names of modules that are stored whole (`modules_to_save`).
-        layers: Numbers of the layers that are adapted; None for all.
+        saved: Ends of the names of modules that are stored in full (`modules_to_save`).
+        layers: Numbers of the adapted layers; None for all.
         layers_pattern: Names of the lists of layers.
         ranks, alphas: Pattern of a module name -> the module's rank or alpha; None -> that of other modules.
         root_of_rank: Whether alpha is divided by the root of the rank (`use_rslora`).
         is_dora: Whether adapted modules have magnitudes (`use_dora`).
-        starts_at_zero: Whether a module without tensors is what it is in the base.
-        fan_in_fan_out: What the file says of it, which peft corrects for the modules that it knows.
+        starts_at_zero: Whether a module without tensors equals that of the base.
+        fan_in_fan_out: The value in the file, which peft corrects for known modules.
     """
 
     where: Path
@@ -85,15 +86,15 @@ class LoraSettings:
 
     @property
     def is_all_linear(self) -> bool:
-        """Whether it adapts every linear layer but the output head."""
+        """Whether the adapter covers every linear layer except the output head."""
         return isinstance(self.targets, str) and self.targets.lower() == _ALL_LINEAR
 
     def is_saved(self, module: str) -> bool:
-        """Whether the adapter must have this module as a whole."""
+        """Whether the adapter must store this module in full."""
         return any(module.endswith(end) for end in self.saved)
 
     def is_target_parameter(self, name: str) -> bool:
-        """Whether this parameter is adapted by factors of its own, whatever its module is."""
+        """Whether this parameter is adapted by its own factors, regardless of its module."""
         return bool(self.parameters) and _is_named(name, self.parameters, self.where)
 
     def is_target(self, module: str) -> bool:
@@ -122,15 +123,15 @@ class LoraSettings:
         return self.ranks[self._pattern_of(module, self.ranks)]
 
     def scale(self, module: str) -> float:
-        """The factor of the product of the matrices of an adapted module or parameter."""
+        """The scale of the product of the matrices for an adapted module or parameter."""
         rank = self.rank(module)
         return self.alphas[self._pattern_of(module, self.alphas)] / (math.sqrt(rank) if self.root_of_rank else rank)
 
     def try_patterns(self, modules: Collection[str]) -> None:
-        """Match the patterns with names of modules and parameters in a process that is ended if that takes too long.
+        """Match the patterns with module and parameter names in a process that is ended if that takes too long.
 
         Raises:
-            CheckpointError: It does, or one is no regular expression.
+            CheckpointError: Matching takes too long, or a pattern is not a regular expression.
         """
         lists = (self.targets, self.excluded, self.saved, self.layers_pattern, *map(list, (self.ranks, self.alphas)))
         patterns = [name for names in lists for name in ([names] if isinstance(names, str) else names or ()) if name]
@@ -156,7 +157,7 @@ def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
     """Parse the document of an adapter_config.json at `where`.
 
     Raises:
-        CheckpointError: It is neither LoRA nor DoRA, or peft refuses the settings.
+        CheckpointError: It is neither LoRA nor DoRA, or peft rejects the settings.
     """
     _refuse_other_kinds(where, config)
     parameters = _list(where, "target_parameters", config.get("target_parameters"))
@@ -185,7 +186,7 @@ def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
 
 
 def scale_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
-    """Return how two adapter_config.json differ in what adapters of equal matrices add to a model, a line each."""
+    """Describe, in lines, differences between two adapter_config.json that matter for adapters with equal matrices."""
     sides = [
         _SCALES | {name: value for name in _SCALES if (value := each.get(name)) is not None} for each in (one, two)
     ]
@@ -204,7 +205,7 @@ def _refuse_other_kinds(where: Path, config: Mapping[str, Any]) -> None:
             where,
             f"init_lora_weights={start!r} changes the base model, so it cannot be merged here; merge it with peft",
         )
-    alone = ("use_dora", "fan_in_fan_out", "lora_dropout")  # which peft refuses together with it
+    alone = ("use_dora", "fan_in_fan_out", "lora_dropout")  # which peft rejects together with it
     if config.get("target_parameters") and (other := next((name for name in alone if config.get(name)), None)):
         raise _wrong(where, f"target_parameters and {other} do not go together")
     if bias not in ("none", "all", "lora_only"):
@@ -241,7 +242,7 @@ def _layers(where: Path, value: Any) -> list[int] | None:
 
 
 def _numbers(where: Path, config: Mapping[str, Any], key: str, patterns: str, default: int) -> dict[Any, Any]:
-    """The value of `key` under None, and those of the modules that the setting `patterns` names."""
+    """The value of `key` under None, and the values of modules named in the setting `patterns`."""
     named = config.get(patterns, {})
     if not isinstance(named, Mapping):
         raise _wrong(where, f"{patterns} is {named!r}; expected names of modules with a number each")
@@ -266,14 +267,14 @@ def _finite(where: Path, key: str, value: Any) -> float:
 
 
 def _is_named(module: str, names: str | list[str], where: Path) -> bool:
-    """Whether a pattern matches the whole name, or a list has it or its end after a dot."""
+    """Whether a pattern matches the whole name, or a list contains it or its end after a dot."""
     if isinstance(names, str):
         return bool(_match(names, module, where, is_whole=True))
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _match(pattern: str, text: str, where: Path, *, is_whole: bool = False) -> re.Match[str] | None:
-    """`re.match`, or `re.fullmatch`; every pattern of the file is tried by this function."""
+    """`re.match` or `re.fullmatch`; all patterns of the file go through this function."""
     try:
         return re.fullmatch(pattern, text) if is_whole else re.match(pattern, text)
     except (re.error, RecursionError, OverflowError) as error:

@@ -1,6 +1,6 @@
 """Matches the tensors of a checkpoint to the parameters of a model, by name and shape.
 
-Values are read only to see whether two stored copies of one tied tensor are equal.
+Values are read only to check whether two stored copies of a tied tensor are equal.
 """
 
 import re
@@ -19,18 +19,18 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import computed_tensor, ignored_missing_keys, ignored_unexpected_keys, tied_names
 from fsdp_shard.utils import first_few
 
-_DECLARE_TIES = frozenset({"huggingface", "sharded"})  # formats that hold a tied tensor under one name
-_MAX_COMPUTED = 1 << 22  # elements of a tensor that is computed; a config may ask for any number
+_DECLARE_TIES = frozenset({"huggingface", "sharded"})  # formats that store a tied tensor under one name
+_MAX_COMPUTED = 1 << 22  # elements of a computed tensor; a config may request any number
 
 
 @dataclass(frozen=True)
 class MatchedNames:
-    """Which stored tensor each tensor of a model is filled from.
+    """The stored tensor that fills each tensor of a model.
 
     Attributes:
-        stored: Name of a parameter or persistent buffer -> name in the index; of tied parameters, the one that is kept.
-        note: Lines about stored tensors that are not used; empty if there are none.
-        unused: The names of those that the model does not have.
+        stored: Name of a parameter or persistent buffer -> name in the index; for tied parameters, only the kept name.
+        note: Lines about unused stored tensors; empty if there are none.
+        unused: The names of stored tensors that the model lacks.
     """
 
     stored: dict[str, str]
@@ -41,20 +41,20 @@ class MatchedNames:
 def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     """Match each parameter and persistent buffer of a model to a tensor of a checkpoint.
 
-    Names in the checkpoint may be the model's own, those that transformers gives them in files (it renames some when it
-    loads and saves), or have or lack `base_model_prefix`, as in a checkpoint of the bare model.
+    Names in the checkpoint may be the model's own, those that transformers uses in files (it renames some on load and
+    save), or have or lack `base_model_prefix`, as in a checkpoint of the bare model.
 
     Args:
         model: The model, which may be on meta.
-        index: The checkpoint. Tensors that transformers converts when it loads (such as experts) become entries of
-            it, under the model's own names, and so do parameters that it computes and that are not stored.
+        index: The checkpoint. Tensors that transformers converts on load (such as experts) become entries under the
+            model's own names, and so do parameters that it computes and that are not stored.
 
     Returns:
-        The matched names. What `from_pretrained` leaves out, too (a head for pre-training), is noted.
+        The matched names. Tensors that `from_pretrained` also skips (a pre-training head) are noted.
 
     Raises:
-        CheckpointError: It names what is missing, of another shape or kind of numbers, a part that the model's module
-            does not have, or tied in the model and not in the checkpoint.
+        CheckpointError: A tensor is missing, has another shape or kind of numbers, is a part that the model's module
+            lacks, or is tied in the model but not in the checkpoint; the message names it.
     """
     aliases = tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -91,10 +91,11 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
 
 
 def untie(model: PreTrainedModel, index: TensorIndex) -> None:
-    """Give a model on meta a parameter of its own for each tied name that the checkpoint has other values for.
+    """Give a model on meta a separate parameter for each tied name with different values in the checkpoint.
 
-    Only if the class of the config ties them whatever its settings, as T5's does for models whose output head was
-    trained apart: the stored values then decide, as in `from_pretrained`. Otherwise `match_names` refuses.
+    This applies only if the config class ties them regardless of its settings, as T5's does for models whose output
+    head was trained separately: the stored values then decide, as in `from_pretrained`. Otherwise, `match_names` raises
+    an error.
     """
     for alias, kept in tied_names(model).items():
         stored = _distinct(index, [name for name in (kept, alias) if name in index.tensors or name in index.aliases])
@@ -114,18 +115,18 @@ def _always_ties(model: PreTrainedModel) -> bool:
 
 
 def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Name in the model -> the names in `index` that mean it.
+    """Name in the model -> the names in `index` that refer to it.
 
-    Stored tensors that transformers converts are replaced in `index` by entries of what they are converted to.
+    Stored tensors that transformers converts are replaced in `index` by entries for the results.
     """
     names = [*index.tensors, *index.aliases]
-    if shapes.keys() >= {*names}:  # all as in the model: transformers takes 0.2 s to make its renaming rules
+    if shapes.keys() >= {*names}:  # all equal the model's: transformers needs 0.2 s to create its renaming rules
         return {name: [name] for name in names}
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
     spellings: dict[str, list[str]] = {}
-    sources: dict[str, list[tuple[str, str]]] = {}  # stored names and their patterns, by the first name that they make
+    sources: dict[str, list[tuple[str, str]]] = {}  # stored names and their patterns, by the first resulting name
     for name in names:
         renamed, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
         if name not in shapes and pattern is not None:
@@ -138,7 +139,7 @@ def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tup
 
 
 def _distinct(index: TensorIndex, names: Iterable[str]) -> list[str]:
-    """The stored tensors that `names` mean, each once."""
+    """The stored tensors to which `names` refer, each once."""
     return list(dict.fromkeys(index.entry(name).name for name in names))
 
 
@@ -165,10 +166,10 @@ def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found
 
 
 def _refuse_foreign_tie(index: TensorIndex, names: Sequence[str]) -> None:
-    """Refuse a tensor that is nowhere stored, and tied to another one by a header or a manifest but not by the model.
+    """Reject a tensor that is not stored, and that a header or manifest ties to another one but the model does not.
 
-    An output head may be: models with a head of their own are saved while it is the embedding. Other formats name what
-    shares its bytes.
+    An output head is allowed: models with a separate head are saved while it is the embedding. Other formats name
+    tensors that share bytes.
     """
     if index.format not in _DECLARE_TIES or any(name in index.tensors or name.endswith(HEADS) for name in names):
         return
@@ -179,7 +180,7 @@ def _refuse_foreign_tie(index: TensorIndex, names: Sequence[str]) -> None:
 
 
 def _refuse_kinds(index: TensorIndex, model: PreTrainedModel, found: dict[str, str]) -> None:
-    """Integers are never what a weight is: transformers casts them in silence."""
+    """Reject integers stored for weights, which transformers would cast silently."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in found:
             continue
@@ -194,7 +195,7 @@ def _refuse_kinds(index: TensorIndex, model: PreTrainedModel, found: dict[str, s
 def _refuse_other_parts(
     index: TensorIndex, model: PreTrainedModel, used: Collection[str], unused: Sequence[str]
 ) -> None:
-    """A bias, a scale or an adapter of a layer whose weight is used: without it, the layer computes something else."""
+    """Reject a bias, a scale or an adapter of a layer whose weight is used: without it, the layer computes something else."""
     layers = {name.removesuffix("weight") for name in used if name.endswith(".weight")}
     wrong = [
         name
@@ -211,17 +212,17 @@ def _refuse_other_parts(
 
 
 def _unused(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Those of the stored `names` without a tensor in the model that are worth a word."""
+    """The stored `names` without a tensor in the model that should be reported."""
     # transformers once stored what it now computes: masks, position_ids, and frequencies in each layer.
     computed = [re.escape(name) for name, _ in model.named_buffers()]
     patterns = [r"rotary_emb\.inv_freq$", *ignored_unexpected_keys(model), *(rf"(?:^|\.){name}$" for name in computed)]
     ignored = re.compile("|".join(patterns))
-    prefix = f"{model.base_model_prefix}."  # which files of the bare model lack
+    prefix = f"{model.base_model_prefix}."  # absent in files of the bare model
     return [name for name in names if not ignored.search(name) and not ignored.search(prefix + name)]
 
 
 def _computed(model: PreTrainedModel, missing: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The values of those `missing` tensors that `from_pretrained` computes."""
+    """The values of the `missing` tensors that `from_pretrained` computes."""
     patterns = [re.compile(pattern) for pattern in ignored_missing_keys(model)]
     names = [name for name in missing if any(pattern.search(name) for pattern in patterns)]
     sizes = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}

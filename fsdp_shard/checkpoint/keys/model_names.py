@@ -1,6 +1,6 @@
-"""Which stored tensors the tensors of a model are filled from, by the names that they have in the model.
+"""The stored tensors that fill the tensors of a model, by the names in the model.
 
-They are the same for most models. transformers renames tensors of others as it loads them, and stacks their experts.
+For most models, the names are the same. For others, transformers renames tensors on load, and stacks experts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 
 
 class StoredPart(NamedTuple):
-    """The stored tensor `name`, and the box of a tensor of the model that it fills, at `offsets` and of `shape`."""
+    """The stored tensor `name`, and the box of a model tensor that it fills, at `offsets` and of `shape`."""
 
     name: str
     offsets: tuple[int, ...]
@@ -23,7 +23,7 @@ class StoredPart(NamedTuple):
 
 
 class ModelTensor(NamedTuple):
-    """Shape and parts of a tensor of the model; without parts, it is computed from what is stored."""
+    """Shape and parts of a model tensor; without parts, it is computed from stored tensors."""
 
     shape: tuple[int, ...]
     parts: Sequence[StoredPart]
@@ -31,12 +31,12 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelNames:
-    """What a checkpoint stores of a model.
+    """The tensors of a model that a checkpoint stores.
 
     Attributes:
-        tensors: Name of a tensor in the model -> where it is stored; of tied ones, the one that is kept.
-        ties: Tied name -> the one that is kept; None if the model was not asked.
-        linear: The modules that peft's `all-linear` adapts; None if the model was not asked.
+        tensors: Name of a tensor in the model -> where it is stored; for tied ones, only the kept name.
+        ties: Tied name -> kept name; None if no model was built.
+        linear: The modules that peft's `all-linear` adapts; None if no model was built.
         transposed: Modules whose matrices for each expert are [inputs, outputs].
     """
 
@@ -48,7 +48,7 @@ class ModelNames:
 
 @dataclass(frozen=True, slots=True)
 class CopiedTensor:
-    """The codec of a tensor that another index holds."""
+    """The codec of a tensor in another index."""
 
     index: TensorIndex
     name: str
@@ -59,26 +59,26 @@ class CopiedTensor:
         return self.index.entry(self.name).num_bytes
 
     def decode_into(self, read: Any, start: int, out: memoryview) -> None:
-        """Copy elements of the tensor, whatever the file of the piece is."""
+        """Copy elements of the tensor, regardless of the file of the piece."""
         self.index.read_into(self.name, start, out)
 
 
 def names_of_files(index: TensorIndex) -> ModelNames:
-    """The names of the stored tensors, as if they were those of the model."""
+    """Use the stored names as the names in the model."""
     whole = {name: StoredPart(name, (0,) * len(entry.shape), entry.shape) for name, entry in index.tensors.items()}
     return ModelNames({name: ModelTensor(part.shape, (part,)) for name, part in whole.items()})
 
 
 def names_of_model(index: TensorIndex, directory: Path, others: Mapping[str, TensorEntry]) -> ModelNames:
-    """Ask the class that a config names, as loading does; imports transformers.
+    """Match names with the model class of a config, as in loading; imports transformers.
 
     Args:
         index: The stored tensors.
         directory: The directory of config.json.
-        others: What the model has and another checkpoint holds, by the names in the model.
+        others: Tensors of the model that another checkpoint holds, by the names in the model.
 
     Raises:
-        CheckpointError, ModelError: There is no such model, or the tensors are not its.
+        CheckpointError, ModelError: The model does not exist, or the tensors do not belong to it.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -87,7 +87,7 @@ def names_of_model(index: TensorIndex, directory: Path, others: Mapping[str, Ten
     from fsdp_shard.models import build_on_meta, load_config, tied_names
 
     model = build_on_meta(load_config(directory), "float32")
-    # Each says by its codec which stored tensor it is, whatever is made of it.
+    # Each codec identifies its stored tensor, regardless of conversions.
     stored = {name: entry.with_codec(CopiedTensor(index, entry.name)) for name, entry in index.tensors.items()}
     matched = replace(index, tensors=stored | dict(others))  # whose entries the match replaces by what it makes of them
     try:

@@ -1,7 +1,7 @@
-"""Selects the weights among stored names, and finds the names that the model itself has for them. Looks at names only.
+"""Selects the weights among stored names, and finds the model's own names for them, from the names alone.
 
-`split_state` takes a nested state dict apart: `{"model": ..., "optimizer": ...}` and what trainers add to it.
-`plain_names` removes what wrappers add to the names of modules: FSDP, DDP, torch.compile, checkpointing, peft.
+`split_state` splits a nested state dict: `{"model": ..., "optimizer": ...}` and the additions of trainers.
+`plain_names` strips the prefixes of wrappers: FSDP, DDP, torch.compile, checkpointing, peft.
 """
 
 import re
@@ -17,18 +17,18 @@ _OPTIMIZER = frozenset(
 )
 # Keys that hold weights, where a state dict has several parts.
 _MODEL = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state", "net", "network"})
-# Keys of a trainer's own state, which may hold tensors too.
+# Keys of a trainer's own state, which may also hold tensors.
 _TRAINER = frozenset(
     {"lr_scheduler", "scheduler", "lr_schedulers", "train_state", "trainer", "dataloader", "extra_state", "ema"}
     | {"rng", "rng_state", "rng_states", "scaler", "grad_scaler", "loops", "callbacks", "metrics", "step", "epoch"}
 )
-# Modules that wrappers put between a module and its parent.
+# Modules that wrappers insert between a module and its parent.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "_ddp_module")
 PEFT_PREFIX = "base_model.model."  # of all names in a file of peft
-# Parts of names that only peft's adapters have.
+# Parts of names found only in peft adapters.
 _ADAPTER = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "original_module")
 
-# Matches if there is anything to remove, so that most checkpoints need a single search.
+# Matches if there is anything to strip, so most checkpoints need only one search.
 _TRACES = re.compile(
     rf"(^|\.)({'|'.join((*_WRAPPERS, *_ADAPTER, 'base_layer', 'modules_to_save'))})\."
     r"|^(module|base_model\.model|model\.(model|lm_head))\.",
@@ -54,8 +54,8 @@ class Selection:
 def split_state(paths: Mapping[str, Sequence[object]]) -> Selection:
     """Separate weights from the rest in a nested state dict.
 
-    Of several parts that could be the model, the one under a key such as `model` is taken. Parts under unknown keys are
-    all weights, under their dotted paths, as in a dict of several models.
+    If several parts could be the model, the one under a key such as `model` is used. Parts under unknown keys all count
+    as weights, under their dotted paths, as in a dict of several models.
 
     Args:
         paths: Stored name -> the keys that lead to it.
@@ -64,7 +64,7 @@ def split_state(paths: Mapping[str, Sequence[object]]) -> Selection:
         The weights, and the other names by kind.
 
     Raises:
-        CheckpointError: There are several models, or two names for one tensor.
+        CheckpointError: There are several models, or two tensors with one name.
     """
     extras: dict[str, list[str]] = {}
     weights: dict[str, tuple[str, ...]] = {}
@@ -117,11 +117,11 @@ def _kind(keys: tuple[str, ...]) -> str | None:
 
 
 def plain_names(names: Iterable[str], *, is_nested: bool = True) -> Selection:
-    """Remove what wrappers add to names.
+    """Strip wrapper prefixes from names.
 
     Prefixes (`module.`, `base_model.model.`, `model.` before `model.`) are removed only if all weights have them.
-    Adapters of peft, stored together with the weights that they adapt, are extras; a checkpoint of nothing but adapters
-    keeps its names.
+    peft adapters stored together with the weights that they adapt are extras; a checkpoint with only adapters keeps its
+    names.
 
     Args:
         names: The stored names.

@@ -1,6 +1,6 @@
-"""Requests to the Hugging Face hub that write: waiting where it asks for that, and errors in one sentence each.
+"""Write requests to the Hugging Face hub, with waits that the hub requests and one-sentence errors.
 
-Only pushing makes such requests. huggingface_hub is imported when the first one is made.
+Only pushing makes such requests. huggingface_hub is imported with the first one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ATTEMPTS = 4  # of a request that the hub answers with 429
-_LONGEST_WAIT, _FIRST_WAIT = 300, 5  # seconds; the first is doubled at each attempt, where the hub names none
+_ATTEMPTS = 4  # for a request that the hub answers with 429
+_LONGEST_WAIT, _FIRST_WAIT = 300, 5  # seconds; the first is doubled at each attempt if the hub names no time
 _RESET = re.compile(r"\bt=(\d{1,9})\b", re.ASCII)  # of the header RateLimit, as in "api";r=0;t=12
 _LONGEST_REASON = 300
 _RETRIED_BY_LIBRARY = ("/preupload/", "/objects/batch")
@@ -42,7 +42,7 @@ _CAUSES = {
 
 
 def require_hub() -> None:
-    """Raise ConfigError if huggingface_hub may make no request, or has no token to write with."""
+    """Raise ConfigError if huggingface_hub may not make requests, or has no write token."""
     from huggingface_hub import get_token, is_offline_mode
 
     if is_offline_mode():
@@ -56,21 +56,21 @@ def require_hub() -> None:
 
 
 def request(what: str, call: Callable[[], T]) -> T:
-    """Make a request, again if the hub asks to wait (HTTP 429, for the time in RateLimit or Retry-After).
+    """Make a request, and retry it if the hub asks to wait (HTTP 429, for the time in RateLimit or Retry-After).
 
     Args:
-        what: What has failed if it fails, such as `org/name could not be written`.
+        what: Description of its failure, such as `org/name could not be written`.
         call: Makes the request through huggingface_hub.
 
     Raises:
-        RemoteError: The hub refuses it or fails, or the connection does.
+        RemoteError: The hub rejects the request or fails, or the connection fails.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return call()
         except FsdpShardError:
             raise
-        except Exception as error:  # uploads of large files raise errors of several libraries
+        except Exception as error:  # large uploads raise errors of several libraries
             seconds = None if attempt == _ATTEMPTS else _asked_wait(error, attempt)
             if seconds is None:
                 raise _explained(what, error) from error
@@ -83,7 +83,7 @@ def request(what: str, call: Callable[[], T]) -> T:
 
 
 def _asked_wait(error: BaseException, attempt: int) -> int | None:
-    """How many seconds to wait before the next attempt; None if there is to be none."""
+    """Seconds to wait before the next attempt; None for no further attempt."""
     answer = _answer(error)
     if answer is None or answer.response.status_code != 429:
         return None
@@ -97,10 +97,10 @@ def _asked_wait(error: BaseException, attempt: int) -> int | None:
 
 
 def _retry_after(answer: HfHubHTTPError) -> int | None:
-    """Seconds after which the hub takes requests again; None if it does not say."""
+    """Seconds after which the hub accepts requests again; None if unknown."""
     headers = answer.response.headers
     if (reset := _RESET.search(headers.get("RateLimit", ""))) is not None:
-        return int(reset[1]) + 1  # it is rounded
+        return int(reset[1]) + 1  # the value is rounded
     given = headers.get("Retry-After", "").strip()
     return int(given) if given.isdecimal() and given.isascii() and len(given) < 10 else None
 
@@ -122,14 +122,14 @@ def _explained(what: str, error: Exception) -> RemoteError:
 
 
 def _answer(error: BaseException) -> HfHubHTTPError | None:
-    """The answer of the hub in the causes of an error; None if there was none."""
+    """The hub's answer among the causes of an error, if any."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return next((one for one in _chain(error) if isinstance(one, HfHubHTTPError)), None)
 
 
 def _is_network(error: BaseException) -> bool:
-    """Whether an error is of the connection, not of files on this machine."""
+    """Whether an error comes from the connection, not from files on this machine."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx, from 2.0 on of httpx2
 
     kinds = (HTTPError, ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)

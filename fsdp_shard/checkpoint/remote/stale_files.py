@@ -1,4 +1,4 @@
-"""Files of a model that a repository has of an earlier push, and that would be loaded with the model pushed now."""
+"""Finds files from earlier pushes in a repository that would be loaded together with a new model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.model_files import CONFIG, is_settings_file, is_tokenizer_file
 from fsdp_shard.utils import matches_any
 
-# By the names that from_pretrained looks for. Variants (model.fp16.safetensors) are loaded only if asked for, and stay.
+# The names that from_pretrained looks for. Variants (model.fp16.safetensors) are loaded only on request, and stay.
 _WEIGHTS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -23,14 +23,14 @@ _WEIGHTS = (
 
 
 def stale_files(names: Collection[str], sent: Collection[str]) -> tuple[str, ...]:
-    """Choose what a push deletes, in addition to manifest.json.
+    """Select the files that a push deletes, in addition to manifest.json.
 
     Args:
         names: All files of the repository.
-        sent: Those that are pushed: a model or an adapter, with or without a tokenizer.
+        sent: The pushed files: a model or an adapter, with or without a tokenizer.
 
     Returns:
-        Names of weights, of files of a tokenizer if one is pushed, and of configs if a model or an adapter is pushed.
+        Names of weight files, of tokenizer files if one is pushed, and of configs if a model or an adapter is pushed.
     """
     has_tokenizer = any(map(is_tokenizer_file, sent))
     has_model = CONFIG in sent or ADAPTER_CONFIG in sent

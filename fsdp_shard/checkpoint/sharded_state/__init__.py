@@ -1,1 +1,1 @@
-"""Saving and loading the shards that the ranks of a run hold: weights and optimizer state."""
+"""Saves and loads the shards of a run's ranks: weights and optimizer state."""

@@ -1,4 +1,4 @@
-"""Reads ranges of stored tensors into the memory of a rank's shards, and nothing else of the files."""
+"""Reads ranges of stored tensors into the memory of a rank's shards, and only these ranges."""
 
 from collections.abc import Mapping
 
@@ -11,14 +11,14 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import QUANTIZATION_BLOCK, QuantizationCode
 
-READ_STAGE_BYTES = 16 << 20  # read at a time where the dtype or the device differs
-ENCODED_AT_ONCE = 1 << 20  # weights; encoding them takes up to 20 bytes each
+READ_STAGE_BYTES = 16 << 20  # read at a time if the dtype or the device differs
+ENCODED_AT_ONCE = 1 << 20  # weights; encoding needs up to 20 bytes each
 
 
 def load_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: Mapping[str, str] | None = None) -> None:
-    """Fill each shard's own memory with its range, cast where the dtypes differ; touches nothing else of the files.
+    """Fill each shard's own memory with its range, cast if the dtypes differ; read nothing else of the files.
 
-    `names` maps a shard's name to the one in `index`, where they differ.
+    `names` maps shard names to those in `index` if they differ.
     """
     for name, shard in shards.items():
         stored = names[name] if names is not None else name
@@ -29,17 +29,17 @@ def load_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: Map
 def encode_shards(
     index: TensorIndex, shards: Mapping[str, LocalShard], names: Mapping[str, str], code: QuantizationCode
 ) -> None:
-    """Fill each shard of the rows of a quantized weight with its range, from the weights of those rows alone.
+    """Fill each shard of a quantized weight's rows with its range, reading only the weights of those rows.
 
-    `names` maps a shard's name to the tensor in `index` whose weights it stands for. Raises CheckpointError where they
-    are not numbers that `code` can hold.
+    `names` maps a shard's name to the tensor in `index` whose weights it represents. Raises CheckpointError if `code`
+    cannot represent them.
     """
     for name, shard in shards.items():
         _encode_range(index, names[name], shard, code)
 
 
 def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: QuantizationCode) -> None:
-    """A shard may begin and end inside a row: what it lacks of the row is encoded too, and left out."""
+    """Encode full rows: a shard may begin and end inside a row, whose rest is then discarded."""
     assert shard.box is None, "only whole rows of elements were divided"
     entry, dtype = index.entry(stored), to_torch(index.entry(stored).dtype)
     if not dtype.is_floating_point:

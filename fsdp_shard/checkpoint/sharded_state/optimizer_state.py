@@ -1,7 +1,8 @@
 """The state of any torch optimizer as named tensors, with each rank's part as flat ranges.
 
-A state with the shape of its parameter is sharded as the parameter is; a scalar (a step count) is written by the rank
-that holds the parameter's first element, since under FSDP1 a rank may hold nothing of it, and then has no state of it.
+A state with the shape of its parameter is sharded like the parameter. A scalar (a step count) is written by the rank
+that holds the parameter's first element: under FSDP1, a rank may hold no elements of a parameter, and then has no state
+for it.
 """
 
 import math
@@ -22,11 +23,11 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
     """This rank's part of the optimizer state.
 
     Args:
-        optimizer: The optimizer. If its state is not sharded as its parameters are, it has a method `state_shards`.
+        optimizer: The optimizer. If its state is not sharded like its parameters, it has a method `state_shards`.
         shards: This rank's parameters, by name.
 
     Returns:
-        The states by `PARAMETER.SLOT`, on every rank all that any rank may hold.
+        The states by `PARAMETER.SLOT`; every rank lists all states that any rank may hold.
     """
     own: Callable[[], dict[str, LocalShard]] | None = getattr(optimizer, "state_shards", None)
     if own is not None:
@@ -41,10 +42,10 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
 
 
 def plain_tensors(slot: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """A state as plain tensors or DTensors: itself, the parts of a quantized one that change, or nothing.
+    """Return a state as plain tensors or DTensors: itself, the variable parts of a quantized one, or nothing.
 
     Args:
-        slot: The name of the state; a part of a quantized one is SLOT.PART.
+        slot: The name of the state; parts of a quantized one are SLOT.PART.
         value: The state.
     """
     if not isinstance(value, torch.Tensor):
@@ -56,19 +57,20 @@ def plain_tensors(slot: str, value: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def used_parameters(slots: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Those of the parameters `names` for which there is one of `slots`: the others never had a gradient.
+    """The parameters among `names` with one of `slots`; the others never had a gradient.
 
-    All of them if there is none at all: then they are the states of another optimizer.
+    All of them if none has a state: the states then belong to another optimizer.
     """
     known = {slot.rsplit(".", parts)[0] for slot in slots for parts in range(1, slot.count(".") + 1)}
     return known.intersection(names) or set(names)
 
 
 def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = None) -> None:
-    """Make an optimizer allocate its state by a step with zero gradients and zero rate, which changes no parameter.
+    """Make an optimizer allocate its state, with a step with zero gradients and learning rate that changes no
+    parameter.
 
-    torch's `set_optimizer_state_dict` does the same: there is no public way to ask an optimizer for empty state.
-    Gradients are kept. An optimizer without a rate (`lr`) may decay the parameters: fill them afterwards.
+    torch's `set_optimizer_state_dict` does the same: there is no public way to allocate empty state. Gradients are
+    kept. An optimizer without a learning rate (`lr`) may decay the parameters: fill them afterwards.
 
     Args:
         optimizer: The optimizer, which has no state yet.
@@ -92,7 +94,7 @@ def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = N
 
 
 def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], extra: Sequence[str]) -> None:
-    """Raise CheckpointError unless `index` holds the states that this rank expects, in their shapes, and no `extra`.
+    """Raise CheckpointError unless `index` holds the states that this rank expects, with their shapes, and no `extra`.
 
     `extra` are the states in `index` that no rank expects.
     """
@@ -117,7 +119,7 @@ def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], extra: S
 
 
 def optimizer_values(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> dict[str, Any]:
-    """The entries of the optimizer state that are no tensors, such as counts of steps, by `PARAMETER.SLOT`."""
+    """The non-tensor entries of the optimizer state, such as step counts, by `PARAMETER.SLOT`."""
     return {
         f"{name}.{slot}": value
         for name, shard in shards.items()
@@ -127,10 +129,10 @@ def optimizer_values(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
 
 
 def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShard:
-    """This rank's part of the state `name` of the parameter of `shard`.
+    """This rank's part of the state `name` for the parameter of `shard`.
 
-    It is divided as the parameter is, or a DTensor that is divided in its own way, or of its own shape for a parameter
-    that is not divided.
+    The state is sharded like the parameter, or a DTensor with its own sharding, or has its own shape if the parameter
+    is not sharded.
     """
     if isinstance(value, DTensor) and value.shape != shard.tensor.shape:
         return shard_of(value, writes=is_first_copy(value.device_mesh, value.placements))

@@ -1,16 +1,16 @@
 """A snapshot of this rank's state, for a save that runs while training continues.
 
-Parameters and optimizer state do not change before the next `optimizer.step()`. So state in host memory is written
-directly during the next forward and backward pass, and only what is not written by then is copied, when the copy is
-settled before the weights change. The memory of the copies is allocated once and reused by every save: new pages cost
-several times as much as the copy. Buffers, which a forward pass may change, are copied immediately. Tensors on a GPU
-are copied to page-locked memory on a stream of their own.
+Parameters and optimizer state do not change before the next `optimizer.step()`. State in host memory is therefore
+written directly during the next forward and backward pass. Tensors that have not been written by then are copied when
+the copy is settled, before the weights change. The memory of the copies is allocated once and reused by every save: new
+pages cost several times as much as the copy. Buffers, which a forward pass may change, are copied immediately. Tensors
+on a GPU are copied to pinned memory on a separate stream.
 
-What changes parameters otherwise, such as swapping in their averages, is not known in advance. In host memory it is
-noticed by torch's count of changes in place, and the save fails. The count is that of the parameter as the optimizer
-knows it: a gather does not change it under any wrapper, and the memory of a shard may have another. Neither changes
-through `.data` nor torch's operators on lists of DTensors are counted. On a GPU the transfer may be over when a change
-is seen, so nothing can be said there.
+Other changes to parameters, such as swapping in averages, are not known in advance. In host memory, torch's count of
+in-place changes reveals them, and the save fails. The count is that of the optimizer's own parameter, which no
+wrapper's gather changes; a shard's memory may have another count. Changes through `.data` and by torch's foreach
+operators on DTensors are not counted. On a GPU, the transfer may already be complete when a change is seen, so changes
+cannot be detected.
 """
 
 import threading
@@ -27,13 +27,13 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import SaveError
 from fsdp_shard.utils import empty_pages, lock_pages, version
 
-_ALIGNMENT = 64  # a multiple of every element's size, and a cache line
+_ALIGNMENT = 64  # a multiple of every element size, and a cache line
 
-Job = tuple[torch.Tensor, torch.Tensor]  # (host memory, source), flat and alike
+Job = tuple[torch.Tensor, torch.Tensor]  # (host memory, source), flat, with equal dtype and size
 
 
 class StagedCopy:
-    """What a save reads. `settle` is called before the weights change, in another thread than those that read."""
+    """The source of a save. `settle` is called before the weights change, in a thread other than the readers."""
 
     def __init__(self, jobs: list[Job], weights: Mapping[str, LocalShard]) -> None:
         params = {id(shard.data): (name, shard.tensor) for name, shard in weights.items()}
@@ -48,14 +48,15 @@ class StagedCopy:
     def wait(self) -> None:
         """Wait for the transfers from GPUs."""
         for device, end in self._transfers.items():
-            with torch.cuda.device(device):  # of this thread, which else would make a context on GPU 0
+            with torch.cuda.device(device):  # for this thread, which would otherwise create a context on GPU 0
                 end.synchronize()
 
     @contextmanager
     def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
-        """A range of the bytes of a staged shard, which a step cannot change in the block; a save reads each byte once.
+        """Yield a byte range of a staged shard, which a step cannot change within the block; a save reads each byte
+        once.
 
-        Leaving the block raises SaveError if they have been changed otherwise.
+        Leaving the block raises SaveError if the bytes were changed in another way.
         """
         staged = self._parts.get(id(shard.data))
         if staged is None:
@@ -68,7 +69,7 @@ class StagedCopy:
             staged.require_unchanged()
 
     def settle(self) -> None:
-        """Copy what is not read yet, so that it may change; on a GPU the stream waits for it, not this thread."""
+        """Copy everything not read yet, so that it may change; on a GPU, the stream waits for the copies, not this thread."""
         for part in self._parts.values():
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):
@@ -77,14 +78,14 @@ class StagedCopy:
             torch.cuda.current_stream(device).wait_event(end)
 
     def end(self) -> None:
-        """Mark that the save has ended, so that nothing needs to be copied any more."""
+        """Mark the save as ended, so no more copies are needed."""
         self._is_over = True
 
 
 class _Part:
     """A shard in host memory: `source`, the memory `host` to copy it to, and the number of bytes not read yet.
 
-    `tensor` is the parameter `name` that it is of, or None.
+    `tensor` is its parameter, called `name`, or None.
     """
 
     def __init__(self, host: torch.Tensor, source: torch.Tensor, name: str, tensor: torch.Tensor | None) -> None:
@@ -96,7 +97,7 @@ class _Part:
         self._version = self._count()
 
     def copy(self) -> None:
-        """Copy the shard to `host`; from then on it may change."""
+        """Copy the shard to `host`; afterwards, it may change."""
         self._is_spoiled = self._count() != self._version
         self.host.copy_(self.source)
         self.is_copied = True
@@ -120,14 +121,14 @@ class Staging:
         self._memory: torch.Tensor | None = None
 
     def stage(self, state: RunState) -> tuple[RunState, StagedCopy]:
-        """Prepare a save in the background; the previous one must have ended.
+        """Prepare a background save; the previous one must have ended.
 
         Args:
             state: This rank's state.
 
         Returns:
-            The state for the save, in which shards that another rank writes have no `data`, and the copy that it is
-            read through.
+            The state for the save, in which shards that another rank writes have no `data`, and the copy through which
+            it is read.
         """
         shards = [*state.weights.values(), *state.optimizer.values(), *state.average.values()]
         gpu = next((shard.data.device for shard in shards if shard.data.is_cuda), None)
@@ -170,10 +171,10 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _start_transfers(jobs: list[Job]) -> dict[torch.device, torch.cuda.Event]:
-    """Copy from each GPU on a side stream of its own, after all work queued there; returns the events of the ends."""
+    """Copy from each GPU on a separate side stream, after all work queued there; return the events at the ends."""
     ends = {}
     for device in {source.device: None for _, source in jobs}:
-        with torch.cuda.device(device):  # which need not be the current one
+        with torch.cuda.device(device):  # it may not be the current device
             stream, ends[device] = torch.cuda.Stream(), torch.cuda.Event()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -1,7 +1,7 @@
-"""Plans the files of a checkpoint: every header and every byte offset, before the first byte is written.
+"""Plans the files of a checkpoint: all headers and byte offsets, before the first byte is written.
 
 *Gathered* is a plain Hugging Face directory; *sharded* is one file per rank. Writers (a saving rank, `convert`) only
-write bytes to the offsets of a plan.
+write bytes at the offsets of a plan.
 """
 
 import itertools
@@ -27,9 +27,9 @@ DCP_METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file: its name, the absolute offset of each tensor, its final size, and all bytes that belong to no tensor.
+    """One file: its name, the absolute offset of each tensor, its final size, and all bytes outside of tensors.
 
-    `frames` are (byte position, bytes) in file order: for a safetensors file the header alone.
+    `frames` are (byte position, bytes) in file order; for a safetensors file, only the header.
     """
 
     name: str
@@ -39,13 +39,13 @@ class FilePlan:
 
     @property
     def header(self) -> bytes:
-        """All bytes that belong to no tensor, in file order: the manifest's `header_digest` is that of these."""
+        """All bytes outside of tensors, in file order; the manifest's `header_digest` covers them."""
         return b"".join(data for _, data in self.frames)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The destination of the flat bytes [start, stop) of a tensor: name of the file, absolute offset in it."""
+    """The destination of the flat bytes [start, stop) of a tensor: file name and absolute offset."""
 
     start: int
     stop: int
@@ -55,10 +55,11 @@ class Extent:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """What to write, for any format; each uses what applies to it, and `ConvertSettings.check` refuses the rest.
+    """The data to write, for any format; each format uses the fields that apply, and `ConvertSettings.check` rejects
+    others.
 
-    `ranks` is None if the user gave no number; `nest` has the keys to put the tensors under (`app.model`). `phases` has
-    the offset in its source file of each tensor that is copied unchanged (see `build_header`).
+    `ranks` is None if the user gave no number. `nest` holds the keys under which tensors are nested (`app.model`).
+    `phases` holds the offset in the source file of each tensor that is copied unchanged (see `build_header`).
     """
 
     max_shard_bytes: int | None
@@ -71,7 +72,7 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """All that a format writes: files, the extents that partition each tensor in flat order, small files by name."""
+    """The output of a format: files, the extents that partition each tensor in flat order, and small files by name."""
 
     files: tuple[FilePlan, ...]
     extents: Mapping[str, tuple[Extent, ...]]
@@ -95,8 +96,9 @@ def plan_gathered(
     """Plan the files of a Hugging Face directory.
 
     Args:
-        specs: The tensors; they keep their order and are never split.
-        max_shard_bytes: Largest file, header included; only a file of a single tensor may be larger. None for one file.
+        specs: The tensors, which keep their order and are never split.
+        max_shard_bytes: Maximum file size, including the header; only a file with a single tensor may exceed it. None
+            for one file.
         aliases: {tied name: kept name}, for the metadata, as safetensors' `save_model` writes them.
         single_file: Name of the file if there is only one.
         phases: See `WriteRequest`.
@@ -134,14 +136,14 @@ def _split(specs: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[lis
 
 
 def _entry_bytes(spec: TensorSpec) -> int:
-    """An upper bound of the bytes that a tensor takes in a header."""
+    """An upper bound for the bytes of a tensor's header entry."""
     return len(json.dumps(spec.name, ensure_ascii=False).encode()) + 22 * len(spec.shape) + 96
 
 
 def _plan_file(
     name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str], phases: Mapping[str, int]
 ) -> FilePlan:
-    # Wide types first keeps every tensor aligned to its element size; otherwise the order is kept.
+    # Placing wide types first aligns every tensor to its element size; otherwise, the order is kept.
     ordered = sorted(specs, key=lambda spec: -itemsize(spec.dtype))
     phase = phases.get(ordered[0].name, 0) if ordered else 0
     header, offsets = build_header(ordered, metadata, phase)
@@ -161,17 +163,17 @@ def plan_sharded(
 ) -> FilePlan:
     """Plan the file of one rank.
 
-    A range of complete rows is stored with shape [rows, ...], any other with one dimension, an empty one not at all
-    (rank 0 stores tensors that have no elements).
+    A range of complete rows is stored with shape [rows, ...], any other range with one dimension. Empty ranges are not
+    stored, except that rank 0 stores tensors without elements.
 
     Args:
         pieces: (tensor, first flat element, number of elements), one for each tensor.
         rank: The rank.
         world_size: Number of ranks.
         step: The training step.
-        save: The same text in all files of one save and another in the next: readers refuse a mix.
+        save: Text that is equal in all files of one save and differs between saves: readers reject a mix.
         aliases: {tied name: kept name}.
-        boxes: The pieces that are a box instead of a flat range, by tensor.
+        boxes: The pieces that are boxes instead of flat ranges, by tensor.
     """
     specs: list[TensorSpec] = []
     ranges: dict[str, dict[str, Any]] = {}
@@ -194,7 +196,8 @@ def plan_sharded(
         "tensors": ranges,
     }
     metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
-    # Tensors of complete pages come first, so that they begin with a page and the parts of all ranks can be mapped.
+    # Tensors of complete pages come first, so that they begin at a page boundary and the parts of all ranks can be
+    # mapped.
     specs.sort(key=lambda spec: spec.num_bytes % PAGE_BYTES != 0)
     return _plan_file(shard_name(rank, world_size), specs, metadata, {})
 
@@ -210,9 +213,9 @@ def stored_shape(shape: tuple[int, ...], start: int, count: int) -> tuple[int, .
 
 
 def chunk_rows(spec: TensorSpec, ranks: int) -> list[tuple[int, int]]:
-    """(first flat element, number of elements) for each rank, splitting dim 0 as `torch.chunk` (and FSDP2) does.
+    """(first flat element, number of elements) for each rank, splitting dim 0 like `torch.chunk` (and FSDP2).
 
-    The last ranks may get less or nothing. A scalar goes to rank 0.
+    The last ranks may receive less or nothing. A scalar goes to rank 0.
     """
     rows = spec.shape[0] if spec.shape else 1
     row, per_rank = math.prod(spec.shape[1:]), -(-rows // ranks)
@@ -235,7 +238,7 @@ def parse_shard_name(name: str) -> tuple[int, int] | None:
 class ShardInfo:
     """Our entry in the metadata of a rank file; `ranges` maps a tensor to (full shape, first flat element).
 
-    `offsets` has the offsets of tensors that are a box, with the shape that they are stored with.
+    `offsets` holds the offsets of box tensors, which have their stored shape.
     """
 
     rank: int
@@ -248,7 +251,7 @@ class ShardInfo:
 
 
 def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
-    """Parse what `plan_sharded` wrote into the header of `path`; raises CheckpointError if it is wrong in any way."""
+    """Parse the entry of `plan_sharded` in the header of `path`; raise CheckpointError if it is wrong in any way."""
     if SHARD_KEY not in metadata:
         raise CheckpointError(f"{path} has no {SHARD_KEY} entry in its metadata: it was not written by fsdp-shard.")
     where = f"the {SHARD_KEY} metadata of {path}"

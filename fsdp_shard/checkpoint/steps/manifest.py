@@ -1,6 +1,6 @@
 """manifest.json: the files and tensors of a finished checkpoint, with sizes and digests. Reads no weights.
 
-Its last entry is the digest of all bytes of the file before it, so that damage to the manifest itself is found too.
+Its last entry is the digest of all preceding bytes of the file, so damage to the manifest itself is also detected.
 """
 
 import json
@@ -23,7 +23,7 @@ _DIGEST = "digest"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: size in bytes; digest of the whole file, or of the header alone if tensors have digests of their own."""
+    """A file: size in bytes, and digest of the whole file, or of only the header if tensors have their own digests."""
 
     size: int
     digest: str | None = None
@@ -42,7 +42,8 @@ class TensorRecord:
 
 @dataclass
 class Manifest:
-    """What was saved. `layout` is gathered or sharded; `mesh` has the sizes of the device mesh's dimensions by name.
+    """The content of a save. `layout` is gathered or sharded; `mesh` holds the sizes of the device mesh's dimensions by
+    name.
 
     `step` is None in a checkpoint that `convert` made, `world_size` the number of rank files (1 when gathered).
     """
@@ -59,7 +60,7 @@ class Manifest:
     def to_json(self) -> str:
         """The content of manifest.json, with its digest."""
         document = {"kind": KIND, "format_version": self.format_version, **vars(self)}
-        # One record a line: a manifest of thousands of tensors stays readable and greppable.
+        # One record per line: a manifest of thousands of tensors stays readable and greppable.
         lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in document.items()]
         return seal("{\n" + ",\n".join(lines) + ",\n")
 
@@ -72,7 +73,7 @@ class Manifest:
             where: Name of the file, for errors.
 
         Raises:
-            CheckpointError: A value is not what it must be; the message names it.
+            CheckpointError: A value is invalid; the message names it.
         """
         if not is_ours(document):
             raise CheckpointError(f"{where} is not a manifest of fsdp-shard: its kind is not {KIND!r}.")
@@ -114,7 +115,7 @@ def read_manifest(root: Path) -> Manifest | None:
     """Read the manifest of a checkpoint directory.
 
     Returns:
-        The manifest; None if there is none, or one that other software wrote.
+        The manifest; None if there is none, or if other software wrote it.
 
     Raises:
         CheckpointError: The manifest is damaged.
@@ -124,7 +125,7 @@ def read_manifest(root: Path) -> Manifest | None:
     path = member(root, MANIFEST)
     content = read_bounded(path, "metadata_bytes")
     document = parse_json(content, str(path))
-    # If `kind` itself is damaged, the other keys show whose it is.
+    # If `kind` itself is damaged, the other keys identify the manifest.
     keys = {"format_version", *_MANIFEST_FIELDS}
     if not is_ours(document) and not (isinstance(document, dict) and len(document.keys() & keys) > len(keys) // 2):
         return None
@@ -132,9 +133,9 @@ def read_manifest(root: Path) -> Manifest | None:
 
 
 def read_manifest_of_folder(folder: Path) -> Manifest | None:
-    """The part about a folder of a step, such as ema/, of the manifest of that step; None if it lists nothing there.
+    """The part of a step's manifest about a folder of the step, such as ema/; None if it lists nothing there.
 
-    Its files have their names in the step, and digests of all of their bytes; tensors are those of the weights only.
+    Files keep their names in the step, with digests of all of their bytes; tensors are only those of the weights.
 
     Raises:
         CheckpointError: The manifest is damaged.
@@ -152,7 +153,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 
 def _checked(document: Any, content: bytes, where: str) -> Manifest:
-    """The manifest in a document, which must have the digest of its content."""
+    """Return the manifest in a document, which must contain the digest of its content."""
     manifest = Manifest.from_json(document, where)
     if not is_sealed(content):
         raise CheckpointError(
@@ -163,20 +164,20 @@ def _checked(document: Any, content: bytes, where: str) -> Manifest:
 
 
 def is_sealed(content: bytes) -> bool:
-    """Whether a file ends with the digest of what is before it, as `seal` puts it there."""
+    """Whether a file ends with the digest of the preceding bytes, as written by `seal`."""
     start = content.rfind(f'"{_DIGEST}"'.encode())
     return start >= 0 and content == seal(content[:start].decode()).encode()
 
 
 def seal(text: str) -> str:
-    """The content of a file that begins with `text`, an object of JSON as far as a comma."""
+    """Complete `text`, a JSON object up to a comma, with its digest."""
     return f'{text}"{_DIGEST}": "{xxhash.xxh3_128_hexdigest(text.encode())}"\n}}\n'
 
 
 def _lines(value: Any) -> str:
     if not isinstance(value, Mapping) or not value:
         return json.dumps(value)
-    # `dataclasses.asdict` also copies everything below the records, and takes ten times as long.
+    # `dataclasses.asdict` also copies everything below the records, which takes ten times as long.
     rows = (f"  {json.dumps(key)}: {json.dumps(item, default=vars)}" for key, item in value.items())
     return "{\n" + ",\n".join(rows) + "\n}"
 
@@ -193,7 +194,7 @@ def _is_list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(is_item, value))
 
 
-_Check = tuple[Callable[[Any], bool], str]  # (whether a value is right, what it must be)
+_Check = tuple[Callable[[Any], bool], str]  # (check of a value, description of valid values)
 _COUNT: _Check = (_is_count, "a count")
 _TEXT: _Check = (_is_text, "a string")
 _MAP: _Check = (lambda value: isinstance(value, dict), "a map")

@@ -1,4 +1,4 @@
-"""Steps that a running training deletes while they are read: reported as such, or the newer one is read."""
+"""Handles steps that a running training job deletes during a read: reports the deletion, or reads the newer step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from fsdp_shard.errors import InputError
 
 
 class LocatedWeights(Protocol):
-    """What was located: all of it is in `weights`, a directory or a file."""
+    """A located source, all of which is in `weights`, a directory or a file."""
 
     @property
     def weights(self) -> Path:
@@ -21,14 +21,15 @@ R = TypeVar("R")
 
 
 def read_kept(find: Callable[[], S], read: Callable[[S], R]) -> R:
-    """Read what `find` locates. If it is deleted meanwhile, read what `find` locates then, as the next latest step.
+    """Read the source that `find` locates. If it is deleted meanwhile, call `find` again, for example for the next
+    latest step.
 
     Args:
         find: Locates the source.
-        read: Reads it; whatever it raises or returns of a source that is gone counts for nothing.
+        read: Reads it; its errors and results are ignored if the source was deleted.
 
     Raises:
-        CheckpointError: The source was deleted, and there is no other.
+        CheckpointError: The source was deleted, and there is no other one.
     """
     source = find()
     while True:

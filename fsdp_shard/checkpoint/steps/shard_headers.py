@@ -1,7 +1,7 @@
-"""Whether rank files have the headers that their index describes, without making the pieces of all tensors.
+"""Checks that rank files have the headers that their index describes, without creating the pieces of all tensors.
 
-Tensors of one shape are divided alike. So what the header of a file must be is put together from few parts, and
-compared as a whole, in a third of the time that reading the header into pieces takes.
+Tensors of one shape are divided in the same way. The expected header of a file is therefore assembled from few parts
+and compared as a whole, in a third of the time needed to read the header into pieces.
 """
 
 import math
@@ -20,16 +20,16 @@ Json = dict[str, Any]
 
 
 def has_described_headers(root: Path, index: ShardIndex) -> bool:
-    """Whether each rank file in `root` has the header that a save writes where `index` is right.
+    """Whether each rank file in `root` has the header that a save with this `index` writes.
 
-    False says little: the header may say the same in another way, or be damaged. Who wants to know reads it.
+    False is inconclusive: the header may be equivalent or damaged; read it to find out.
 
     Args:
         root: The directory.
         index: The index in it.
 
     Raises:
-        CheckpointError: A file cannot be read, or has a header that is no JSON.
+        CheckpointError: A file cannot be read, or its header is not JSON.
     """
     described = _Described(index)
     files = enumerate(index.headers.items())
@@ -54,7 +54,7 @@ def _has_header(path: Path, header: FileHeader, stored: Json, info: Json) -> boo
 
 
 class _Part(NamedTuple):
-    """What a file holds of each tensor that is divided in one way: shape as stored, elements, and our entry of it."""
+    """A file's part of each tensor with the same division: stored shape, elements, and our metadata entry."""
 
     shape: list[int]
     num_elements: int
@@ -62,7 +62,7 @@ class _Part(NamedTuple):
 
 
 class _Described:
-    """The headers that an index describes, in JSON."""
+    """The headers that an index describes, as JSON."""
 
     def __init__(self, index: ShardIndex) -> None:
         self._index = index
@@ -76,7 +76,7 @@ class _Described:
         }
 
     def file(self, rank: int) -> tuple[Json, Json]:
-        """The tensors of the header of a rank's file, and our entry in its metadata."""
+        """The tensors in the header of a rank's file, and our entry in its metadata."""
         files, stored, entries = self._index.files, {}, {}
         for at, offset in files.layouts[files.layout_of[rank]].items():
             name, dtype, size, key = self._tensors[at]

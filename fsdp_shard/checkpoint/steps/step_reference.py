@@ -1,4 +1,4 @@
-"""Which step of a run is named: RUN@latest, RUN@best, RUN@step-400, RUN@400, or the pointer RUN/checkpoints/best."""
+"""Parses references to a step of a run: RUN@latest, RUN@best, RUN@step-400, RUN@400, or the pointer RUN/checkpoints/best."""
 
 import os
 import re
@@ -14,9 +14,9 @@ _NUM_LISTED = 8
 
 
 def split_reference(path: str) -> tuple[str, str | None]:
-    """Split the name of a step into its run and what follows the @; (`path`, None) if it names no step in this way.
+    """Split a step reference into its run and the part after the @; return (`path`, None) if it is not a reference.
 
-    A path that exists is that path, even with an @ in its name; only a pointer stands for the step that it points to.
+    An existing path is used as is, even with an @ in its name; only a pointer stands for the step to which it points.
     """
     local = Path(path).expanduser()
     if local.name in (LATEST, BEST) and Store(local.parent).pointer(local.name) is not None:
@@ -29,16 +29,16 @@ def split_reference(path: str) -> tuple[str, str | None]:
 
 
 def choose_step(wanted: str, steps: Sequence[int], best: int | None, run: str) -> int:
-    """The step that is `wanted` of a run.
+    """Return the `wanted` step of a run.
 
     Args:
-        wanted: What follows the @.
+        wanted: The part after the @.
         steps: The committed steps of the run, ascending.
-        best: The one that its pointer `best` names.
+        best: The step named by the run's pointer `best`.
         run: The run, for messages.
 
     Raises:
-        CheckpointError: There is no such step; it lists those that there are.
+        CheckpointError: The step does not exist; the message lists the existing steps.
     """
     if not steps:
         raise CheckpointError(

@@ -1,1 +1,1 @@
-"""What `torch.distributed.checkpoint` writes: directories with `.metadata`, and rank files of safetensors."""
+"""The formats of `torch.distributed.checkpoint`: directories with `.metadata`, and safetensors rank files."""
