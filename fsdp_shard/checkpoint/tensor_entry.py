@@ -10,13 +10,13 @@ from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.io import Checksum, TensorSpec, itemsize
 from fsdp_shard.errors import CheckpointError
 
-_SHORT_RUN_BYTES = 64 << 10  # runs shorter than this cost more to read one by one than to copy into place
+_SHORT_RUN_BYTES = 64 << 10  # shorter runs are cheaper to read together and copy into place than to read one by one
 
 Read = Callable[[int, memoryview], None]
 
 
 class Codec(Protocol):
-    """Decodes a piece whose stored bytes are not its logical ones, such as a quantized tensor."""
+    """Decodes a piece whose stored bytes differ from its logical ones, such as a quantized tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -33,9 +33,9 @@ class Codec(Protocol):
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, at `offsets` and of `shape`, row-major and contiguous in `file` from byte `start` on.
+    """A box of a tensor, at `offsets` with `shape`, row-major and contiguous in `file` from byte `start`.
 
-    `checksum` is that of the part of the file around it that has a CRC, if there is one.
+    `checksum` covers the surrounding part of the file that has a CRC, if any.
     """
 
     file: str
@@ -71,12 +71,12 @@ class TensorEntry(NamedTuple):
 
     @property
     def is_in_long_runs(self) -> bool:
-        """Whether its bytes are stored as they are, and not in many short runs."""
+        """Whether its bytes are stored unencoded, and not in many short runs."""
         return all(piece.codec is None and self.has_long_runs(piece) for piece in self.pieces)
 
     @property
     def has_checksum(self) -> bool:
-        """Whether its files have CRCs of it, which are compared when all of it is read."""
+        """Whether its files have CRCs, which are compared once all of it is read."""
         return any(piece.checksum is not None for piece in self.pieces)
 
     def is_stored_as(self, other: "TensorEntry") -> bool:
@@ -84,12 +84,12 @@ class TensorEntry(NamedTuple):
         return (self.dtype, self.shape, tuple(self.pieces)) == (other.dtype, other.shape, tuple(other.pieces))
 
     def with_codec(self, codec: Codec) -> "TensorEntry":
-        """The entry as one piece that `codec` decodes; its file only stands for those of the entry."""
+        """The entry as one piece that `codec` decodes; its file stands for all files of the entry."""
         first = self.pieces[0]
         return self._replace(pieces=(Piece(first.file, first.start, (0,) * len(self.shape), self.shape, codec),))
 
     def has_long_runs(self, piece: Piece) -> bool:
-        """Whether `piece` is few long runs of the flat tensor, each worth a read of its own."""
+        """Whether `piece` consists of few long runs of the flat tensor, each worth a separate read."""
         run_bytes = tensor_slices.run_elements(self.shape, piece.shape) * itemsize(self.dtype)
         return run_bytes >= _SHORT_RUN_BYTES or tensor_slices.is_contiguous(self.shape, piece.shape)
 
@@ -122,7 +122,7 @@ def count(entries: Iterable[TensorEntry]) -> Extra:
 
 
 def checked(root: Path, name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> TensorEntry:
-    """Make an entry of pieces in any order.
+    """Create an entry from pieces in any order.
 
     Raises:
         CheckpointError: The pieces do not hold each element of the tensor exactly once.

@@ -119,7 +119,7 @@ def _moved(piece: Piece, expert: int, row: int) -> Piece:
 
 
 class _Conversion:
-    """A conversion by transformers. Conversions that share a `cache` keep only the last result, whose parts are read in turn."""
+    """A conversion by transformers. All with one `cache` keep only the last result, whose parts are read in turn."""
 
     def __init__(
         self,

@@ -195,7 +195,7 @@ def _refuse_kinds(index: TensorIndex, model: PreTrainedModel, found: dict[str, s
 def _refuse_other_parts(
     index: TensorIndex, model: PreTrainedModel, used: Collection[str], unused: Sequence[str]
 ) -> None:
-    """Reject a bias, a scale or an adapter of a layer whose weight is used: without it, the layer computes something else."""
+    """Reject a bias, scale or adapter of a layer whose weight is used: the layer would compute something else."""
     layers = {name.removesuffix("weight") for name in used if name.endswith(".weight")}
     wrong = [
         name

@@ -64,7 +64,7 @@ def split_state(paths: Mapping[str, Sequence[object]]) -> Selection:
         The weights, and the other names by kind.
 
     Raises:
-        CheckpointError: There are several models, or two tensors with one name.
+        CheckpointError: There are several models, or two names mean the same tensor.
     """
     extras: dict[str, list[str]] = {}
     weights: dict[str, tuple[str, ...]] = {}

@@ -69,7 +69,7 @@ class StagedCopy:
             staged.require_unchanged()
 
     def settle(self) -> None:
-        """Copy everything not read yet, so that it may change; on a GPU, the stream waits for the copies, not this thread."""
+        """Copy everything not read yet, so that it may change; on a GPU, the stream waits for that, not this thread."""
         for part in self._parts.values():
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):

@@ -1,4 +1,4 @@
-"""Parses references to a step of a run: RUN@latest, RUN@best, RUN@step-400, RUN@400, or the pointer RUN/checkpoints/best."""
+"""Parses references to steps: RUN@latest, RUN@best, RUN@step-400, RUN@400, or the pointer RUN/checkpoints/best."""
 
 import os
 import re

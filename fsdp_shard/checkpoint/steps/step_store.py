@@ -1,7 +1,7 @@
-"""The step directories of a run: which are complete, which is the latest, how one more is committed. Imports no torch.
+"""The step directories of a run: finding complete steps and the latest one, and committing new ones. Imports no torch.
 
 Only rank 0 calls `begin`, `commit` and `prune`; each writer syncs its own files before `commit`. A step directory is
-complete or absent: it gets its name by one rename, after everything in it is on the disk.
+complete or absent: one rename gives it its name after everything in it is on disk.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from fsdp_shard.utils import fsync_path, has_content, read_bounded, write_atomic
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
 CONFIG_FILE = "config.yaml"  # under a run directory: the settings that made its newest step
-CONFIG_START = "# To repeat this run: fsdp-shard "  # of such a file; the command follows
+CONFIG_START = "# To repeat this run: fsdp-shard "  # first words of such a file; the command follows
 # Under a step directory.
 OPTIMIZER, AVERAGE, TRAINER, RUN_CONFIG = "optimizer", "ema", "trainer.json", "run_config.yaml"
 _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
@@ -32,13 +32,13 @@ def step_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a step directory's name, or None for any other name."""
+    """Return the step in a step directory's name, or None for other names."""
     match = re.fullmatch(r"step-(\d{8,})", name)
     return int(match[1]) if match else None
 
 
 def recorded_command(run_dir: Path) -> list[str]:
-    """The command in the first line of config.yaml of a run directory, in words; none if there is no such file."""
+    """The command in the first line of a run directory's config.yaml, split into words; empty without such a file."""
     file = run_dir / CONFIG_FILE
     try:
         if not file.is_file():
@@ -57,7 +57,7 @@ class Store:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """The directory of a step, whether it exists or not."""
+        """The directory of a step, existing or not."""
         return self.root / step_name(step)
 
     def steps(self) -> list[int]:
@@ -72,13 +72,13 @@ class Store:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step that `best` points to, if that step exists."""
+        """The step to which `best` points, if it exists."""
         pointed = self.pointer(BEST)
         return pointed if pointed in self.steps() else None
 
     def pointer(self, name: str) -> int | None:
         """The step that the file `name` (`latest` or `best`) names; None if there is no such file."""
-        if not has_file(self.root, name):  # a FIFO would wait for ever
+        if not has_file(self.root, name):  # a FIFO would block forever
             return None
         try:
             with (self.root / name).open("rb") as file:
@@ -87,17 +87,17 @@ class Store:
             return None
 
     def begin(self, step: int, num_bytes: int = 0) -> Path:
-        """Create an empty directory to write a step into; what an earlier attempt left of it is deleted.
+        """Create an empty directory for writing a step, and delete leftovers of an earlier attempt.
 
         Args:
             step: The step.
-            num_bytes: Disk space that the step will take.
+            num_bytes: Disk space that the step needs.
 
         Returns:
             The temporary directory.
 
         Raises:
-            StorageError: The disk has less space, or the directory cannot be created.
+            StorageError: The disk has too little space, or the directory cannot be created.
             SaveError: The step exists already.
         """
         temporary = self._partial(step)
@@ -120,7 +120,7 @@ class Store:
             raise SaveError(f"{self.path(step)} exists already, and a committed checkpoint is never overwritten.")
 
     def discard(self, step: int) -> None:
-        """Delete what was written of a step that cannot be finished; the next run deletes what remains."""
+        """Delete the files of a step that cannot be finished; the next run deletes any remains."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def _partial(self, step: int) -> Path:
@@ -129,12 +129,12 @@ class Store:
     def commit(self, temporary: Path, step: int, manifest: Manifest) -> Path:
         """Write the manifest, sync the directories and rename the temporary one.
 
-        The files must be on the disk already, synced by whoever wrote them.
+        The files must already be on disk, synced by their writers.
 
         Args:
             temporary: The directory that `begin` created.
             step: The step.
-            manifest: What it consists of.
+            manifest: The content of the step.
 
         Returns:
             The step directory.
@@ -150,7 +150,7 @@ class Store:
             fault_point("manifest-written")
             atomicity.sync_directories(temporary)
             fault_point("directory-synced")
-            os.rename(temporary, target)  # fails if a directory with files was created there only now
+            os.rename(temporary, target)  # fails if a directory with files was just created there
             fault_point("renamed")
             fsync_path(target.parent)
             fault_point("committed")
@@ -161,13 +161,13 @@ class Store:
         return target
 
     def set_latest(self, step: int) -> None:
-        """Make `latest` point to a step, and config.yaml of the run directory have the settings that made it."""
+        """Make `latest` point to a step, and write its settings to the run directory's config.yaml."""
         self._set_pointer(LATEST, step)
         if has_file(self.path(step), RUN_CONFIG):
             self.set_config(read_bounded(member(self.path(step), RUN_CONFIG), "settings_bytes"))
 
     def set_config(self, content: bytes) -> None:
-        """Write config.yaml of the run directory, unless it has this content."""
+        """Write the run directory's config.yaml, unless it already has this content."""
         file = self.root.parent / CONFIG_FILE
         if not has_content(file, content):
             self._write(file, content)
@@ -186,16 +186,16 @@ class Store:
             raise StorageError(f"{file} could not be written: {os_error_text(error)}.") from error
 
     def complete_steps(self) -> list[int]:
-        """The steps that have each of their files in full size, ascending: what retention counts."""
+        """The steps with all of their files in full size, ascending, which retention counts."""
         return [step for step in self.steps() if _complete_manifest(self.path(step)) is not None]
 
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[int]:
         """Delete the steps that retention does not keep.
 
-        Steps that lack a file are neither counted nor deleted, so that no complete one is deleted in favor of them.
+        Steps that lack a file are neither counted nor deleted, so no complete step is deleted in their favor.
 
         Args:
-            keep_last: Number of latest steps to keep; those that `latest` and `best` point to are kept too.
+            keep_last: Number of latest steps to keep; the targets of `latest` and `best` are also kept.
             keep_every: Also keep steps that this number divides.
 
         Returns:
@@ -207,20 +207,20 @@ class Store:
         return deleted
 
     def delete(self, step: int) -> None:
-        """Delete a committed step. It loses its name first, so that a crash leaves no partial step."""
+        """Delete a committed step. It loses its name first, so a crash leaves no partial step."""
         hidden = self.root / f".{step_name(step)}.deleted"
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(self.path(step), hidden)
-        fsync_path(self.root)  # before its files go: the name must not come back without them
+        fsync_path(self.root)  # before its files are deleted: the name must not reappear without them
         fault_point("hidden")
         shutil.rmtree(hidden)
         fault_point("deleted")
 
     def drop_optimizer(self, keep_last: int) -> list[int]:
-        """Delete the optimizer state of all steps but the `keep_last` highest; returns the steps that had one.
+        """Delete the optimizer state of all steps except the `keep_last` highest; return the steps that had one.
 
-        The manifest is first replaced by one that does not list the optimizer state, so a crash leaves a committed step
-        of weights, and files that `clean_leftovers` recognizes as leftovers.
+        The manifest is first replaced with one that does not list the optimizer state. A crash therefore leaves a
+        committed step with weights, and files that `clean_leftovers` recognizes as leftovers.
         """
         steps = self.complete_steps()
         heavy = [step for step in steps[: max(len(steps) - keep_last, 0)] if (self.path(step) / OPTIMIZER).is_dir()]
@@ -235,7 +235,7 @@ class Store:
         return heavy
 
     def clean_leftovers(self) -> list[str]:
-        """Delete what interrupted saves and deletions left, and return the names; to be called before a run writes."""
+        """Delete leftovers of interrupted saves and deletions, and return their names; call before a run writes."""
         if not self.root.is_dir():
             return []
         names = sorted(entry.name for entry in self.root.iterdir())
@@ -243,7 +243,7 @@ class Store:
         found = []
         for match in filter(None, matches):
             if (self.root / match[0]).is_symlink():
-                continue  # no save makes links
+                continue  # saves never create links
             found.append(match[0])
             if match[2] == "replaced":
                 atomicity.recover(self.root / match[1])
@@ -255,7 +255,7 @@ class Store:
 
 
 def steps_to_delete(steps: Sequence[int], keep_last: int, keep_every: int | None, always: Set[int | None]) -> list[int]:
-    """Those of `steps`, ascending, that retention deletes; the steps in `always` are kept."""
+    """The `steps`, ascending, that retention deletes; those in `always` are kept."""
     milestones = {step for step in steps if keep_every is not None and step % keep_every == 0}
     kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, *always}
     return [step for step in steps if step not in kept]
@@ -271,7 +271,7 @@ def has_optimizer(manifest: Manifest) -> bool:
 
 
 def _complete_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a step that has each of its files in full size; None of any other."""
+    """The manifest of a step with all of its files in full size; None for other steps."""
     try:
         manifest = read_manifest(directory)
         files = {} if manifest is None else manifest.files
@@ -290,7 +290,7 @@ def _remove_optimizer(directory: Path) -> None:
 
 
 def _clean_step(directory: Path) -> list[str]:
-    """Finish an interrupted `drop_optimizer` of a step; returns the names of what was deleted."""
+    """Finish an interrupted `drop_optimizer` of a step; return the names of deleted files."""
     found = []
     if (directory / _NO_OPTIMIZER).is_dir():
         shutil.rmtree(directory / _NO_OPTIMIZER)

@@ -1,4 +1,4 @@
-"""The files of torch.save, read and written without torch and without running a pickle; the door of this folder.
+"""Reads and writes torch.save files without torch and without running a pickle; the door of this folder.
 
 Containers (`torch_zip`, `legacy_stream`), the pickles in them (`unpickler` with `allow_list`), tensors as byte ranges.
 """

@@ -1,6 +1,6 @@
-"""The allow-list of what pickles in checkpoints may name, with the stand-in for each name, and `load` that applies it.
+"""The allow-list of names in checkpoint pickles, with a stand-in for each name, and `load`, which applies it.
 
-Nothing in a pickle runs: whatever is not on the list is a CheckpointError that names it. Imports no torch.
+Nothing in a pickle runs: a name that is not on the list raises a CheckpointError that names it. Imports no torch.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from fsdp_shard.errors import CheckpointError
 
 
 def load(data: bytes, where: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The object in a pickle that takes up all of `data`, with stand-ins for objects of library classes.
+    """Return the object in a pickle that fills `data`, with stand-ins for objects of library classes.
 
     Args:
         data: The pickle.
         where: The file, for messages.
-        persistent: Resolves the persistent ids of storages; None if the pickle may not have any.
+        persistent: Resolves the persistent ids of storages; None if the pickle must not have any.
 
     Raises:
-        CheckpointError: The pickle is malformed, or names something that is not on the allow-list.
+        CheckpointError: The pickle is malformed, or uses a name that is not on the allow-list.
     """
     value, end = load_from(data, 0, where, persistent)
     if end != len(data):
@@ -31,7 +31,7 @@ def load(data: bytes, where: str, persistent: Callable[[Any], Any] | None = None
 
 
 def load_from(data: bytes, start: int, where: str, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int]:
-    """The object in the pickle that begins at byte `start`, and the byte after the pickle; otherwise as `load`."""
+    """Return the object in the pickle that begins at byte `start`, and the position after it; otherwise like `load`."""
     machine = Machine(data, start, _NAMES, persistent, SHORTCUTS)
     try:
         return machine.run(), machine.end
@@ -39,7 +39,7 @@ def load_from(data: bytes, start: int, where: str, persistent: Callable[[Any], A
         raise type(error)(f"{where} {error}.") from None
 
 
-# Constructors of plain values. Each accepts the arguments that Python's own pickles contain, and refuses all others.
+# Constructors of plain values. Each accepts the arguments that Python's own pickles contain, and rejects all others.
 
 
 def _ordered_dict(items: Any = (), /, **keywords: Any) -> OrderedDict:
@@ -61,7 +61,7 @@ def _set(items: Any = ()) -> set[Any]:
 
 
 def _encode(value: Any, encoding: Any = "latin1") -> bytes:
-    """`_codecs.encode`: how protocol 2 writes bytes."""
+    """`_codecs.encode`, with which protocol 2 writes bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise ValueError("an encoding that pickle does not use")
     return text(value).encode("latin-1")
@@ -84,7 +84,7 @@ def _device(kind: Any, index: Any = None) -> Constant:
 
 
 def _blank(cls: type[Any]) -> Callable[[], Any]:
-    """Makes a `cls` without arguments: its attributes are set, and checked, with the state only."""
+    """Return a constructor of `cls` without arguments; only the state sets and checks its attributes."""
     return lambda: cls()
 
 
@@ -106,7 +106,7 @@ _UNREADABLE = {
     "_rebuild_meta_tensor_no_storage": "is on the meta device: only its shape was saved, and no values",
     "_rebuild_device_tensor_from_numpy": "was saved from a device by way of numpy, and is not read",
 }
-# Classes of objects in optimizer, trainer and engine states, which no weight depends on.
+# Classes of objects in optimizer, trainer and engine states, on which no weight depends.
 _RECORDS = {
     "torch": "Tensor Generator",
     "torch.nn.parameter": "Parameter Buffer UninitializedParameter",
@@ -156,7 +156,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "bytearray"): _bytes,
     ("builtins", "complex"): lambda real=0.0, imaginary=0.0: (real, imaginary),
     ("builtins", "slice"): record("builtins.slice"),
-    ("builtins", "getattr"): record("builtins.getattr"),  # answered by the machine, from this list
+    ("builtins", "getattr"): record("builtins.getattr"),  # resolved by the machine from this list
     ("_codecs", "encode"): _encode,
     ("pathlib", "PosixPath"): _path,
     ("pathlib", "WindowsPath"): _path,

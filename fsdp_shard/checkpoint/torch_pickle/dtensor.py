@@ -1,7 +1,7 @@
-"""One rank's part of a sharded tensor as torch.save writes it: DTensors with their mesh, FSDP1's ShardedTensors.
+"""One rank's part of a sharded tensor in a torch.save file: DTensors with their mesh, and FSDP1's ShardedTensors.
 
 Sources: torch/distributed/tensor, torch/distributed/device_mesh.py and torch/distributed/_shard of torch 2.13; comments
-name what older versions of torch write differently. Imports no torch.
+note differences in older versions of torch. Imports no torch.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from fsdp_shard.utils import exceeded, limits
 class StoredDTensor:
     """One rank's part of a DTensor. `shape` is the full tensor's; `mesh_ranks` are in row-major order of `mesh_shape`.
 
-    `coordinate` is that of the rank that wrote the file on the mesh.
+    `coordinate` is the mesh coordinate of the rank that wrote the file.
     """
 
     local: StoredTensor | Unreadable
@@ -95,7 +95,7 @@ def _placement(item: Record) -> Placement:
     return Placement("replicate" if kind == "Replicate" else "partial")
 
 
-@lru_cache(maxsize=16)  # all tensors of a file have the same few
+@lru_cache(maxsize=16)  # all tensors of a file share a few meshes
 def _mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
     """(shape, ranks, coordinate of the writer) of a DeviceMesh."""
     if not isinstance(mesh, Record):

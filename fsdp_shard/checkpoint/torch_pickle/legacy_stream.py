@@ -1,7 +1,8 @@
-"""The stream that torch.save wrote before 1.6, and still writes with `_use_new_zipfile_serialization=False`.
+"""The stream format of torch.save before 1.6, and still with `_use_new_zipfile_serialization=False`.
 
-Pickles of a magic number, a version, the machine, the object and the keys of its storages; then for each storage the
-number of its elements and their bytes. Source: `_legacy_save` and `_legacy_load` in torch/serialization.py (2.13).
+It consists of pickles of a magic number, a version, the machine, the object and its storage keys, and then, for each
+storage, the number of its elements and their bytes. Source: `_legacy_save` and `_legacy_load` in torch/serialization.py
+(2.13).
 """
 
 import os
@@ -23,8 +24,8 @@ _Head = tuple[Any, list[str], int]
 
 
 def read_stream(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
-    """The object in bytes [start, start + num_bytes) of an open file; errors begin with `where`."""
-    sizes: dict[str, tuple[int, int]] = {}  # key -> (bytes, bytes of an element)
+    """Return the object in bytes [start, start + num_bytes) of an open file; errors begin with `where`."""
+    sizes: dict[str, tuple[int, int]] = {}  # key -> (bytes, bytes per element)
     (value, keys, end), data = _read_head(descriptor, start, num_bytes, where, sizes)
     if not keys:
         return value
@@ -41,14 +42,14 @@ def read_stream(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
         at += 8 + length
     if at != start + num_bytes:
         raise CheckpointError(f"{where} has {start + num_bytes - at} bytes after its last storage.")
-    # The positions of storages are known only after the object that refers to them, so it is read again with them.
+    # The positions of storages are known only after the object that refers to them, so the object is read twice.
     return _parse(data, where, positions, sizes)[0]
 
 
 def _read_head(
     descriptor: int, start: int, num_bytes: int, where: str, sizes: dict[str, tuple[int, int]]
 ) -> tuple[_Head, bytes]:
-    """Read more and more of the file until the pickles are complete, since their length is not stored."""
+    """Read increasing parts of the file until the pickles are complete, as their length is not stored."""
     most = min(num_bytes, limits().metadata_bytes)
     count = min(_FIRST_READ, most)
     while True:

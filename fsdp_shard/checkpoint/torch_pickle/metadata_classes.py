@@ -1,6 +1,6 @@
-"""Stand-ins for the classes of torch, numpy and Python in a pickle: inert holders of data, nothing of them runs.
+"""Stand-ins for classes of torch, numpy and Python in a pickle: inert data holders that run no code.
 
-The classes of DCP's metadata have checked fields; all others are a `Record` of the content of the pickle. Sources:
+The classes of DCP's metadata have checked fields; all others become a `Record` of the pickle's content. Sources:
 torch.distributed.checkpoint.metadata, .filesystem and .planner, torch.distributed.device_mesh,
 torch.distributed._shard, torch.distributed.tensor (2.13). None of these libraries is imported.
 """
@@ -17,13 +17,13 @@ _LIMIT = 1 << 63
 
 
 class Constant(str):
-    """An object of torch that is only a name: `torch.float32`, `torch.strided`, `torch.FloatStorage`."""
+    """A torch object that is only a name: `torch.float32`, `torch.strided`, `torch.FloatStorage`."""
 
     __slots__ = ()
 
 
 class OrderedDict(dict[Any, Any], StandIn):
-    """A dictionary of any kind. Attributes that are set on it (a state dict's `_metadata`) are dropped."""
+    """A dictionary of any kind. Attributes set on it (a state dict's `_metadata`) are dropped."""
 
 
 class Record(StandIn):
@@ -36,7 +36,7 @@ class Record(StandIn):
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """A dictionary of attributes, or (that, attributes kept in slots), or whatever the class itself expects."""
+        """Accept a dictionary of attributes, (dictionary, slot attributes), or any state that the class expects."""
         if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, (dict, type(None))) for part in state):
             state = {**(state[0] or {}), **(state[1] or {})}
         self.state = state
@@ -47,7 +47,7 @@ class Record(StandIn):
 
 
 def record(name: str) -> Callable[..., Record]:
-    """A constructor for the allow-list that keeps its positional arguments and drops the keywords."""
+    """Return a constructor for the allow-list that keeps positional arguments and drops keywords."""
     return lambda *arguments, **keywords: Record(name, arguments)
 
 
@@ -84,7 +84,7 @@ def _checks(cls: Any) -> Mapping[str, Callable[[Any], Any]]:
 
 
 class _Fields(StandIn):
-    """Attributes by name, checked by `metadata["check"]` of their fields; what only a newer torch has is dropped."""
+    """Attributes by name, checked by `metadata["check"]` of their fields; those of a newer torch are dropped."""
 
     def set_state(self, state: Any) -> None:
         cls: Any = type(self)
@@ -107,7 +107,7 @@ _FLOAT32 = Constant("torch.float32")
 
 @dataclass
 class TensorProperties(StandIn):
-    """`dtype` is the constant `torch.bfloat16` or the like; the other properties are deprecated in torch."""
+    """`dtype` is a constant such as `torch.bfloat16`; the other properties are deprecated in torch."""
 
     dtype: Constant = _FLOAT32
 
@@ -133,7 +133,7 @@ class TensorStorageMetadata(_Fields):
 
 
 class BytesStorageMetadata(StandIn):
-    """An entry of a DCP checkpoint that is no tensor."""
+    """A non-tensor entry of a DCP checkpoint."""
 
 
 def _optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
@@ -142,7 +142,7 @@ def _optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
 
 @dataclass(unsafe_hash=True)
 class MetadataIndex(_Fields):
-    """The key of `Metadata.storage_data`: which chunk (by its offset) of which entry."""
+    """The key of `Metadata.storage_data`: an entry and the offset of one of its chunks."""
 
     hashable = True
     fqn: str = field(default="", metadata={"check": text})
@@ -152,7 +152,7 @@ class MetadataIndex(_Fields):
 
 @dataclass
 class StorageInfo(_Fields):
-    """The bytes of a chunk: file, first byte, number of bytes, and how they were transformed (compressed), if so."""
+    """The bytes of a chunk: file, first byte, number of bytes, and their transformation (compression), if any."""
 
     relative_path: str = field(default="", metadata={"check": text})
     offset: int = field(default=0, metadata={"check": count})

@@ -1,4 +1,4 @@
-"""The tensors in the nested dictionaries that torch.save wrote, and which of them are weights."""
+"""Finds the tensors in nested dictionaries of torch.save, and the weights among them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count, format_size, refuse_excess
 
 _MAX_CONTAINERS, _MAX_DEPTH = 100_000, 24
-_EXTENTS_PER_BYTE = 64  # slices of one large tensor are read through, each from its first to its last element
+_EXTENTS_PER_BYTE = 64  # slices of a large tensor are each read from the first to the last element
 _WALKED = (dict, list, tuple, AnyTensor)
 _MODULES = ("numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric", "numpy._core.numeric")
 _ARRAYS = frozenset(f"{module}.{name}" for module in _MODULES for name in ("_reconstruct", "_frombuffer"))
@@ -25,7 +25,7 @@ def weights_of(state: Any, where: Path) -> tuple[dict[str, AnyTensor], dict[str,
     """Split a (nested) state dict into ({FQN: tensor} of the weights, the other tensors and numpy's arrays by kind).
 
     Raises:
-        CheckpointError: There are no weights in it, or it does not say which tensors they are.
+        CheckpointError: It has no weights, or the weights cannot be identified.
     """
     tensors: dict[str, tuple[tuple[str, ...], AnyTensor]] = {}
     arrays: list[int] = []
@@ -46,7 +46,8 @@ def weights_of(state: Any, where: Path) -> tuple[dict[str, AnyTensor], dict[str,
 
 
 def select_weights(paths: Mapping[str, Sequence[object]], where: Path) -> Selection:
-    """Which of the tensors with these keys are weights; CheckpointError if none is, or that cannot be decided.
+    """Select the weights among tensors with these keys; raise CheckpointError if there are none or the choice is
+    unclear.
 
     Args:
         paths: The keys that lead to each stored name in the nested state dict.
@@ -63,13 +64,13 @@ def select_weights(paths: Mapping[str, Sequence[object]], where: Path) -> Select
 
 
 def walk(state: Any, where: Path) -> Iterator[tuple[tuple[str, ...], AnyTensor]]:
-    """Every tensor with the keys that lead to it; CheckpointError where the nesting has no end."""
+    """Yield every tensor with the keys that lead to it; raise CheckpointError for endless nesting."""
     return ((path, leaf) for path, leaf in _leaves(state, where) if not isinstance(leaf, Record))
 
 
 def _leaves(state: Any, where: Path) -> Iterator[tuple[tuple[str, ...], AnyTensor | Record]]:
-    """Every tensor, and every array of numpy."""
-    # A pickle can refer to one list many times, also within itself; each time it is walked.
+    """Yield every tensor and every numpy array."""
+    # A pickle can refer to a list many times, even within itself; the list is walked each time.
     num_containers, seen = 0, 0
     stack: list[tuple[tuple[str, ...], Any]] = [((), state)]
     while stack:
@@ -92,14 +93,14 @@ def _is_array(value: Any) -> bool:
 
 
 def _array_bytes(array: Record) -> int:
-    """The bytes of its data; those of an array of objects are not known."""
+    """The bytes of an array's data, which are unknown for arrays of objects."""
     state = array.state or array.arguments[:1]
     data = state[-1] if isinstance(state, tuple) and state else None
     return len(data) if isinstance(data, (bytes, bytearray)) else 0
 
 
 def readable(tensor: object, name: str, where: Path) -> StoredTensor:
-    """The tensor, if all of it is in `where` as plain bytes; else a CheckpointError that names both."""
+    """Return the tensor if all of it is in `where` as plain bytes; else raise a CheckpointError that names both."""
     if isinstance(tensor, StoredTensor):
         return tensor
     if isinstance(tensor, Unreadable):
@@ -112,13 +113,13 @@ def readable(tensor: object, name: str, where: Path) -> StoredTensor:
 
 
 def plain_entry(name: str, tensor: object, file: str, where: Path) -> TensorEntry:
-    """The entry of a tensor that one file holds all of; a CheckpointError as of `readable`."""
+    """Return the entry of a tensor that one file holds in full; raise CheckpointError like `readable`."""
     plain = readable(tensor, name, where)
     return TensorEntry(name, plain.dtype, plain.shape, (piece_of(file, plain, (0,) * len(plain.shape)),))
 
 
 def extra_of(tensors: Sequence[AnyTensor]) -> Extra:
-    """The number of tensors, and the bytes of their parts in this file."""
+    """Count the tensors, and the bytes of their parts in this file."""
     return Extra(len(tensors), sum(map(_num_bytes, tensors)))
 
 
@@ -131,7 +132,7 @@ def _num_bytes(tensor: AnyTensor) -> int:
 
 
 def without_copies(found: Mapping[str, TensorEntry], root: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Tie tensors that are the same bytes.
+    """Tie tensors that consist of the same bytes.
 
     Args:
         found: The tensors by name.
@@ -141,7 +142,7 @@ def without_copies(found: Mapping[str, TensorEntry], root: Path) -> tuple[dict[s
         Each tensor once, under its first name; and {alias: that name}.
 
     Raises:
-        CheckpointError: The tensors have far more bytes than the files: one of a kilobyte can hold terabytes of zeros.
+        CheckpointError: The tensors have far more bytes than the files: a kilobyte can hold terabytes of zeros.
     """
     kept: dict[str, TensorEntry] = {}
     owners: dict[object, str] = {}

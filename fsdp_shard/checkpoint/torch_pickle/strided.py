@@ -1,4 +1,4 @@
-"""Pieces of tensors that are not row-major in their file: transposed, expanded, or slices of a larger tensor."""
+"""Reads tensors that are not row-major in their file: transposed, expanded, or slices of a larger tensor."""
 
 import math
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ from fsdp_shard.checkpoint.io import Checksum, itemsize, page_aligned
 from fsdp_shard.checkpoint.tensor_entry import Piece, Read
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor
 
-_SLAB_BYTES = 4 << 20  # read at once, from the first to the last element of a part
+_SLAB_BYTES = 4 << 20  # read at a time, from the first to the last element of a part
 
 
 def piece_of(file: str, tensor: StoredTensor, offsets: Sequence[int]) -> Piece:
-    """A stored tensor as the piece at `offsets` of a logical tensor; with a codec where it is not row-major."""
+    """Return a stored tensor as the piece at `offsets` of a logical tensor, with a codec if it is not row-major."""
     is_plain = _is_row_major(tensor.shape, tensor.stride)
     codec = None if is_plain else StridedCodec(tensor.shape, tensor.stride, itemsize(tensor.dtype))
     return Piece(file, tensor.start, tuple(offsets), tensor.shape, codec, checksum_of(tensor))
 
 
 def checksum_of(tensor: StoredTensor) -> Checksum | None:
-    """The storage of a stored tensor with its CRC; None where the file has none."""
+    """The checksum of a stored tensor's storage; None if the file has none."""
     member = tensor.member
     return Checksum(member.start, member.num_bytes, member.crc) if member is not None and member.crc else None
 
 
 def box_of(tensor: StoredTensor, offsets: Sequence[int], shape: Sequence[int]) -> StoredTensor:
-    """A box of a stored tensor, as a stored tensor."""
+    """Return a box of a stored tensor as a stored tensor."""
     first = sum(offset * step for offset, step in zip(offsets, tensor.stride, strict=True))
     start = tensor.start + first * itemsize(tensor.dtype)
     return StoredTensor(tensor.dtype, tuple(shape), tensor.stride, start, tensor.member)
@@ -43,13 +43,13 @@ def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements in the file from the first to the last element."""
+    """The number of elements in the file between the first and the last element, inclusive."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCodec:
-    """Reads elements that are `stride` apart (one number per dimension, 0 if it is expanded) in row-major order."""
+    """Reads elements with `stride` (one number per dimension, 0 if expanded) in row-major order."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -71,7 +71,7 @@ class StridedCodec:
             out = out[count:]
 
     def _fill(self, read: Read, first: int, target: Any) -> None:
-        """Read the box of `target`, which begins at element `first` of the piece; in halves if it is too wide."""
+        """Read the box of `target`, which begins at element `first` of the piece, in halves if it is too wide."""
         import numpy as np
 
         extent = _extent(target.shape, self.stride)

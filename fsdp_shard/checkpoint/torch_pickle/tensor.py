@@ -1,7 +1,7 @@
-"""The byte range, dtype, shape and strides of each tensor in a pickle of torch.save, without reading the tensor.
+"""Finds byte range, dtype, shape and strides of each tensor in a torch.save pickle, without reading the tensor.
 
-Each `rebuild_*` function takes the arguments of torch's function of the same name (torch/_utils.py, torch/_tensor.py of
-2.13) and returns the position of the tensor in its file instead of the tensor. Imports no torch.
+Each `rebuild_*` function accepts the arguments of torch's function of the same name (torch/_utils.py, torch/_tensor.py
+of 2.13), but returns the tensor's position in its file instead of the tensor. Imports no torch.
 """
 
 import math
@@ -15,9 +15,9 @@ from fsdp_shard.checkpoint.torch_pickle.zip_reader import Member
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes that tensors are views of, from byte `start` of the file on. `dtype` is None if it is untyped.
+    """The bytes of which tensors are views, from byte `start` of the file. `dtype` is None if it is untyped.
 
-    `member` is the one of the archive that holds it, if there is an archive.
+    `member` is the archive member that holds it, if there is an archive.
     """
 
     start: int
@@ -31,7 +31,7 @@ class Storage:
 class StoredTensor:
     """A tensor in a file: safetensors dtype, shape and strides in elements, `start` the byte of its first element.
 
-    `member` is the one of the archive that holds its storage, if there is an archive.
+    `member` is the archive member that holds its storage, if there is an archive.
     """
 
     dtype: str
@@ -48,12 +48,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A tensor whose bytes cannot be used as they are stored; `problem` follows its name in messages."""
+    """A tensor whose stored bytes cannot be used directly; `problem` follows its name in messages."""
 
     problem: str
 
 
-# Typed storages came before untyped ones; torch still writes their names for the dtypes of that time.
+# Typed storages preceded untyped ones; torch still writes their names for the older dtypes.
 TYPED_STORAGES = {
     "DoubleStorage": "F64",
     "FloatStorage": "F32",
@@ -67,7 +67,7 @@ TYPED_STORAGES = {
     "BoolStorage": "BOOL",
     "ComplexFloatStorage": "C64",
 }
-# Storages of dtypes that safetensors does not have -> bytes of an element.
+# Storages of dtypes that safetensors lacks -> bytes per element.
 _ODD_STORAGES = {"ComplexDoubleStorage": 16, "QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4}
 _ODD_STORAGES |= {"QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
 STORAGE_NAMES = (*TYPED_STORAGES, *_ODD_STORAGES)
@@ -114,7 +114,7 @@ def rebuild_tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: 
 def _view(
     storage: Storage, dtype: str | None, offset: Any, size: Any, stride: Any, metadata: Any
 ) -> StoredTensor | Unreadable:
-    """A view of a storage; of its own dtype if `dtype` is None."""
+    """Return a view of a storage, with the storage's dtype if `dtype` is None."""
     dtype = dtype or storage.dtype or "U8"
     offset, shape, strides = count(offset), counts(size), counts(stride)
     if len(shape) != len(strides):
@@ -134,5 +134,5 @@ def _view(
 
 
 def rebuild_unreadable(problem: str) -> Any:
-    """A stand-in for a function of torch that rebuilds a kind of tensor without plain bytes."""
+    """Return a stand-in for a torch function that rebuilds tensors without plain bytes."""
     return lambda *arguments, **keywords: Unreadable(problem)

@@ -1,6 +1,6 @@
-"""Reads files of torch.save without torch: the objects in them, and the byte range of each tensor.
+"""Reads torch.save files without torch: their objects, and the byte range of each tensor.
 
-Tensors are returned as `StoredTensor` and the like (see `tensor`, `dtensor`), everything else as plain Python values or
+Tensors become `StoredTensor` and similar classes (see `tensor`, `dtensor`), everything else plain Python values or
 inert stand-ins. No weights are read. Sources: torch/serialization.py and caffe2/serialize/inline_container.cc (2.13).
 """
 
@@ -21,7 +21,7 @@ _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether `path` is a regular file that begins as those of torch.save do; raises nothing."""
+    """Whether `path` is a regular file that begins like a torch.save file; never raises."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             start = file.read(len(_ZIP))
@@ -31,7 +31,7 @@ def is_torch_file(path: Path) -> bool:
 
 
 def read_torch_file(path: Path) -> Any:
-    """The object that torch.save wrote to `path`; every error in the file is a CheckpointError that names it."""
+    """Return the object that torch.save wrote to `path`; raise CheckpointError, which names the file, for any error."""
     with os.fdopen(open_regular(path), "rb") as file:
         try:
             return read_torch_bytes(file.fileno(), 0, os.fstat(file.fileno()).st_size, str(path))
@@ -40,9 +40,10 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_torch_bytes(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
-    """As `read_torch_file`, of bytes [start, start + num_bytes) of an open file, such as an item of a `.distcp` file.
+    """Like `read_torch_file`, for bytes [start, start + num_bytes) of an open file, such as an item of a `.distcp`
+    file.
 
-    The positions of tensors are those in the file. Messages begin with `where`.
+    Tensor positions are relative to the whole file. Messages begin with `where`.
     """
     head = os.pread(descriptor, min(len(_ZIP), num_bytes), start)
     if head == _ZIP:

@@ -1,9 +1,9 @@
 """A stack machine that reads a pickle without running it (opcodes: PEP 307, PEP 3154, pickletools).
 
-Not `pickle.Unpickler` with another `find_class`: that one still lets a file of a few bytes ask for a memo of 34 GB, end
-the process by hashing deeply nested tuples, or hash for hours (all three tried on Python 3.11). Here every length is
-checked against the rest of the data, keys are small and flat, nothing is looked up by name in a real module, and only
-the constructors of a given table (`allow_list`) are called.
+`pickle.Unpickler` with another `find_class` is not enough: a file of a few bytes can still request a memo of 34 GB, end
+the process by hashing deeply nested tuples, or hash for hours (all three tried on Python 3.11). Here, every length is
+checked against the remaining data, keys are small and flat, no name is looked up in a real module, and only
+constructors in a given table (`allow_list`) are called.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import exceeded, format_size, limits
 
-# What objects of a pickle take in memory: any, one in the memo, and those that take more. All that is in a file may
-# take so much, and so much for each byte of it; a real .metadata takes 28.
+# Memory of a pickle's objects: any object, one in the memo, and larger ones. The limit for a file is a base plus an
+# amount per byte; a real .metadata needs 28.
 _OBJECT_BYTES, _MEMO_BYTES = 64, 128
 _BYTES_OF = {ord("\x8f"): 216, ord("\x91"): 216, ord("r"): _MEMO_BYTES}
-_MEMORY_BYTES, _MEMORY_PER_BYTE = 32 << 20, 24  # what describes tensors takes 15 a byte
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 32 << 20, 24  # tensor descriptions need 15 per byte
 
 
 class CutShort(CheckpointError):
-    """A pickle that goes on behind the end of its data."""
+    """A pickle that continues beyond the end of its data."""
 
 
 class Machine:
-    """Reads one pickle that begins at byte `start` of `data`; afterwards `end` is the byte after it.
+    """Reads one pickle that begins at byte `start` of `data`; afterwards, `end` is the byte after it.
 
-    `shortcuts` read many opcodes at once, beginning with one that recalls the class of that name.
+    `shortcuts` read many opcodes at once, beginning with one that recalls the class with that name.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Return the object. A CheckpointError gives the position; the caller adds the name of the file."""
+        """Return the object. A CheckpointError contains the position; the caller adds the file name."""
         try:
             self._run()
             if self._outer or len(self._stack) != 1:
@@ -116,7 +116,7 @@ class Machine:
         raise Malformed("consists of more tiny objects than any checkpoint of its size")
 
     def _push_class(self, cls: Global, at: int) -> int:
-        """Push a class that was recalled at byte `at`, or what a shortcut reads from there; the memory that it took."""
+        """Push a class recalled at byte `at`, or a shortcut's result from there; return the memory used."""
         shortcut, before = self._shortcuts.get(cls.name), len(self._memo)
         if shortcut is None or (end := shortcut(self.data, at, self._memo, self._stack)) == at:
             self._stack.append(cls)
@@ -127,7 +127,7 @@ class Machine:
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{problem}, at byte {self.end} of the pickle")
 
-    # What the opcodes consist of.
+    # The building blocks of opcodes.
 
     def _take(self, count: int) -> bytes:
         start = self.end
@@ -228,7 +228,7 @@ _STEPS: dict[int, Callable[[Machine], object]] = {
     ord(code): step
     for code, step in {
         "\x80": Machine._refuse_protocol,
-        "\x95": lambda m: m._take(8),  # the length of a frame, for readers that read in blocks
+        "\x95": lambda m: m._take(8),  # the length of a frame, for block-wise readers
         "0": lambda m: m._stack.pop(),
         "1": Machine._since_mark,
         "N": lambda m: m._push(None),
@@ -264,7 +264,7 @@ _STEPS: dict[int, Callable[[Machine], object]] = {
         "c": lambda m: m._push(m._calls.find(m._line(), m._line())),
         "\x93": Machine._find_on_stack,
         "R": Machine._reduce,
-        "\x81": Machine._reduce,  # NEWOBJ: stand-ins are made as by REDUCE
+        "\x81": Machine._reduce,  # NEWOBJ: stand-ins are created as by REDUCE
         "\x92": Machine._new_with_keywords,
         "b": lambda m: m._calls.build(m._stack[-2], m._stack.pop()),
         "Q": Machine._persistent_id,
@@ -272,11 +272,11 @@ _STEPS: dict[int, Callable[[Machine], object]] = {
 }
 
 
-# Constructors may copy at most this many items per byte of the pickle, however often it recalls one.
+# Constructors may copy at most this many items per byte of the pickle, no matter how often it recalls one.
 _COPIES = 16
 _WRONG_ARGUMENTS = (TypeError, ValueError, KeyError, AttributeError, IndexError)
 _CONTAINERS = (tuple, dict, list, str, bytes, bytearray, set, frozenset)
-_TWO_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 writes the names of Python 2
+_TWO_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 writes Python 2 names
 
 Shortcut = Callable[[bytes, int, dict[int, Any], list[Any]], int]
 """(data, position, memo, stack) -> the position after what it read, and added to both; the same if it cannot."""
@@ -286,7 +286,7 @@ Names = Mapping[tuple[str, str], Any]
 
 
 class Calls:
-    """Looks up and calls what one pickle of `num_bytes` names; every error in it is `Malformed`."""
+    """Looks up and calls the names in one pickle of `num_bytes`; every error in it is `Malformed`."""
 
     def __init__(self, names: Names, num_bytes: int) -> None:
         self._names = names
@@ -294,7 +294,7 @@ class Calls:
         self._budget = _COPIES * num_bytes
 
     def find(self, module: str, name: str) -> Any:
-        """The stand-in for `module.name`: a `Global`, or a constant."""
+        """Return the stand-in for `module.name`: a `Global` or a constant."""
         module = _TWO_NAMES.get(module, module)
         key = (module, name)
         if key not in self._globals:
@@ -318,7 +318,7 @@ class Calls:
             raise Malformed(f"gives {function.name} what it does not take ({short(error)})") from None
 
     def _charge(self, values: tuple[Any, ...]) -> None:
-        """Limit copies: a list that is passed to a million constructors must not take a million times its size."""
+        """Limit copies: a list passed to a million constructors must not use a million times its size."""
         cost = len(values)
         for value in values:
             if isinstance(value, _CONTAINERS):
@@ -330,14 +330,14 @@ class Calls:
             raise Malformed("copies the same items over and over")
 
     def _attribute(self, owner: Any = None, name: Any = None, *rest: Any) -> Any:
-        """`getattr`, by which protocols below 4 name a nested class or the member of an enum."""
+        """`getattr`, with which protocols below 4 name a nested class or an enum member."""
         if rest or not isinstance(owner, Global) or not isinstance(name, str):
             raise Malformed("asks to run 'builtins.getattr' on something else than a class on the allow-list")
         module, _, outer = owner.name.rpartition(".")
         return self.find(module, f"{outer}.{name}")
 
     def build(self, target: Any, state: Any) -> None:
-        """Pass a stand-in the state that the class's own `__setstate__` would get."""
+        """Pass a stand-in the state that the class's own `__setstate__` would receive."""
         if not isinstance(target, StandIn):
             raise Malformed(f"sets the state of a {type(target).__name__}")
         try:
@@ -352,20 +352,20 @@ def short(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-_MAX_KEY_ITEMS = 64  # of a tuple that is a key; shapes and paths are shorter
+_MAX_KEY_ITEMS = 64  # in a tuple used as a key; shapes and paths are shorter
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 
 
 class StandIn:
-    """Replaces an object of a library's class: it holds what the pickle contains, and does nothing.
+    """Replaces an object of a library class: it holds the pickle's content, and does nothing.
 
-    `hashable` is whether it may be a dictionary key, for which its own `__hash__` runs.
+    `hashable` states whether it may be a dictionary key, for which its own `__hash__` runs.
     """
 
     hashable = False
 
     def set_state(self, state: Any) -> None:
-        """Store the argument of the object's `__setstate__`; TypeError or ValueError if it cannot be one."""
+        """Store the argument of the object's `__setstate__`; raise TypeError or ValueError if it is invalid."""
 
 
 class Global:
@@ -382,7 +382,7 @@ class Malformed(Exception):
 
 
 def checked_key(key: Any) -> Any:
-    """The key, if hashing it ends soon: a plain value, a small flat tuple of them, or a `hashable` stand-in."""
+    """Return the key if hashing it is cheap: a plain value, a small flat tuple of them, or a `hashable` stand-in."""
     if isinstance(key, StandIn) and key.hashable:
         return key
     is_flat = type(key) is tuple and len(key) <= _MAX_KEY_ITEMS and all(isinstance(item, _PLAIN_KEYS) for item in key)

@@ -1,7 +1,7 @@
-"""The byte ranges of the members of an uncompressed, unencrypted zip archive, which may be a part of a file.
+"""Finds the byte ranges of members in an uncompressed, unencrypted zip archive, which may be a part of a file.
 
-By hand rather than through `zipfile`, which neither reads the local headers, where the position of a member's data is,
-nor checks that members do not overlap. Layout: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3 (zip64).
+`zipfile` neither reads the local headers, which contain the position of a member's data, nor checks that members do not
+overlap. Layout: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3 (zip64).
 """
 
 import os
@@ -29,7 +29,7 @@ _NONE_16, _NONE_32 = 0xFFFF, 0xFFFFFFFF  # "see the zip64 record"
 class Member:
     """A member: the absolute position of its first byte in the file, its number of bytes, and its CRC32.
 
-    `crc` is 0 where none was computed, and `crc_at` its own position.
+    `crc` is 0 if none was computed; `crc_at` is its own position.
     """
 
     start: int
@@ -59,8 +59,8 @@ class _Archive:
         return CheckpointError(f"{self._where} {problem}: the file is damaged, or not what torch.save writes.")
 
     def _read(self, offset: int, count: int) -> bytes:
-        """`count` bytes of the archive; fewer where it ends."""
-        if offset >= self._size:  # it may be more than the system takes for an offset
+        """Read `count` bytes of the archive; fewer at its end."""
+        if offset >= self._size:  # it may exceed the system's maximum offset
             return b""
         return os.pread(self._descriptor, max(min(count, self._size - offset), 0), self._start + offset)
 
@@ -151,7 +151,7 @@ class _Archive:
         return name
 
     def _wide(self, extra: bytes, values: tuple[int, int, int], name: str) -> tuple[int, ...]:
-        """`values` (size, packed size, offset), where those that 32 bits cannot hold come from the zip64 field."""
+        """Return `values` (size, packed size, offset), replacing those that exceed 32 bits by the zip64 field's."""
         num_wide, at = values.count(_NONE_32), 0
         while num_wide and at + 4 <= len(extra):
             kind, length = struct.unpack_from("<HH", extra, at)
