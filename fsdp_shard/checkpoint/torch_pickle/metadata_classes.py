@@ -162,7 +162,7 @@ class StorageInfo(_Fields):
 
 @dataclass
 class Metadata(_Fields):
-    """The `.metadata` of a DCP checkpoint, as far as it describes tensors."""
+    """The part of a DCP checkpoint's `.metadata` that describes tensors."""
 
     state_dict_metadata: Mapping[str, Any] = field(default_factory=dict, metadata={"check": partial(instance_of, dict)})
     planner_data: Any = None

@@ -1,9 +1,9 @@
-"""Reads the pieces of tensors in a `.metadata` of DCP, each as a whole instead of an opcode at a time.
+"""Reads tensor pieces in DCP's `.metadata` as a whole instead of opcode by opcode.
 
-There are as many as tensors times ranks, and torch's writer pickles each in the same 73 opcodes. Those are two patterns
-here: of a chunk in the list of its tensor, and of its key and value in the table of what is stored where. Whatever
-differs from them is left to the machine. So nothing is decided here: a pattern matches only what the machine would
-read, and a match does to its stack and its memo what the machine would do.
+There are as many pieces as tensors times ranks, and torch's writer pickles each with the same 73 opcodes. They form two
+patterns here: a chunk in its tensor's list, and its key and value in the table of storage locations. Anything else is
+left to the machine. No decisions are made here: a pattern matches only input that the machine would accept, and a match
+has the same effect on stack and memo.
 """
 
 import re
@@ -19,7 +19,7 @@ _GET = rb"(h.|j.{4})"  # an object of the memo
 _INT = rb"(?:K.|M..|J.{3}[\0-\x7f]|\x8a(?:\x05.{4}|\x06.{5}|\x07.{6}|\x08.{7})[\0-\x7f])"  # from 0 to 2**63 - 1
 _NEW = _GET + rb"\)\x81\x94\}\x94\("  # an object of that class, and the dictionary of its attributes
 _SHAPE = _GET + rb"(%b\x85|%b{2}\x86|%b{3}\x87)\x94\x85\x94R\x94" % (_INT, _INT, _INT)
-_TEXT = rb"\x8c(.)([^\x94]{0,255})\x94"  # it ends where its length says, which is checked after the match
+_TEXT = rb"\x8c(.)([^\x94]{0,255})\x94"  # its length is checked after the match
 _NUMBER = b"(%b)" % _INT
 _CHUNK = re.compile(_NEW + _GET + _SHAPE + _GET + _SHAPE + b"ub", re.DOTALL)
 _INDEX = _NEW + _GET + _TEXT + _GET + _NUMBER + _GET + _SHAPE + b"ub"
@@ -28,7 +28,7 @@ _STORED = re.compile(_INDEX + _INFO, re.DOTALL)
 _NUMBERS = re.compile(_INT, re.DOTALL)
 _LONG1 = 0x8A
 
-# What the patterns recall by `_GET`: the names of classes, and texts.
+# The objects that the patterns recall by `_GET`: class names and texts.
 _CHUNK_CLASS = "torch.distributed.checkpoint.metadata.ChunkStorageMetadata"
 _INDEX_CLASS = "torch.distributed.checkpoint.metadata.MetadataIndex"
 _INFO_CLASS = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -36,7 +36,7 @@ _SIZE = Global, "torch.Size"
 _CHUNK_GETS = [(Global, _CHUNK_CLASS), (str, "offsets"), _SIZE, (str, "sizes"), _SIZE]
 _INDEX_GETS = [(Global, _INDEX_CLASS), (str, "fqn"), (str, "index"), (str, "offset"), _SIZE]
 _INFO_GETS = [(Global, _INFO_CLASS), (str, "relative_path"), (str, "offset"), (str, "length")]
-_MAX_PIECES = 1000  # in one call, after which the machine looks at its limits; a batch of the pickler has as many
+_MAX_PIECES = 1000  # in one call, after which the machine checks its limits; equals the pickler's batch size
 
 
 def _read_chunks(data: bytes, at: int, memo: Memo, stack: list[Any]) -> int:
@@ -89,7 +89,7 @@ def _read_stored(data: bytes, at: int, memo: Memo, stack: list[Any]) -> int:
 def _learn(
     gets: tuple[bytes, ...], expected: Sequence[tuple[type, str]], memo: Memo, known: set[tuple[bytes, ...]]
 ) -> bool:
-    """Whether the memo has what is expected where `gets` recall it; then they are known, as they do not change."""
+    """Whether `gets` recall the expected objects from the memo; if so, they are remembered, as they do not change."""
     found = [memo.get(_number(get)) for get in gets]
     if [(type(one), one.name if isinstance(one, Global) else one) for one in found] != expected:
         return False
@@ -103,7 +103,7 @@ def _shape(tagged: bytes, shapes: dict[bytes, tuple[int, ...]]) -> tuple[int, ..
 
 
 def _number(tagged: bytes) -> int:
-    """The integer after an opcode, and, of LONG1, its length."""
+    """The integer after an opcode and, for LONG1, after its length."""
     return int.from_bytes(tagged[2:] if tagged[0] == _LONG1 else tagged[1:], "little")
 
 

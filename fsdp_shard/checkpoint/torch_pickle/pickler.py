@@ -1,7 +1,7 @@
 """Writes the pickles in torch's own formats without importing torch (protocol 2, see `pickletools` for the opcodes).
 
-Objects of torch are only named: a `Global` is a name, a `Call` a function with its arguments, an `Instance` a class
-with its state.
+torch objects are only named: a `Global` is a name, a `Call` a function with its arguments, an `Instance` a class with
+its state.
 """
 
 import pickle
@@ -28,7 +28,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An object of `cls` whose `__setstate__`, or else `__dict__`, takes `state`."""
+    """An object of `cls` whose `__setstate__`, or else `__dict__`, receives `state`."""
 
     cls: Global
     state: Any
@@ -43,13 +43,13 @@ class Persistent:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A dict whose keys are built by the reader, as (key, value) pairs."""
+    """A dict whose keys the reader builds, as (key, value) pairs."""
 
     pairs: tuple[tuple[Any, Any], ...]
 
 
 def dumps(value: Any) -> bytes:
-    """The pickle of None, booleans, integers, strings, tuples, lists, dicts and the kinds above, nested."""
+    """Pickle nested None, booleans, integers, strings, tuples, lists, dicts and the classes above."""
     out = bytearray(pickle.PROTO + b"\2")
     _put(out, value)
     return bytes(out + pickle.STOP)

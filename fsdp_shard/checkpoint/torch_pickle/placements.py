@@ -1,4 +1,5 @@
-"""The box of a tensor that a rank holds under DTensor placements on a mesh. Pure arithmetic on tuples, no torch.
+"""Computes the box of a tensor that a rank holds under DTensor placements on a mesh. Pure arithmetic on tuples, no
+torch.
 
 Source: `compute_local_shape_and_global_offset` of torch.distributed.tensor._utils (2.13), against which it is tested.
 """
@@ -31,16 +32,16 @@ class Placement:
 
 
 Span = tuple[int, int]
-_MAX_SPANS = 1 << 12  # of a rank in a tensor; there are as many as the ranks of tensor parallelism
+_MAX_SPANS = 1 << 12  # of a rank in a tensor; their number is that of the tensor-parallel ranks
 
 
 def local_spans(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[list[Span]]:
-    """For each dimension of the tensor, the ranges [start, stop) of the indices that the rank at `coordinate` holds.
+    """Return, for each dimension of a tensor, the index ranges [start, stop) held by the rank at `coordinate`.
 
-    The local tensor is their product, one range after the other; only strided shards have more than one range in a
-    dimension. ValueError for a mesh or dimension that does not exist, and for partial placements, which hold summands.
+    The local tensor is their product, one range after the other; only strided shards have several ranges in a
+    dimension. Raises ValueError for a nonexistent mesh or dimension, and for partial placements, which hold summands.
     """
     spans = [[(0, size)] for size in shape]
     for num_chunks, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
@@ -78,7 +79,7 @@ def _placed(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
 
 
 def _cut(spans: Sequence[Span], num_parts: int, num_chunks: int, index: int) -> list[Span]:
-    """Cut what the spans hold into parts and each part into chunks, as torch.chunk does; chunk `index` of each part."""
+    """Cut the spans into parts and each part into chunks, like torch.chunk; return chunk `index` of each part."""
     total = sum(stop - start for start, stop in spans)
     size = -(-total // num_parts)
     kept: list[Span] = []
