@@ -24,8 +24,9 @@ class CheckpointConfig:
     every: int = setting(0, "Number of steps between checkpoints; 0 saves only the last step.", minimum=0)
     asynchronous: bool = setting(
         True,
-        "Save in the background. Needs host memory for a copy of what is on a GPU, or not yet written when the next "
-        "step changes it: at most a rank's shards of weights and optimizer state. false: training waits for the disk.",
+        "Save in the background. Needs host memory for a copy of tensors that are on a GPU, or not yet written when "
+        "the next step changes them: at most a rank's shards of weights and optimizer state. false: training waits "
+        "for the disk.",
     )
     timeout_seconds: float = setting(
         1800.0,
@@ -49,8 +50,8 @@ class CheckpointConfig:
     )
     keep_optimizer_last: int | None = setting(
         None,
-        "Number of latest checkpoints to keep the optimizer state of (twice the size of float32 weights); of the "
-        "others the weights are kept. null: keep all.",
+        "Number of latest checkpoints whose optimizer state (twice the size of float32 weights) is kept; the others "
+        "keep only their weights. null: keep all.",
         minimum=1,
     )
     verify: bool = setting(
@@ -68,10 +69,10 @@ class CheckpointConfig:
     )
     remote: str | None = setting(
         None,
-        "A directory of a remote store, such as s3://bucket/run, to upload each checkpoint to in the background; "
-        "keep_last and keep_every apply to it, too. A failed upload counts as a failed save (max_failures). If its "
-        "latest checkpoint is later than that in run_dir, the run resumes from it. Any store that fsspec supports; "
-        "credentials and endpoint come from the environment.",
+        "A directory on a remote store, such as s3://bucket/run, to which each checkpoint is uploaded in the "
+        "background; keep_last and keep_every apply to it, too. A failed upload counts as a failed save "
+        "(max_failures). If its latest checkpoint is later than that in run_dir, the run resumes from it. Any store "
+        "that fsspec supports; credentials and endpoint come from the environment.",
     )
     optimizer: bool = setting(True, "Save the optimizer state, too, which resuming needs.")
     max_shard_size: str = setting(DEFAULT_SHARD_SIZE, "Largest file of a gathered checkpoint, such as 200MB or 5GB.")
@@ -111,11 +112,11 @@ class SourceSettings:
         "For weights without config.json (torch DCP, rank files, a single file): the directory or hub id of their "
         "model, whose config is used, and whose tokenizer if they have none.",
     )
-    tokenizer: str | None = setting(None, "The directory or hub id of the tokenizer, if it is not where the config is.")
+    tokenizer: str | None = setting(None, "The directory or hub id of the tokenizer, if it is not next to the config.")
     base: str | None = setting(
         None,
-        "For an adapter (LoRA), which is merged into its base model: the path or hub id of that, if it is not where "
-        "adapter_config.json says.",
+        "For an adapter (LoRA), which is merged into its base model: the path or hub id of the base, if it is not at "
+        "the place named in adapter_config.json.",
     )
 
 
@@ -136,7 +137,7 @@ class ConvertSettings(SourceSettings):
     max_shard_bytes = Parsed("max_shard_size", parse_size)
     ranks: int | None = setting(
         None,
-        "Number of ranks to write files for with format=sharded or dcp; for dcp null means one.",
+        "Number of ranks for which to write files, with format=sharded or dcp; for dcp, null means one.",
         minimum=1,
         maximum=16384,
     )
@@ -148,16 +149,16 @@ class ConvertSettings(SourceSettings):
     )
     dtype: str = setting(
         "keep",
-        "Dtype to cast floating-point tensors to; those with 8 bits keep theirs, and those that the model loads in "
-        "float32 stay in it. Quantized weights are not cast.",
+        "Dtype to which floating-point tensors are cast; 8-bit tensors keep theirs, and those that the model loads in"
+        " float32 stay in it. Quantized weights are not cast.",
         choices=("keep", "float32", "bfloat16", "float16"),
     )
     dequantize: bool = setting(
         False,
-        "Write quantized weights in floating point, without their scales: fp8 with block scales, as DeepSeek publishes "
-        "it, and MXFP4, as gpt-oss. In dtype, or else in that of config.json. Needed to run or train them.",
+        "Write quantized weights in floating point, without their scales: fp8 with block scales, as in DeepSeek, and "
+        "MXFP4, as in gpt-oss. In dtype, or else in that of config.json. Needed to run or train them.",
     )
-    verify: bool = setting(True, "Read the target back and compare it with what was written.")
+    verify: bool = setting(True, "Read the target back and compare it with the written data.")
     sync: bool = setting(
         True,
         "Flush everything to the disk before the target gets its name, so that after a power failure it is complete or "
@@ -166,8 +167,8 @@ class ConvertSettings(SourceSettings):
     overwrite: bool = setting(False, "Replace an existing checkpoint at the target, once the new one is complete.")
     push_to: str | None = setting(
         None,
-        "A repository of the Hugging Face hub, org/name, to push the target to, with a model card made from the run. "
-        "It is created if it does not exist, private. null: the hub is not asked.",
+        "A repository of the Hugging Face hub, org/name, to which the target is pushed, with a model card generated "
+        "from the run. If it does not exist, it is created as private. null: no push.",
     )
     push_public: bool = setting(False, "With push_to: create the repository public, or push to one that is public.")
 

@@ -130,9 +130,9 @@ class FinetuneConfig(RunConfig):
     )
     loss: str | None = setting(
         None,
-        "MODULE:FUNCTION of a loss of your own instead of the cross-entropy, in an installed module or a file in the "
-        "working directory. It takes the output of the model and the batch (a dict; labels are already shifted, and "
-        "-100 does not count), and returns the sum of the losses and their count.",
+        "MODULE:FUNCTION of your own loss instead of the cross-entropy, in an installed module or a file in the "
+        "working directory. It receives the model's output and the batch (a dict; labels are already shifted, and "
+        "-100 is ignored), and returns the sum of the losses and their count.",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -34,13 +34,13 @@ class ModelConfig:
     )
     labels: list[str] = setting(
         [],
-        "task=sequence_classification: names of the classes of a new head, drawn from the seed, such as [bad, good], "
-        "or [reward] for objective=reward. Empty: the head that the model has.",
+        "task=sequence_classification: class names of a new head, initialized from the seed, such as [bad, good], or "
+        "[reward] for objective=reward. Empty: the model's own head.",
     )
     attention: str = setting(
         "auto",
-        "Attention implementation, as named by transformers. auto: sdpa, or eager where the model has no other; "
-        "flash_attention_2 needs a package and a GPU, so it is used only when it is asked for.",
+        "Attention implementation, as named by transformers. auto: sdpa, or eager if the model has no other; "
+        "flash_attention_2 needs a package and a GPU, so it is used only on request.",
         choices=("auto", "sdpa", "eager", "flash_attention_2"),
     )
     chunked_loss: bool | str = setting(
@@ -52,7 +52,7 @@ class ModelConfig:
     kernels: str = setting(
         "none",
         "Fused kernels for norms, rotary embeddings and gated MLPs. liger: Liger Kernel, on GPUs (needs the extra "
-        "`liger`); model.chunked_loss still decides about the loss.",
+        "`liger`); model.chunked_loss still applies to the loss.",
         choices=("none", "liger"),
     )
     trust_remote_code: bool = setting(

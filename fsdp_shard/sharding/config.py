@@ -51,11 +51,11 @@ class ShardConfig:
     accumulates_offloaded: ClassVar[bool] = True
 
     param_dtype: str = setting(
-        "bfloat16", "The dtype that blocks compute in and parameters are gathered in.", choices=DTYPES
+        "bfloat16", "The dtype in which blocks compute and parameters are gathered.", choices=DTYPES
     )
-    reduce_dtype: str = setting("float32", "The dtype that gradients are reduced in.", choices=DTYPES)
+    reduce_dtype: str = setting("float32", "The dtype in which gradients are reduced.", choices=DTYPES)
     norms_in_float32: bool = setting(
-        False, "Compute norm layers in float32 when param_dtype is narrower; each becomes a unit of its own."
+        False, "Compute norm layers in float32 when param_dtype is narrower; each becomes a separate unit."
     )
     replicas: int = setting(1, "Number of replicas of the model; each is sharded over its own ranks (HSDP).", minimum=1)
     tensor_parallel: int = setting(
@@ -67,7 +67,7 @@ class ShardConfig:
         minimum=1,
     )
     context_parallel: int = setting(
-        1, "Number of neighboring ranks that divide each sequence; they see the same samples.", minimum=1
+        1, "Number of neighboring ranks that divide each sequence; they share the same samples.", minimum=1
     )
     context_method: str = setting(
         "auto",

@@ -99,17 +99,17 @@ class DdpConfig(ShardConfig):
     wrapper: ClassVar[str] = "ddp"
     is_sharded: ClassVar[bool] = False
 
-    param_dtype: str = setting("float32", "The dtype that blocks compute in: that of model.dtype.", choices=DTYPES)
+    param_dtype: str = setting("float32", "The dtype in which blocks compute: that of model.dtype.", choices=DTYPES)
     reduce_dtype: str = setting(
-        "float32", "The dtype that gradients are reduced in: that of model.dtype.", choices=DTYPES
+        "float32", "The dtype in which gradients are reduced: that of model.dtype.", choices=DTYPES
     )
     sync_every_micro_batch: bool = setting(
         False, "Reduce gradients after every micro-batch, which costs time and saves no memory with DDP."
     )
     find_unused_parameters: bool = setting(
         False,
-        "Look for parameters without a gradient in each step, such as the image encoder of a multimodal model that is "
-        "trained on text; without it torch fails in the second step.",
+        "Look for parameters without a gradient in each step, such as the image encoder of a multimodal model trained"
+        " on text; without it, torch fails in the second step.",
     )
 
     def check(self, prefix: str) -> None:

@@ -78,16 +78,18 @@ class TrainConfig:
     decay_steps: int | None = setting(None, "Decay steps of schedule=warmup_stable_decay; null: a tenth.", minimum=0)
     warmup_steps: int = setting(0, "Steps of linear warm-up from zero to optim.lr.", minimum=0)
     final_lr_fraction: float = setting(0.0, "Final learning rate as a fraction of optim.lr.", minimum=0.0, maximum=1.0)
-    eval_every: int = setting(0, "Steps between evaluations; 0: before the first and after the last only.", minimum=0)
+    eval_every: int = setting(0, "Steps between evaluations; 0: only before the first and after the last.", minimum=0)
     eval_windows: int | None = setting(None, "Maximum number of held-out windows to evaluate; null: all.", minimum=1)
     sample_prompts: list[str] = prose(
         [],
         "Prompts to complete at each evaluation, as data.kind writes them (kind=chat: a user's message): into the log, "
         "samples.jsonl and the trackers.",
     )
-    sample_tokens: int = setting(64, "Maximum number of tokens of a completion, the most likely ones.", minimum=1)
+    sample_tokens: int = setting(64, "Maximum number of tokens in a completion, decoded greedily.", minimum=1)
     patience: int | None = setting(None, "Stop after this many evaluations in a row without improvement.", minimum=1)
-    min_delta: float = setting(0.0, "With patience: minimum decrease of the held-out loss to count.", minimum=0.0)
+    min_delta: float = setting(
+        0.0, "With patience: minimum decrease of the held-out loss that counts as an improvement.", minimum=0.0
+    )
     non_finite: str = setting(
         "stop",
         "What to do if the loss or a gradient is NaN or infinite. stop: end the run. skip: skip the update and go on "
@@ -107,7 +109,7 @@ class TrainConfig:
     tf32: bool = setting(
         False, "Multiply float32 matrices in TF32 on GPUs: several times faster, with 10 bits of each factor."
     )
-    deterministic: bool = setting(False, "Use deterministic algorithms only; others raise an error. Slower on GPUs.")
+    deterministic: bool = setting(False, "Use only deterministic algorithms; others raise an error. Slower on GPUs.")
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other or have no effect."""

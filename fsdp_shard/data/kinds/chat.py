@@ -82,8 +82,8 @@ class ChatSettings(TemplateSettings):
 
     messages_column: str | None = setting(
         None,
-        "kind=chat: the column with the conversation. Default: messages, conversations, or Alpaca's columns; columns "
-        "system and tools go along.",
+        "kind=chat: the column with the conversation. Default: messages, conversations, or Alpaca's columns; the "
+        "columns system and tools are also used.",
     )
 
     def build_kind(self, task: str) -> Kind:

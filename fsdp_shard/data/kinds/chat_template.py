@@ -64,20 +64,19 @@ class TemplateSettings(RowSettings):
 
     roles: Any = setting(
         None,
-        "kind=chat and preference: role names of the data and the roles that they are, such as {bot: assistant, "
-        "prompter: user}.",
+        "kind=chat and preference: maps role names in the data to roles, such as {bot: assistant, prompter: user}.",
     )
     chat_template: str | None = setting(
         None,
-        "kind=chat and preference: a file with a Jinja template, or the name of one of the tokenizer's, to train with "
-        "and save with the checkpoints. Default: that of the tokenizer.",
+        "kind=chat and preference: a file with a Jinja template, or the name of one of the tokenizer's templates, for"
+        " training and to save with the checkpoints. Default: the tokenizer's template.",
     )
 
     # Any: OmegaConf cannot replace an optional dict that is None by a mapping.
     chat_template_kwargs: Any = setting(
         None,
-        "kind=chat and preference: values of variables of the chat template, such as {enable_thinking: false} or "
-        "{date_string: 26 Jul 2024}. The template that is saved with the checkpoints has them as its defaults.",
+        "kind=chat and preference: values of chat template variables, such as {enable_thinking: false} or "
+        "{date_string: 26 Jul 2024}. They become defaults of the template saved with the checkpoints.",
     )
 
     template_text = Parsed("chat_template", _read_template)

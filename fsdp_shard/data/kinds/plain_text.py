@@ -83,7 +83,7 @@ class TextSettings(kind.RowSettings):
     help = "plain text, concatenated and cut into windows"
     tasks: ClassVar[tuple[str, ...]] = (CAUSAL, MASKED_LM, SEQUENCE_CLASSIFICATION)
 
-    text_column: str = setting("text", "The column with the text, of rows with columns.")
+    text_column: str = setting("text", "The column with the text, in rows with columns.")
     sample_by: str = setting(
         "document",
         "One document of a plain text file: the whole file, a paragraph or a line. Documents are separated by the "

@@ -192,25 +192,25 @@ class PreferenceSettings(TemplateSettings):
 
     prompt_column: str = setting(
         "prompt",
-        "kind=preference: the column with the prompt, as text or a list of messages. Rows with pairs may lack it: then "
-        "it is the common beginning of both answers.",
+        "kind=preference: the column with the prompt, as text or a list of messages. Rows with pairs may lack it; the"
+        " prompt is then the common beginning of both answers.",
     )
     chosen_column: str = setting("chosen", "kind=preference: the column with the better answer of a pair.")
     rejected_column: str = setting("rejected", "kind=preference: the column with the worse answer of a pair.")
     completion_column: str = setting(
-        "completion", "kind=preference: the column with the answer, of rows with one answer each."
+        "completion", "kind=preference: the column with the answer, in rows with one answer each."
     )
     desirable_column: str = setting(
-        "label", "kind=preference: the column that says whether the answer of data.completion_column is desirable."
+        "label", "kind=preference: the column that labels the answer in data.completion_column as desirable or not."
     )
     completions_column: str = setting(
         "completions",
-        "kind=preference: the column with a list of answers, of which the best makes a pair with each worse one.",
+        "kind=preference: the column with a list of answers, of which the best forms a pair with each worse one.",
     )
     ranks_column: str = setting(
         "ranks",
-        "kind=preference: the column with the rank of each answer of data.completions_column, 1 for the best. Without "
-        "ranks and scores, the first is the best.",
+        "kind=preference: the column with the rank of each answer in data.completions_column, 1 for the best. Without"
+        " ranks and scores, the first answer is the best.",
     )
     scores_column: str = setting(
         "scores", "kind=preference: the column with the scores of these answers, used if there are no ranks."

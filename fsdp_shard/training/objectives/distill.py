@@ -37,14 +37,19 @@ class DistillConfig(ObjectiveConfig):
     teacher: str = setting(
         REQUIRED,
         "The model to learn from, with the same vocabulary: a run or a step of it (RUN@best), a checkpoint of any "
-        "format, or a hub id. It computes in the dtype of its weights; model.trust_remote_code is for it, too.",
+        "format, or a hub id. It computes in the dtype of its weights; model.trust_remote_code applies to it, too.",
     )
     alpha: float = setting(
-        0.5, "Weight of the KL divergence; the cross-entropy has the rest. 1: the teacher only.", above=0.0, maximum=1.0
+        0.5,
+        "Weight of the KL divergence; the cross-entropy has the remaining weight. 1: only the teacher.",
+        above=0.0,
+        maximum=1.0,
     )
-    temperature: float = setting(1.0, "What the logits of both are divided by in the KL divergence.", above=0.0)
+    temperature: float = setting(1.0, "Divisor of both models' logits in the KL divergence.", above=0.0)
     top_k: int | None = setting(
-        64, "Most likely tokens of the teacher that count for each prediction; null: the whole vocabulary.", minimum=1
+        64,
+        "Number of the teacher's most likely tokens used for each prediction; null: the whole vocabulary.",
+        minimum=1,
     )
     teacher_logits: str = setting(
         PRECOMPUTED,

@@ -32,9 +32,9 @@ class OrpoConfig(PairObjective):
     name: ClassVar[str] = "orpo"
     num_terms: ClassVar[int] = 2
 
-    beta: float = setting(0.1, "Weight of the odds ratio (lambda of the paper).", above=0.0)
+    beta: float = setting(0.1, "Weight of the odds ratio (lambda in the paper).", above=0.0)
     learn_prompts: bool = setting(
-        False, "Compute the cross-entropy of prompts and chosen answers, as TRL does, not of the answers only."
+        False, "Compute the cross-entropy of prompts and chosen answers, as in TRL, rather than only of the answers."
     )
 
     def counts(self, batch: Batch) -> list[float]:

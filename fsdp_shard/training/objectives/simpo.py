@@ -23,7 +23,7 @@ class SimpoConfig(PairObjective):
 
     beta: float = setting(2.0, "Scale of the rewards.", above=0.0)
     gamma: float = setting(1.0, "Margin by which the chosen answer's reward should exceed the other's.", minimum=0.0)
-    label_smoothing: float = setting(0.0, "Fraction of the preferences that is taken to be wrong.", minimum=0.0)
+    label_smoothing: float = setting(0.0, "Assumed fraction of wrong preferences.", minimum=0.0)
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for label smoothing that leaves nothing to learn."""

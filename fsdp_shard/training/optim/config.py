@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def decay_setting(default: float) -> float:
     """Declare the setting `weight_decay`, whose default depends on the optimizer."""
-    return setting(default, "Weight decay of matrices and embeddings; norms and biases have none.", minimum=0.0)
+    return setting(
+        default, "Weight decay of matrices and embeddings; it does not apply to norms and biases.", minimum=0.0
+    )
 
 
 @dataclass
