@@ -149,8 +149,8 @@ class ConvertSettings(SourceSettings):
     )
     dtype: str = setting(
         "keep",
-        "Dtype to which floating-point tensors are cast; 8-bit tensors keep theirs, and those that the model loads in"
-        " float32 stay in it. Quantized weights are not cast.",
+        "Dtype to which floating-point tensors are cast; 8-bit tensors keep theirs, and those that the model loads in "
+        "float32 stay in it. Quantized weights are not cast.",
         choices=("keep", "float32", "bfloat16", "float16"),
     )
     dequantize: bool = setting(

@@ -68,7 +68,7 @@ def push_to_hub(
     Raises:
         ConfigError: The arguments are wrong, there is no token, or the model would be published without `public`.
         CheckpointError, ModelError: The checkpoint is damaged, or has no config.
-        RemoteError: The hub refuses a request or fails, or the connection does.
+        RemoteError: The hub rejects a request or fails, or the connection fails.
         SaveError: The converted checkpoint could not be written.
 
     Example:

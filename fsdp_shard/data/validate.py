@@ -28,7 +28,7 @@ def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> N
     ranks will find it.
 
     Args:
-        config: The settings of the data.
+        config: The data settings.
         task: The value of `model.task`.
         samples: The shape of samples, as in `Task`.
 
@@ -92,7 +92,7 @@ def encode_prompts(config: DataConfig, texts: Sequence[str], tokenizer: Tokenize
     """Tokenize prompts as rows of `config` begin, of a mixture those of its first source; for causal models.
 
     Args:
-        config: The settings of the data.
+        config: The data settings.
         texts: The prompts; with data.kind=chat messages of a user, with data.kind=instruction instructions.
         tokenizer: The model's tokenizer.
 

@@ -45,7 +45,7 @@ class Rendezvous(CountingRendezvous):
     def create(cls, settings: LaunchConfig) -> Rendezvous:
         """Connect to the rendezvous of the run described by `settings`, or serve it."""
         endpoint = settings.rendezvous if settings.max_nodes > 1 else None
-        # Machines of one run meet at one endpoint, so only its name has to be the same.
+        # Machines of one run meet at one endpoint, so the run's name only has to be the same there.
         run_id, local_addr = ("fsdp-shard", None) if endpoint else (uuid.uuid4().hex, "127.0.0.1")
         nodes = settings.min_nodes, settings.max_nodes
 

@@ -48,7 +48,7 @@ def try_config(directory: Path, build: Callable[[], object]) -> None:
         build: Builds the model. Its exceptions are ignored here, as the later build raises them again.
 
     Raises:
-        ModelError: It takes more time or memory than its limits.
+        ModelError: It exceeds its limits of time or memory.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -74,7 +74,7 @@ def try_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
         directory: Its directory, for errors.
 
     Raises:
-        ModelError: It takes more time or memory than its limits.
+        ModelError: It exceeds its limits of time or memory.
     """
     import jinja2  # noqa: F401  # once, rather than in each forked process
 

@@ -164,7 +164,7 @@ class ShardConfig:
         Args:
             shapes: The unsharded shape of every parameter, by FQN.
             units: All units of the model.
-            num_shards: Number of ranks that one replica is sharded over.
+            num_shards: Number of ranks over which one replica is sharded.
 
         Returns:
             For each shard, a mapping from FQN to local shape.
@@ -178,7 +178,7 @@ class ShardConfig:
         Args:
             shapes: The unsharded shapes of the unit's parameters, in order.
             dtype: The computation dtype of the unit.
-            num_shards: Number of ranks that one replica is sharded over.
+            num_shards: Number of ranks over which one replica is sharded.
         """
         return int(self._module().chunk_length(shapes, dtype, num_shards))
 

@@ -108,8 +108,8 @@ class DdpConfig(ShardConfig):
     )
     find_unused_parameters: bool = setting(
         False,
-        "Look for parameters without a gradient in each step, such as the image encoder of a multimodal model trained"
-        " on text; without it, torch fails in the second step.",
+        "Look for parameters without a gradient in each step, such as the image encoder of a multimodal model trained "
+        "on text; without it, torch fails in the second step.",
     )
 
     def check(self, prefix: str) -> None:

@@ -48,7 +48,7 @@ def check_on_base(adapter: TensorIndex, base: TensorIndex, side: Path) -> tuple[
     Args:
         adapter: The adapter's own tensors.
         base: The weights of the base model.
-        side: The directory with the config of the base.
+        side: The directory with the base model's config.
 
     Raises:
         CheckpointError: The adapter belongs to another base, is neither LoRA nor DoRA, or contradicts itself.
@@ -167,7 +167,7 @@ def refuse_other_config(root: Path, side: Path) -> None:
 
     Args:
         root: The directory of the adapter.
-        side: The directory with the config of the base.
+        side: The directory with the base model's config.
 
     Raises:
         CheckpointError: The base computes something else.

@@ -68,8 +68,8 @@ class TemplateSettings(RowSettings):
     )
     chat_template: str | None = setting(
         None,
-        "kind=chat and preference: a file with a Jinja template, or the name of one of the tokenizer's templates, for"
-        " training and to save with the checkpoints. Default: the tokenizer's template.",
+        "kind=chat and preference: a file with a Jinja template, or the name of one of the tokenizer's templates, for "
+        "training and to save with the checkpoints. Default: the tokenizer's template.",
     )
 
     # Any: OmegaConf cannot replace an optional dict that is None by a mapping.

@@ -192,8 +192,8 @@ class PreferenceSettings(TemplateSettings):
 
     prompt_column: str = setting(
         "prompt",
-        "kind=preference: the column with the prompt, as text or a list of messages. Rows with pairs may lack it; the"
-        " prompt is then the common beginning of both answers.",
+        "kind=preference: the column with the prompt, as text or a list of messages. Rows with pairs may lack it; the "
+        "prompt is then the common beginning of both answers.",
     )
     chosen_column: str = setting("chosen", "kind=preference: the column with the better answer of a pair.")
     rejected_column: str = setting("rejected", "kind=preference: the column with the worse answer of a pair.")
@@ -209,8 +209,8 @@ class PreferenceSettings(TemplateSettings):
     )
     ranks_column: str = setting(
         "ranks",
-        "kind=preference: the column with the rank of each answer in data.completions_column, 1 for the best. Without"
-        " ranks and scores, the first answer is the best.",
+        "kind=preference: the column with the rank of each answer in data.completions_column, 1 for the best. Without "
+        "ranks and scores, the first answer is the best.",
     )
     scores_column: str = setting(
         "scores", "kind=preference: the column with the scores of these answers, used if there are no ranks."

@@ -39,7 +39,7 @@ class Examples:
         first: Position of the first predicted token within each example, -1 without one; int64 [num_examples].
         labels: The class of each example, -1 without one; int64 [num_examples].
         name: Identifies the examples.
-        keeps_last: Whether the last token ends a text, and stays when it is truncated.
+        keeps_last: Whether the last token ends a text, and is kept when the text is truncated.
         margins: The margin of each example, float64 [num_examples]; empty if the data has none.
     """
 
@@ -107,7 +107,7 @@ class TokenFile:
         digest: Digest of only the tokens and the values stored with them: equal digests mean equal samples.
         num_examples: Number of examples or documents.
         classes: The names of the classes by index.
-        keeps_last: Whether the last token ends a text, and stays when it is truncated.
+        keeps_last: Whether the last token ends a text, and is kept when the text is truncated.
     """
 
     directory: str

@@ -30,7 +30,7 @@ class RowFunction(Protocol):
 
         Args:
             logits: They may be overwritten.
-            part: Which of all rows these are.
+            part: Range of these rows among all rows.
         """
 
     def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class RowFunction(Protocol):
 
         Args:
             logits: They may be overwritten.
-            part: Which of all rows these are.
+            part: Range of these rows among all rows.
             outer: Float32 [num_rows, num_values].
         """
 

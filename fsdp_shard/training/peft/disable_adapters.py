@@ -18,7 +18,7 @@ def adapters_disabled(module: nn.Module) -> Iterator[None]:
     so `requires_grad` is restored at once, before any forward pass.
 
     Args:
-        module: The model, sharded or not; without an adapter nothing happens.
+        module: The model, sharded or not; without an adapter, this has no effect.
 
     Example:
         >>> with torch.no_grad(), adapters_disabled(model.module):  # doctest: +SKIP
