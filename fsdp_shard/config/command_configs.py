@@ -166,7 +166,7 @@ class FinetuneConfig(RunConfig):
             dtype: The dtype to load; `keep` for that of its weights.
 
         Raises:
-            ConfigError: The budgets name GPUs, but not that of each rank on this machine.
+            ConfigError: The budgets name GPUs, but not those of all ranks on this machine.
             PlanError, CheckpointError, ModelError: The model does not fit, or cannot be read.
         """
         from fsdp_shard.inference import dispatch_model

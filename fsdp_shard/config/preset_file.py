@@ -19,7 +19,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import in_yaml, walk
 
 CONFIG_NAME = "own_file"  # name of the file in Hydra's ConfigStore
-_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # `\${`, as config.yaml has it, is none
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # `\${`, as in config.yaml, is not one
 
 
 def split_preset_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -31,7 +31,7 @@ class Setting:
     help: str
     accepts: str
     only_with: str = ""  # the group option that has it, if not all of the group's options do
-    is_text: bool = False  # takes any text, not one of a few words
+    is_text: bool = False  # accepts any text, not only a few words
     can_unset: bool = True  # on the command line, `null` unsets it
     defaults: tuple[tuple[str, str], ...] = ()
 

@@ -89,7 +89,7 @@ def check_tokenizer(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL
 
 
 def encode_prompts(config: DataConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Tokenize prompts as rows of `config` begin, of a mixture those of its first source; for causal models.
+    """Tokenize prompts like the beginnings of rows of `config`, or of a mixture's first source; for causal models.
 
     Args:
         config: The data settings.
@@ -100,7 +100,7 @@ def encode_prompts(config: DataConfig, texts: Sequence[str], tokenizer: Tokenize
         Token ids of each prompt.
 
     Raises:
-        DataError: The chat template refuses a prompt, or a prompt has no tokens.
+        DataError: The chat template rejects a prompt, or a prompt has no tokens.
     """
     source = all_sources(config)[0]
     kind, tokenizer = kind_of(source), with_chat_template(tokenizer, source)

@@ -151,7 +151,7 @@ def check_model_task(config: PretrainedConfig, task: str) -> None:
 
 
 def classifier_name(config: PretrainedConfig) -> str:
-    """Return the class of the classifier of the type of `config`; raise ModelError if transformers has none."""
+    """Return the classifier class for the type of `config`; raise ModelError if transformers has none."""
     if found := model_classes(_AUTO_CLASSES[SEQUENCE_CLASSIFICATION], config):
         return found[0].__name__
     raise ModelError(

@@ -45,7 +45,7 @@ def try_config(directory: Path, build: Callable[[], object]) -> None:
 
     Args:
         directory: The directory of config.json.
-        build: Builds the model. Its exceptions are ignored here, as the later build raises them again.
+        build: Builds the model. Its exceptions are ignored here, as the actual build raises them again.
 
     Raises:
         ModelError: It exceeds its limits of time or memory.

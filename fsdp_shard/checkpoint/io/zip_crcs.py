@@ -108,7 +108,7 @@ def _joined(one: _Part, next_one: _Part) -> _Part:
 
 
 def combine(first: int, second: int, num_bytes: int) -> int:
-    """The CRC32 of two neighboring parts from theirs; the second has `num_bytes` (as zlib's `crc32_combine`)."""
+    """Combine the CRC32s of two neighboring parts; the second has `num_bytes` (like zlib's `crc32_combine`)."""
     return _product(_power(num_bytes), first) ^ second
 
 

@@ -89,7 +89,7 @@ def names_of_model(index: TensorIndex, directory: Path, others: Mapping[str, Ten
     model = build_on_meta(load_config(directory), "float32")
     # Each codec identifies its stored tensor, regardless of conversions.
     stored = {name: entry.with_codec(CopiedTensor(index, entry.name)) for name, entry in index.tensors.items()}
-    matched = replace(index, tensors=stored | dict(others))  # whose entries the match replaces by what it makes of them
+    matched = replace(index, tensors=stored | dict(others))  # the match replaces entries with converted ones
     try:
         names = match_names(model, matched).stored
     finally:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
-# Shapes of samples: examples as they are, pairs of answers to one prompt, and answers with a label.
+# Shapes of samples: plain examples, pairs of answers to one prompt, and labeled answers.
 ROWS, PAIRS, LABELED = "rows", "pairs", "labeled"
 
 
@@ -101,7 +101,7 @@ class Kind(ABC):
         """Return whether any of the first rows has training content; `samples` is as in `Task`.
 
         Raises:
-            DataError: As `check_row` does, or the rows have no such samples.
+            DataError: As in `check_row`, or the rows have no such samples.
         """
         return any(self.check_row(row) for row in rows)
 

@@ -67,8 +67,8 @@ class Answer(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The answers of a row, each rejected one after the chosen one that is better; why others are left out; and the
-    margin between them, None without one.
+    """The answers of a row, each rejected one after its chosen one; the reasons for skipping others; and the margin
+    between the answers, if any.
     """
 
     answers: list[Answer]
