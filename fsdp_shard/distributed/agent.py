@@ -161,7 +161,7 @@ class Agent(OverridableAgent):
 
     def end_ranks(self, number: signal.Signals, timeout_seconds: int) -> None:
         # A finished rank waits for this launcher to read its result, which no longer happens. The first signal may have
-        # arrived while the rank still worked, and would have had no further effect.
+        # arrived while the rank still worked, and its effect ended with that work.
         _send(number, self._running())
         deadline = time.monotonic() + timeout_seconds
         while self._running() and time.monotonic() < deadline:

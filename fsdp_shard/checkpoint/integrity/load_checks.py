@@ -87,7 +87,7 @@ def _predicts_further(config: Mapping[str, Any]) -> bool:
 
 
 def _further_layers(unused: Collection[str], used: Collection[str]) -> Iterator[str]:
-    """Yield the unused layers in lists of which the model uses other layers."""
+    """Describe unused layers in lists of which the model uses other layers."""
     numbers: dict[str, set[int]] = {}
     for name in used:
         if match := _NUMBERED.match(name):
