@@ -1,5 +1,4 @@
-"""Turns a function into a recipe: a program with a config that runs the same under `fsdp-shard`, `python` and
-`torchrun`.
+"""Turns functions into recipes: programs with a config that run alike under `fsdp-shard`, `python` and `torchrun`.
 
 The config is composed and checked once, before any rank starts. Then RUN_DIR/config.yaml is written, unless the recipe
 does so itself, and the function is called on every rank.

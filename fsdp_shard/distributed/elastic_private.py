@@ -17,8 +17,7 @@ class CountingRendezvous(DynamicRendezvousHandler):
 
 
 class OverridableAgent(LocalElasticAgent):
-    """`LocalElasticAgent`; without these names, dead and frozen ranks would be noticed only after torch's 30 s, or
-    never.
+    """`LocalElasticAgent`; without these names, dead and frozen ranks would be noticed after torch's 30 s or never.
 
     Args:
         spec: The program to run.

@@ -123,8 +123,7 @@ QUANTIZATION_CODES = {
 
 
 class QuantizedWeight(nn.Module):
-    """x -> x @ W.T, with W in `rows`. A separate module, so the rows are gathered separately from parameters that are
-    cast.
+    """x -> x @ W.T, with W in `rows`. A separate module, so the rows are not gathered with cast parameters.
 
     Args:
         shape: The shape [out, in] of W.

@@ -104,8 +104,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
 
 
 def free_gathered(module: nn.Module) -> None:
-    """Free parameters that FSDP keeps gathered between two forward passes, which a change to the shards would not
-    update.
+    """Free parameters that FSDP keeps gathered after a forward pass, which a change to shards would not update.
 
     Otherwise, FSDP1 would also keep an unused module in memory.
     """

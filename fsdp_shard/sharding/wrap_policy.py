@@ -32,8 +32,7 @@ _USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 
 
 def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
-    """Return the units of `model`: its blocks or every module of sufficient size, excluding norms and quantized
-    weights.
+    """Return the units of `model`: its blocks or every large enough module, except norms and quantized weights.
 
     Parameters tied across units must be gathered at the same time, so modules that share them are never units: the
     input embedding of a model with a tied head is in the root, which is gathered when the head runs. Modules that a run

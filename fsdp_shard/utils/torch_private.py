@@ -41,8 +41,7 @@ _COSTLY_OPERATORS = frozenset((
 
 
 def is_costly_operator(operator: Any) -> bool:
-    """Whether an operator is a matrix product, attention or a collective, which take nearly all of a forward pass's
-    time.
+    """Whether an operator is a matrix product, attention or a collective: nearly all of a forward pass's time.
 
     Args:
         operator: The operator passed to a dispatch mode, such as `torch.ops.aten.mm.default`.
@@ -51,8 +50,7 @@ def is_costly_operator(operator: Any) -> bool:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """Yield (owner, name in the owner, FQN, buffer) of each buffer that checkpoints store; shared ones under every
-    name.
+    """Yield (owner, name in owner, FQN, buffer) of each buffer that checkpoints store; shared ones under each name.
 
     Without `_non_persistent_buffers_set`, this would need a state dict, which gathers a sharded model.
     """

@@ -42,8 +42,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Zero:
-    """One rank's optimizer file: stage, number of ranks, and each parameter group's float32 master weights in one
-    segment.
+    """One rank's optimizer file: stage, number of ranks, and the float32 master weights in one segment per group.
 
     `paddings` are the numbers of elements after each parameter of each group, if stored. `fragments` are, up to stage
     2, the parameters in each group's segment with (first element, number of elements).

@@ -123,8 +123,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextmanager
 def new_directory(target: Path, num_bytes: int, *, replace: bool, sync: bool = True) -> Iterator[Path]:
-    """Yield a temporary directory next to `target` that is renamed to it if the block succeeds, and deleted if it
-    fails.
+    """Yield a temporary directory next to `target`, which is renamed to it on success and deleted on failure.
 
     A locked file next to it shows its owner: only directories left by killed processes are deleted.
 

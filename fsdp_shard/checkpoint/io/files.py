@@ -298,8 +298,7 @@ class Files:
             )
 
     def clone(self, name: str, offset: int, num_bytes: int, target: int, at: int) -> bool:
-        """Make the descriptor `target`, from byte `at`, share the blocks of a range of file `name` until either is
-        written.
+        """Make the descriptor `target`, from byte `at`, share the blocks of a range of file `name` until written to.
 
         Returns:
             Whether the file system supports that for these files.

@@ -1,5 +1,4 @@
-"""The settings in adapter_config.json: the modules that a LoRA adapts, with rank and scale. Imports neither torch nor
-peft.
+"""The settings in adapter_config.json: the modules that a LoRA adapts, with rank and scale. Imports no torch, no peft.
 
 The rules are peft's (0.21: `check_target_module_exists`, `get_pattern_key`, `LoraConfig`), including quirks: a file
 must have the same meaning as in peft.

@@ -66,8 +66,7 @@ def used_parameters(slots: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = None) -> None:
-    """Make an optimizer allocate its state, with a step with zero gradients and learning rate that changes no
-    parameter.
+    """Make an optimizer allocate its state by a step with zero gradients and rate, which changes no parameter.
 
     torch's `set_optimizer_state_dict` does the same: there is no public way to allocate empty state. Gradients are
     kept. An optimizer without a learning rate (`lr`) may decay the parameters: fill them afterwards.

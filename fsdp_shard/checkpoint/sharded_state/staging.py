@@ -53,8 +53,7 @@ class StagedCopy:
 
     @contextmanager
     def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
-        """Yield a byte range of a staged shard, which a step cannot change within the block; a save reads each byte
-        once.
+        """Yield a byte range of a staged shard that no step changes within the block; a save reads each byte once.
 
         Leaving the block raises SaveError if the bytes were changed in another way.
         """

@@ -55,8 +55,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """The data to write, for any format; each format uses the fields that apply, and `ConvertSettings.check` rejects
-    others.
+    """The data to write; each format uses the fields that apply, and `ConvertSettings.check` rejects the others.
 
     `ranks` is None if the user gave no number. `nest` holds the keys under which tensors are nested (`app.model`).
     `phases` holds the offset in the source file of each tensor that is copied unchanged (see `build_header`).

@@ -42,8 +42,7 @@ class TensorRecord:
 
 @dataclass
 class Manifest:
-    """The content of a save. `layout` is gathered or sharded; `mesh` holds the sizes of the device mesh's dimensions by
-    name.
+    """The content of a save. `layout` is gathered or sharded; `mesh` maps the device mesh's dimensions to sizes.
 
     `step` is None in a checkpoint that `convert` made, `world_size` the number of rank files (1 when gathered).
     """

@@ -21,11 +21,10 @@ R = TypeVar("R")
 
 
 def read_kept(find: Callable[[], S], read: Callable[[S], R]) -> R:
-    """Read the source that `find` locates. If it is deleted meanwhile, call `find` again, for example for the next
-    latest step.
+    """Read the source that `find` locates; if it is deleted meanwhile, read the one that `find` then locates.
 
     Args:
-        find: Locates the source.
+        find: Locates the source, such as the latest step of a run.
         read: Reads it; its errors and results are ignored if the source was deleted.
 
     Raises:

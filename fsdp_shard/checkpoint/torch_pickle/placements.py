@@ -1,5 +1,4 @@
-"""Computes the box of a tensor that a rank holds under DTensor placements on a mesh. Pure arithmetic on tuples, no
-torch.
+"""Computes a rank's box of a tensor under DTensor placements on a mesh. Pure arithmetic on tuples, no torch.
 
 Source: `compute_local_shape_and_global_offset` of torch.distributed.tensor._utils (2.13), against which it is tested.
 """

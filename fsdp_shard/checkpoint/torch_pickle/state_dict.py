@@ -46,8 +46,7 @@ def weights_of(state: Any, where: Path) -> tuple[dict[str, AnyTensor], dict[str,
 
 
 def select_weights(paths: Mapping[str, Sequence[object]], where: Path) -> Selection:
-    """Select the weights among tensors with these keys; raise CheckpointError if there are none or the choice is
-    unclear.
+    """Select the weights among tensors with these keys; raise CheckpointError for none or an unclear choice.
 
     Args:
         paths: The keys that lead to each stored name in the nested state dict.

@@ -40,8 +40,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_torch_bytes(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
-    """Like `read_torch_file`, for bytes [start, start + num_bytes) of an open file, such as an item of a `.distcp`
-    file.
+    """Like `read_torch_file`, for bytes [start, start + num_bytes) of an open file, such as a `.distcp` item.
 
     Tensor positions are relative to the whole file. Messages begin with `where`.
     """

@@ -85,8 +85,7 @@ class Kind(ABC):
         return [None] * len(read)  # running text has no questions
 
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of a prompt in the form that a trained model expects, such as an instruction without its
-        response.
+        """Return the tokens of a prompt as a trained model expects it, such as an instruction without its response.
 
         Raises:
             DataError: The tokenizer's chat template rejects it.

@@ -112,7 +112,7 @@ class RewardRows(ComparedRows):
     padding: int = 0
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        # Texts without a label still need tokens: some models look for the last one.
+        # A filler, without a label, still has texts: some models look for the token that ends them.
         found = [self.examples.tokens_of(int(example))[0].astype(np.int64) for example in self.kept[index or 0]]
         texts = [self.text_inputs(ids, self.padding) for ids in found]
         width = max(len(text["input_ids"]) for text in texts)

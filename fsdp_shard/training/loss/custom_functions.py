@@ -108,8 +108,7 @@ class CustomFunctions:
 
 
 class StepSums:
-    """Accumulates the sums and counts that the functions return for the micro-batches of a step or evaluation, on the
-    device.
+    """Accumulates, on the device, sums and counts from the functions over a step's or evaluation's micro-batches.
 
     Args:
         functions: The functions.

@@ -22,8 +22,7 @@ _CERTAIN = -1e-7  # the largest mean log-probability whose odds are finite in fl
 
 @dataclass
 class OrpoConfig(PairObjective):
-    """Odds ratio preference optimization (Hong et al., 2024): the cross-entropy of chosen answers, plus an odds ratio
-    term.
+    """Odds ratio preference optimization (Hong et al., 2024): cross-entropy of chosen answers plus an odds ratio term.
 
     The term is -beta * log sigmoid(log of the odds ratio of both answers). An answer's probability is the geometric
     mean over its tokens.

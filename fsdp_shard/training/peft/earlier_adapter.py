@@ -85,8 +85,7 @@ def check_earlier(
 
 
 def check_planned(adapter: Adapter, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Check the adapter of `adapter.path` as far as a plan can: not whether it belongs to these weights, which are not
-    read.
+    """Check the adapter of `adapter.path` as far as a plan can: not whether it is for the weights, which a plan lacks.
 
     Args:
         adapter: The new adapter.

@@ -79,8 +79,7 @@ class Adapter:
         return f"{kind}: training {num_params / 1e6:,.2f} M parameters in {len(self.names)} tensors, {frozen}"
 
     def learning_rates(self, lr: float, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-        """Return the peak learning rates of LoRA+ (Hayou et al., 2024), grouped as in peft's
-        `create_loraplus_optimizer`.
+        """Return LoRA+'s peak learning rates (Hayou et al., 2024), grouped as in peft's `create_loraplus_optimizer`.
 
         Args:
             lr: The learning rate of A matrices, and of matrices in modules_to_save.
