@@ -23,7 +23,7 @@ class DpoConfig(ReferenceConfig, PairObjective):
 
     name: ClassVar[str] = "dpo"
 
-    beta: float = setting(0.1, "Strength with which the model is kept near the reference.", above=0.0)
+    beta: float = setting(0.1, "How strongly the model is kept near the reference.", above=0.0)
     label_smoothing: float = setting(0.0, "Assumed fraction of wrong preferences.", minimum=0.0)
 
     def check(self, prefix: str) -> None:

@@ -22,9 +22,7 @@ class IpoConfig(ReferenceConfig, PairObjective):
 
     name: ClassVar[str] = "ipo"
 
-    beta: float = setting(
-        0.1, "Strength with which the model is kept near the reference (tau in the paper).", above=0.0
-    )
+    beta: float = setting(0.1, "How strongly the model is kept near the reference (tau in the paper).", above=0.0)
 
     def losses(self, pairs: Pairs) -> torch.Tensor:
         chosen, rejected = (pairs.log_ratios / pairs.lengths.clamp(min=1)).unbind(1)

@@ -38,7 +38,7 @@ class KtoConfig(ReferenceConfig):
     samples: ClassVar[str] = "labeled"
     headline: ClassVar[tuple[str, ...]] = ("rewards/chosen", "rewards/rejected", "kl")
 
-    beta: float = setting(0.1, "Strength with which the model is kept near the reference.", above=0.0)
+    beta: float = setting(0.1, "How strongly the model is kept near the reference.", above=0.0)
     desirable_weight: float = setting(1.0, "Weight of the losses of good answers.", above=0.0)
     undesirable_weight: float = setting(1.0, "Weight of the losses of bad answers.", above=0.0)
 
