@@ -3,6 +3,7 @@
 Everything else gets a `DistributedContext` and calls its collectives; only launchers read RANK or WORLD_SIZE too.
 """
 
+import itertools
 import math
 import os
 import time
@@ -27,6 +28,7 @@ from fsdp_shard.errors import ConfigError
 LONG_WAIT_SECONDS = LONGEST_TIMEOUT_SECONDS
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
 ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
+_calls = itertools.count()  # of `join_store` in this process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,7 +449,8 @@ def init_device(device: str, local_rank: int) -> torch.device:
 def join_store(rendezvous: str, timeout_seconds: float) -> Store:
     """Connect to the store of the ranks that the environment describes.
 
-    A restarted attempt has a prefix of its own, so that it never sees the keys of a dead one.
+    Each attempt has its own prefix, so that it never sees the keys of a dead one. So has each call in a process: the
+    store of torchrun outlives a run, and the same ranks may start another one. All ranks make the same calls.
 
     Args:
         rendezvous: Init method, such as `env://` or `file:///path`.
@@ -460,7 +463,7 @@ def join_store(rendezvous: str, timeout_seconds: float) -> Store:
     rank, world_size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
     timeout = timedelta(seconds=timeout_seconds)
     store, _, _ = next(torch_rendezvous(rendezvous, rank, world_size, timeout=timeout))
-    return PrefixStore(f"fsdp-shard/attempt-{attempt()}", store)
+    return PrefixStore(f"fsdp-shard/attempt-{attempt()}/{next(_calls)}", store)
 
 
 def attempt() -> str:

@@ -107,6 +107,20 @@ def test_ranks_of_its_own_and_ranks_of_others(tiny_model: Path, texts: Path, tmp
     assert second == {"rank": "1", "steps": None, "loss": None}
 
 
+@pytest.mark.long
+def test_ranks_of_torchrun_run_one_after_the_other(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    """torchrun's store still has the keys of the first run when the second one starts."""
+    (tmp_path / "script.py").write_text(
+        "import json, sys\nimport fsdp_shard as fs\nfor given in json.loads(sys.argv[1]):\n    fs.finetune(given)\n"
+    )
+    asked = [settings(tiny_model, texts, tmp_path / name) for name in ("first", "second")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*torchrun, "script.py", json.dumps(asked)], tmp_path, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err
+    first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("first", "second"))
+    assert first["final_loss"] == second["final_loss"]
+
+
 def test_in_a_thread_signals_stay_with_the_program(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     """As Ray's workers call it."""
     before = signal.getsignal(signal.SIGTERM)
