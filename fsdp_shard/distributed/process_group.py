@@ -267,16 +267,15 @@ def init_distributed(
 ) -> Iterator[DistributedContext]:
     """Initialize the process group of the ranks that the environment describes, and destroy it at the end.
 
-    A process group that exists already is joined, and left as it is at the end; `timeout_seconds` then holds for the
-    groups of meshes only. Else the environment is that of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*); without
-    it, this process is the only rank. A rank among others that leaves by an error keeps its group, and its process
-    should end: to destroy it may wait, under NCCL, for peers that wait for this rank in a collective, and the error is
-    to be reported first.
+    An existing process group is joined and not destroyed; `timeout_seconds` then applies to mesh groups only. Otherwise
+    torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*) describe the ranks; without them, this process is the
+    only rank. A rank among others that fails keeps its group, and its process should end: under NCCL, destroying the
+    group may wait for peers that wait for this rank in a collective, and the error must be reported first.
 
     Args:
-        device: auto, cpu or cuda; auto takes a GPU if there is one.
+        device: auto, cpu or cuda; auto uses a GPU if there is one.
         replicas: Number of copies of the model (HSDP).
-        timeout_seconds: Timeout for collectives, in seconds, of all groups.
+        timeout_seconds: Timeout of collectives in all groups, in seconds.
         rendezvous: Init method of the process group, such as `env://` or `file:///path`.
         tensor_parallel: Number of adjacent ranks that divide each layer.
         expert_parallel: Number of adjacent ranks that divide the experts of a mixture; not with `tensor_parallel`.
@@ -298,18 +297,7 @@ def init_distributed(
     else:
         _refuse_unnumbered()
     parallel = (tensor_parallel, expert_parallel, context_parallel)
-    if parallel.count(1) < 2:
-        raise ConfigError(
-            f"tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and context_parallel="
-            f"{context_parallel} do not go together yet; set one of them only."
-        )
-    sizes = (replicas, *parallel)
-    if min(sizes) < 1 or world_size % math.prod(sizes):
-        raise ConfigError(
-            f"replicas={replicas}, tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and "
-            f"context_parallel={context_parallel} do not divide {world_size} ranks; give numbers of at least 1 whose "
-            f"product divides the number of ranks."
-        )
+    _check_sizes(world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
     if is_joined:
         _check_backend(torch_device)
@@ -323,6 +311,24 @@ def init_distributed(
     finally:
         if not is_joined and (is_done or world_size == 1):
             dist.destroy_process_group()
+
+
+def _check_sizes(
+    world_size: int, replicas: int, tensor_parallel: int, expert_parallel: int, context_parallel: int
+) -> None:
+    """Raise ConfigError unless the ranks can be divided in this way."""
+    if (tensor_parallel, expert_parallel, context_parallel).count(1) < 2:
+        raise ConfigError(
+            f"tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and context_parallel="
+            f"{context_parallel} do not go together yet; set one of them only."
+        )
+    sizes = (replicas, tensor_parallel, expert_parallel, context_parallel)
+    if min(sizes) < 1 or world_size % math.prod(sizes):
+        raise ConfigError(
+            f"replicas={replicas}, tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and "
+            f"context_parallel={context_parallel} do not divide {world_size} ranks; give numbers of at least 1 whose "
+            f"product divides the number of ranks."
+        )
 
 
 def _groups(
