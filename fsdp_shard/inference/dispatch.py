@@ -62,16 +62,14 @@ def load_dispatched(
     Args:
         path: A run or one of its steps (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.
         device_map: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
-        max_memory: Sizes such as {0: "20GB", "cpu": "64GB"} of the devices to use; by default the currently free
-            memory.
+        max_memory: Sizes of the devices to use, such as {0: "20GB", "cpu": "64GB"}; by default their free memory.
         dtype: Dtype to load in; None or "keep" for the stored dtype.
         config: Model directory or hub id to take the config from, for weights without one, or to replace theirs.
         base: Base model of an adapter, if it is not at the path in adapter_config.json.
         prefetch_blocks: Number of blocks to read ahead from disk while one computes.
         quantize: none, int8 or int4, for the weights of linear layers.
         trust_remote_code: Run Python code that comes with the model.
-        adapters: Name -> LoRA adapter, loaded over the model without merging; the first is active, `set_adapter`
-            switches.
+        adapters: Name -> LoRA adapter, loaded without merging; the first is active, and `set_adapter` switches.
 
     Returns:
         The model.
@@ -86,13 +84,10 @@ def load_dispatched(
         >>> model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
     """
     located = locate_adapters(parse_adapters(adapters))
-    devices = dict(device_map) if isinstance(device_map, Mapping) else device_map
-    budgets = dict(max_memory) if isinstance(max_memory, Mapping) else max_memory
-    precision = str(dtype or "keep").removeprefix("torch.")
     settings = DispatchConfig(
-        devices,
-        budgets,
-        precision,
+        dict(device_map) if isinstance(device_map, Mapping) else device_map,
+        dict(max_memory) if isinstance(max_memory, Mapping) else max_memory,
+        dtype=str(dtype or "keep").removeprefix("torch."),
         prefetch_blocks=prefetch_blocks,
         quantize=quantize,
         trust_remote_code=trust_remote_code,
