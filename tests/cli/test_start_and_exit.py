@@ -83,7 +83,7 @@ run_as_program(lambda: command_line.run_command(["ls"]), debug=False)
 
 def test_what_an_earlier_job_left_is_collected_before_the_next(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(_SWEEP, encoding="utf-8")
-    done = fsdp_shard("run", "own.py", "-m", 'source="a","b","c"', "target=d", cwd=tmp_path)
+    done = fsdp_shard("run", "own.py", "-m", "source=a", 'target="b","c","d"', cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert [line for line in done.out.splitlines() if line.startswith("left")] == ["left []"] * 3
 
