@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import LossError
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.batching import complete, windows
 from fsdp_shard.inference.generation.decoder import Answer, Decoder
@@ -114,11 +115,13 @@ def test_a_model_that_cannot_be_tried_gets_batches_of_one_length() -> None:
     assert len(said) == 1
 
 
-def _completions(context: DistributedContext) -> list[str]:
-    """Those of two prompts, of which that of rank 1 takes longer than a collective may."""
+def _completions(context: DistributedContext, fails: bool) -> list[str]:
+    """Those of two prompts, of which that of rank 1 takes longer than a collective may, or fails."""
     impatient = replace(context, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=1)))
 
     def run(ids: list[list[int]], on_text: object) -> list[Answer]:
+        if fails and context.rank == 1:
+            raise LossError("The logits are not finite.")
         time.sleep(3.0 * context.rank)
         return [Answer(list(own)) for own in ids]
 
@@ -130,8 +133,15 @@ def _completions(context: DistributedContext) -> list[str]:
         text=lambda answer: str(answer),
     )
     prompts, encoded = [Prompt("a", "prompt"), Prompt("b", "prompt")], [[1], [2]]
-    return [found.prompt for found in complete(decoder, prompts, encoded, seed=0, context=impatient)]
+    try:
+        return [found.prompt for found in complete(decoder, prompts, encoded, seed=0, context=impatient)]
+    except LossError as error:
+        return [str(error)]
 
 
 def test_ranks_wait_for_one_with_long_answers() -> None:
-    assert on_ranks(2, _completions) == [["a", "b"], []]
+    assert on_ranks(2, _completions, False) == [["a", "b"], []]
+
+
+def test_ranks_do_not_wait_for_one_that_failed() -> None:
+    assert on_ranks(2, _completions, True) == [["The logits are not finite."]] * 2

@@ -5,9 +5,10 @@ Batches depend only on prompt lengths and batch size, so a resumed run has the s
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
-from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
+from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all
 from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText, seed_draws
 from fsdp_shard.inference.generation.padding_trial import reads_padding
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
@@ -68,6 +69,9 @@ def complete(
 
     Yields:
         Completions in prompt order; nothing on data-parallel ranks other than rank 0.
+
+    Raises:
+        LossError, ModelError: As in `Decoder.run`, on all ranks.
     """
     rank, num_ranks = (context.data_rank, context.num_data_ranks) if context else (0, 1)
     if context is not None:  # one rank may have a batch with long answers, and another none
@@ -75,18 +79,24 @@ def complete(
         num_done = context.broadcast_object(num_done)
     lengths, adapters = [len(ids) for ids in encoded], [prompt.adapter for prompt in prompts]
     log = say if context is None or context.is_main else lambda text: None
+
+    def answer(batches: Sequence[Sequence[int]]) -> Iterator[tuple[int, Answer]]:
+        for batch in batches:
+            use_adapter(decoder.model, adapters[batch[0]])
+            seed_draws(seed, min(batch))
+            yield from zip(batch, decoder.run([encoded[position] for position in batch], on_text), strict=True)
+
     for window in _windows(decoder, lengths, adapters, log):
         wanted = [batch for batch in window if max(batch) >= num_done]
         answers: dict[int, Answer] = {}
-        for batch in wanted[rank::num_ranks]:
-            use_adapter(decoder.model, adapters[batch[0]])
-            seed_draws(seed, min(batch))
-            answers |= zip(batch, decoder.run([encoded[position] for position in batch], on_text), strict=True)
-            while num_ranks == 1 and num_done in answers:
+        for position, found in answer(wanted if num_ranks == 1 else ()):
+            answers[position] = found
+            while num_done in answers:
                 yield _completion(decoder, prompts[num_done], answers.pop(num_done))
                 num_done += 1
         if num_ranks > 1 and wanted:
             assert context is not None
+            answers = run_on_all(context, partial(dict, answer(wanted[rank::num_ranks])))
             gathered = ChainMap(*context.gather_object(answers))
             for position in sorted(position for position in gathered if position >= num_done):
                 yield _completion(decoder, prompts[position], gathered[position])
