@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -687,3 +688,26 @@ def test_a_save_of_what_nobody_closes_ends(fails: bool, tmp_path: Path) -> None:
     assert done.status == int(fails)
     with fs.Checkpointer(tmp_path / "run") as checkpointer:
         assert checkpointer.steps == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_save_that_collects_its_checkpointer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector runs in the thread of the save, which cannot wait for itself."""
+    model = nn.Linear(2, 2)
+    kept = [fs.Checkpointer(tmp_path)]
+    forgotten, is_dropped = weakref.ref(kept[0]), threading.Event()
+
+    def drop(point: str) -> None:
+        if point == "staged":
+            is_dropped.wait(10)
+            kept.clear()
+
+    monkeypatch.setattr(FAULTS, "hook", drop)
+    kept[0].save(1, model, torch.optim.AdamW(model.parameters()))
+    is_dropped.set()
+    for name in ("save-step-1", "end-checkpointer"):  # the first starts the second
+        for thread in [one for one in threading.enumerate() if one.name == name]:
+            thread.join(10)
+    assert forgotten() is None
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps == [1]

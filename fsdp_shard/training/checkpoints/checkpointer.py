@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -454,6 +455,9 @@ def check_settings(
 def _end_forgotten(saver: StepSaver, opened: ExitStack, process: int) -> None:
     """End the save of a Checkpointer that nobody has closed, when it is collected or the process exits."""
     if os.getpid() != process:  # a fork has neither the save nor the lock
+        return
+    if saver.is_saving_here:  # the garbage collector runs in any thread
+        threading.Thread(target=_end_forgotten, args=(saver, opened, process), name="end-checkpointer").start()
         return
     saver.abandon(is_failing=getattr(sys, "last_value", None) is not None)
     opened.close()

@@ -45,7 +45,8 @@ class BackgroundSave(Generic[T]):
     def __init__(self, step: int, copy: checkpoint.StagedCopy, work: Callable[[], T]) -> None:
         self.step, self.copy = step, copy
         self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        threading.Thread(target=self._run, args=(work,), name=f"save-step-{step}", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, args=(work,), name=f"save-step-{step}", daemon=True)
+        self.thread.start()
 
     def _run(self, work: Callable[[], T]) -> None:
         try:
@@ -142,12 +143,13 @@ class StepSaver:
     def abandon(self, *, is_failing: bool) -> None:
         """Wait for the save in the background where the ranks no longer agree on anything, and report how it ended.
 
+        Meanwhile, an optimizer may still step in another thread, which settles the save.
+
         Args:
             is_failing: Wait for a short time only: another rank may be lost.
         """
-        if self._running is None:
+        if (running := self._running) is None:
             return
-        running, self._running = self._running, None
         concurrent.futures.wait([running.outcome], _GRACE_SECONDS if is_failing else None)
         if not running.outcome.done():
             self._log.warn(
@@ -157,6 +159,12 @@ class StepSaver:
             self._log.warn(f"Step {running.step} could not be saved. {error}")
         else:
             self._log.saved(running.outcome.result().directory)
+        self._running = None
+
+    @property
+    def is_saving_here(self) -> bool:
+        """Whether the background save runs in the current thread, which therefore cannot wait for it."""
+        return self._running is not None and self._running.thread is threading.current_thread()
 
     def _conclude(self, step: int, result: Callable[[], SavedStep]) -> None:
         """Act on the outcome of a save on which all ranks agree."""
