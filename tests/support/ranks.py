@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -139,8 +138,3 @@ def _rank_main(
         answer = (None, traceback.format_exc(), has_met)
     out.send_bytes(pickle.dumps(answer))  # plain bytes: a tensor sent as an object would live in this process's memory
     out.close()
-
-
-def shared_path(context: DistributedContext, path: Path) -> Path:
-    """`path` as rank 0 has it."""
-    return Path(context.broadcast_object(str(path)))

@@ -361,10 +361,6 @@ def _of_rank(rank: int) -> nn.Module:
     return model
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters())
-
-
 def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path], None]:
     """A rank that saves step 1, then a wrong step 2, and restores step 1."""
 

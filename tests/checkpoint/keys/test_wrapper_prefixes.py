@@ -71,7 +71,6 @@ def flat(*paths: tuple[object, ...]) -> dict[str, tuple[object, ...]]:
 
 
 WEIGHT = "layers.0.weight"
-STATE = f"optimizer.state.{WEIGHT}.exp_avg"
 
 
 @pytest.mark.parametrize(
