@@ -7,7 +7,7 @@ but accept any file that the manifest lists.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,14 +115,14 @@ def computation(directory: Path) -> dict[str, Any] | None:
     For a classifier, these include its classes and its padding token, which determines where its head reads a text.
     """
     config = read_config(directory)
-    return _computed(config) if config else None
+    is_classifier = "ForSequenceClassification" in str(config.get("architectures"))
+    return _without(_NOT_COMPUTED - _CLASSES if is_classifier else _NOT_COMPUTED, config) if config else None
 
 
-def _computed(values: Mapping[str, Any]) -> dict[str, Any]:
-    is_classifier = "ForSequenceClassification" in str(values.get("architectures"))
-    dropped = _NOT_COMPUTED - _CLASSES if is_classifier else _NOT_COMPUTED
+def _without(dropped: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config and of the configs in it, without some and without private ones."""
     kept = {key: value for key, value in values.items() if key not in dropped and not key.startswith("_")}
-    return {key: _computed(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {key: _without(dropped, value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def vocabulary(directory: Path) -> str | None:
@@ -159,7 +159,7 @@ def config_changes(recorded: BaseModel, directory: Path) -> list[str]:
     if before is None or now is None:
         return []
     if recorded.head is not None:  # it has classes and a padding token of its own
-        before = {key: value for key, value in before.items() if key not in _CLASSES}
+        before = _without(_CLASSES, before)
     return sorted(_differences(before, now, ""))
 
 

@@ -22,6 +22,8 @@ from fsdp_shard.checkpoint import (
     MANIFEST,
     RUN_CONFIG,
     BaseModel,
+    HeadChanges,
+    computation,
     config_changes,
     read_manifest,
     verify,
@@ -517,3 +519,22 @@ def test_entries_that_programs_add_are_no_changes_but_scaled_positions_are(tmp_p
     assert changes({"text_config": old}, {"text_config": {**old, "head_dim": 4}}) == ["text_config.head_dim 8 -> 4"]
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert config_changes(BaseModel("m", "f"), tmp_path) == [], "of an earlier version"
+
+
+def test_the_padding_of_a_classifier_of_text_and_images_counts(tmp_path: Path) -> None:
+    """Its config has that of the text in it; a head of its own comes with other padding."""
+
+    def config_of(kind: str, padding: int) -> dict[str, Any]:
+        values = {"architectures": [kind], "text_config": {"pad_token_id": padding, "head_dim": 8}}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return computation(tmp_path) or {}
+
+    head = HeadChanges((), {"id2label": {}})
+    for kind, changes in (
+        ("Gemma3ForSequenceClassification", ["text_config.pad_token_id 0 -> 1"]),
+        ("Gemma3ForConditionalGeneration", []),
+    ):
+        before = config_of(kind, 0)
+        config_of(kind, 1)
+        assert config_changes(BaseModel("m", "f", config=before), tmp_path) == changes
+        assert config_changes(BaseModel("m", "f", head=head, config=before), tmp_path) == []
