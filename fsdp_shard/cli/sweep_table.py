@@ -68,8 +68,8 @@ def refuse_shared(jobs: Sequence[Job[Any]]) -> None:
         given = [value.rstrip("/") for values in settings if (value := values.get(name)) is not None]
         if shared := [value for value in given if given.count(value) > 1]:
             raise ConfigError(
-                f"{name}={shared[0]} is that of {len(shared)} runs of this sweep, and each would {effect}. Start these "
-                f"runs one by one, each with another {name}."
+                f"{name}={shared[0]} is that of {given.count(shared[0])} runs of this sweep, and each would {effect}. "
+                f"Start these runs one by one, each with another {name}."
             )
 
 
