@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -31,6 +32,7 @@ import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
+from fsdp_shard.training.checkpoints import step_saver
 from fsdp_shard.training.checkpoints.loop_state import bits_sum
 from tests.support.commands import run as run_command
 from tests.support.ranks import on_ranks
@@ -705,5 +707,16 @@ def test_a_save_that_collects_its_checkpointer_ends(tmp_path: Path, monkeypatch:
         for thread in [one for one in threading.enumerate() if one.name == name]:
             thread.join(10)
     assert forgotten() is None
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps == [1]
+
+
+def test_an_earlier_error_at_a_prompt_ends_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "last_value", ValueError("x"), raising=False)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(FAULTS, "hook", lambda point: time.sleep(0.5 * (point == "staged")))
+    model = nn.Linear(2, 2)
+    fs.Checkpointer(tmp_path).save(1, model, torch.optim.AdamW(model.parameters()))
     with fs.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.steps == [1]

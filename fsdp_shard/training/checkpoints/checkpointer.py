@@ -459,7 +459,8 @@ def _end_forgotten(saver: StepSaver, opened: ExitStack, process: int) -> None:
     if saver.is_saving_here:  # the garbage collector runs in any thread
         threading.Thread(target=_end_forgotten, args=(saver, opened, process), name="end-checkpointer").start()
         return
-    saver.abandon(is_failing=getattr(sys, "last_value", None) is not None)
+    # At a prompt, which has `ps1`, the last error ended a command, not the process.
+    saver.abandon(is_failing=getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))
     opened.close()
 
 
