@@ -77,9 +77,8 @@ class TextSamples:
 
     def __call__(self, table: pyarrow.Table, leftover: list[int], counts: Counts, first: int) -> list[SourceDataset]:
         step = self.factory.num_window_tokens()
-        overlap = int(
-            self.factory.special is None
-        )  # the last token that a window predicts is the first one of the next window
+        # The last token that a window predicts is the first one of the next window.
+        overlap = int(self.factory.special is None)
         left, parts = np.asarray(leftover, np.int64), list[SourceDataset]()
         for start in range(0, len(table), _ROWS_OF_A_PART):
             documents = Examples.of(table[start : start + _ROWS_OF_A_PART], [])
