@@ -7,10 +7,10 @@ the others are read again each time they run (see `offload`). Nothing is written
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from fsdp_shard.inference.named_adapters import adapters_bytes, add_adapters
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, keep_dtypes, load_config, no_split_blocks
-from fsdp_shard.utils import check, format_count, format_size
+from fsdp_shard.utils import check, format_count, format_size, nearest
 
 Log = Callable[[str], object]
 OnPlan = Callable[[DevicePlan], object]
@@ -41,6 +41,15 @@ _METHODS = (
 )
 
 
+class DispatchOptions(TypedDict, total=False):
+    """The options of `load_dispatched` besides the placement of blocks; documented there."""
+
+    prefetch_blocks: int
+    quantize: str
+    trust_remote_code: bool
+    adapters: Mapping[str, str | os.PathLike[str]] | None
+
+
 def load_dispatched(
     path: str | os.PathLike[str],
     device_map: str | Mapping[str, Any] = "auto",
@@ -49,10 +58,7 @@ def load_dispatched(
     *,
     config: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
-    prefetch_blocks: int = 2,
-    quantize: str = "none",
-    trust_remote_code: bool = False,
-    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    **options: Unpack[DispatchOptions],
 ) -> PreTrainedModel:
     """Load a transformers model in eval mode, ready for `generate()`, its blocks spread over devices and disk.
 
@@ -66,10 +72,10 @@ def load_dispatched(
         dtype: Dtype to load in; None or "keep" for the stored dtype.
         config: Model directory or hub id to take the config from, for weights without one, or to replace theirs.
         base: Base model of an adapter, if it is not at the path in adapter_config.json.
-        prefetch_blocks: Number of blocks to read ahead from disk while one computes.
-        quantize: none, int8 or int4, for the weights of linear layers.
-        trust_remote_code: Run Python code that comes with the model.
-        adapters: Name -> LoRA adapter, loaded without merging; the first is active, and `set_adapter` switches.
+        options: `prefetch_blocks`: number of blocks to read ahead from disk while one computes (2). `quantize`: none,
+            int8 or int4, for the weights of linear layers. `trust_remote_code`: run Python code that comes with the
+            model (False). `adapters`: name -> LoRA adapter, loaded without merging; the first is active, and
+            `model.set_adapter(name)`, `disable_adapters()` and `enable_adapters()` switch.
 
     Returns:
         The model.
@@ -83,14 +89,14 @@ def load_dispatched(
         >>> model = load_dispatched("outputs/run", max_memory={"cpu": "2GB"})
         >>> model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
     """
-    located = locate_adapters(parse_adapters(adapters))
+    _check_names(options)
+    located = locate_adapters(parse_adapters(options.get("adapters")))
+    others: Any = {name: value for name, value in options.items() if name != "adapters"}
     settings = DispatchConfig(
         dict(device_map) if isinstance(device_map, Mapping) else device_map,
         dict(max_memory) if isinstance(max_memory, Mapping) else max_memory,
-        dtype=str(dtype or "keep").removeprefix("torch."),
-        prefetch_blocks=prefetch_blocks,
-        quantize=quantize,
-        trust_remote_code=trust_remote_code,
+        str(dtype or "keep").removeprefix("torch."),
+        **others,
     )
     check(settings)
     # Blocks on disk are read throughout the model's life, even if the working directory changes.
@@ -102,6 +108,14 @@ def load_dispatched(
         if located:
             add_adapters(model, located, source)
     return model
+
+
+def _check_names(options: Iterable[str]) -> None:
+    known = list(DispatchOptions.__annotations__)
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(
+            f"load_dispatched has no option {unknown[0]}{nearest(unknown[0], known)}; give some of {', '.join(known)}."
+        )
 
 
 def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[str, Location]) -> DispatchConfig:

@@ -155,18 +155,29 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     check_known(model_config, config.model.kernels)
     check_adapter_mesh(adapter, shard)
     if isinstance(adapter, LoraConfig):
-        head = NewHead.of(model).modules if config.model.labels else ()
-        added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
-        is_read = resumed is None or not is_gone(adapter)  # by a resumed run, too, as the reference
-        if is_read and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
-            shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-            check_head(adapter, config.model.labels, earlier)
-            check_earlier(added, adapter, shapes, earlier, source.model_index, source.model_directory)
-        quantize_base(model, adapter.quantize, shard, {})
-        sharding.check_shardable(model, shard)  # quantized weights may be units of their own
+        _check_lora(config, adapter, model, source, resumed)
     config.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
     check_trained(model, shard, adapter)
     chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
+
+
+def _check_lora(
+    config: FinetuneSettings,
+    adapter: LoraConfig,
+    model: PreTrainedModel,
+    source: checkpoint.Location,
+    resumed: Path | None,
+) -> None:
+    """Inject the adapter into `model`, compare it with the adapter it continues from, and quantize the base."""
+    head = NewHead.of(model).modules if config.model.labels else ()
+    added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, config.model.task, head)
+    is_read = resumed is None or not is_gone(adapter)  # by a resumed run, too, as the reference
+    if is_read and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        check_head(adapter, config.model.labels, earlier)
+        check_earlier(added, adapter, shapes, earlier, source.model_index, source.model_directory)
+    quantize_base(model, adapter.quantize, config.shard, {})
+    sharding.check_shardable(model, config.shard)  # quantized weights may be units of their own
 
 
 def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig, adapter: AdapterConfig) -> None:

@@ -281,7 +281,8 @@ def test_a_second_equal_copy_of_a_tied_tensor_and_a_missing_prefix_are_fine(tiny
         ({"dtype": "int3"}, ConfigError, "dtype=int3 is not one of"),
         ({"prefetch_blocks": 1.5}, ConfigError, r"prefetch_blocks=1\.5 is float, expected an int"),
         ({"prefetch_blocks": "2"}, ConfigError, "prefetch_blocks='2' is str, expected an int"),
-        ({"prefetch_block": 2}, TypeError, "unexpected keyword argument 'prefetch_block'"),
+        ({"prefetch_block": 2}, ConfigError, r"no option prefetch_block \(did you mean prefetch_blocks\?\)"),
+        ({"schedule": "layer_major"}, ConfigError, "load_dispatched has no option schedule; give some of"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")

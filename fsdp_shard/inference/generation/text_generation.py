@@ -67,16 +67,14 @@ def complete_prompts(
     if beyond := check_room(prompts, encoded, sampling.max_new_tokens, room, has_encoder=config.is_encoder_decoder):
         log(f"warning: {beyond}")
 
-    file: CompletionsFile | None = None
     start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
     model = _load(settings, config, budget, log, context)
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
+    file = open_completions(settings, run_dir, prompts, seed) if is_main and not settings.is_conversation else None
     if settings.is_conversation:
-        result: dict[str, Any] = {
-            "num_prompts": chat_session.converse(decoder, input, _write, room.length, seed, settings.system)
-        }
+        num_prompts = chat_session.converse(decoder, input, _write, room.length, seed, settings.system)
+        result: dict[str, Any] = {"num_prompts": num_prompts}
     else:
-        file = open_completions(settings, run_dir, prompts, seed) if is_main else None
         _complete(decoder, prompts, encoded, seed, file, context)
         result = {"num_prompts": len(prompts), "output": str(file.path) if file else ""}
 

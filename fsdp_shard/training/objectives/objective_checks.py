@@ -44,8 +44,14 @@ def check_objective(
             "objective.teacher_logits=precomputed needs all samples before training, which data.streaming=true does "
             "not have; set objective.teacher_logits=computed."
         )
-    if not isinstance(objective, ReferenceConfig):
-        return
+    if isinstance(objective, ReferenceConfig):
+        _check_reference(objective, model, shard, adapter, is_streamed=is_streamed)
+
+
+def _check_reference(
+    objective: ReferenceConfig, model: ModelConfig, shard: ShardConfig, adapter: AdapterConfig, *, is_streamed: bool
+) -> None:
+    """Raise ConfigError if the source of the reference's log-probabilities contradicts other settings."""
     given, begins_at_base = objective.reference, adapter.begins_at_base
     if given == "adapter" and not adapter.trains_all and not begins_at_base:
         raise ConfigError(
