@@ -31,7 +31,7 @@ class LaunchConfig:
     )
     numa_binding: str = setting(
         "auto",
-        "Processors of a rank: node are those nearest to its GPU; auto is node where several GPUs can be told apart "
+        "Processors of a rank: node are those nearest to its GPU; auto is node where several GPUs can be distinguished "
         "and the program numactl is installed.",
         choices=("auto", "node", "none"),
     )

@@ -288,7 +288,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _num_local_tasks(environment: Mapping[str, str]) -> int | None:
-    """Return the number of tasks of this step on this machine, as Slurm says: `8(x2),4` are 8, 8 and 4."""
+    """Return the number of tasks of this step on this machine, as Slurm writes it: `8(x2),4` means 8, 8 and 4."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
         counts += [int(count)] * int(times or 1)

@@ -102,7 +102,7 @@ def _keep_handlers(cleanup: ExitStack) -> None:
 
 
 def numa_options(settings: LaunchConfig) -> NumaOptions | None:
-    """Return how torch binds ranks to processors; `auto` binds none where a machine does not tell which are near."""
+    """Return how torch binds ranks to processors; `auto` binds none if the machine does not report which are near."""
     is_auto = settings.numa_binding == "auto"
     if not wants_binding(settings) or (is_auto and not can_bind()):
         return None

@@ -122,7 +122,7 @@ class Communicator:
 
 
 class SendsNothing(Communicator):
-    """A rank that waits for no others: what it asks them for is what it has itself."""
+    """A rank that waits for no others: every collective returns its own values."""
 
     def with_new_group(self, timeout_seconds: float) -> Self:
         return self
@@ -465,7 +465,7 @@ def join_store(rendezvous: str, timeout_seconds: float) -> Store:
     Returns:
         The store of this attempt.
     """
-    # If one is missing, torch says so.
+    # If one is missing, torch raises an error.
     rank, world_size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
     timeout = timedelta(seconds=timeout_seconds)
     store, _, _ = next(torch_rendezvous(rendezvous, rank, world_size, timeout=timeout))

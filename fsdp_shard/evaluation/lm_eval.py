@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness, for a model that is already loaded.
 
-The questions, how they are asked and what counts as an answer are the harness's (Gao et al. 2024,
-doi:10.5281/zenodo.12608602), with its own seeds, so that results compare with those of others.
+The harness defines the questions, the prompts, the scoring and the seeds (Gao et al. 2024,
+doi:10.5281/zenodo.12608602), so results are comparable with published ones.
 """
 
 import importlib.metadata
@@ -24,19 +24,19 @@ from fsdp_shard.evaluation.harness_model import wrap_for_harness
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.utils import format_count, json_digest, nearest, only_errors_of, shipped
 
-TaskManager = Any  # the harness's, which may not be installed
+TaskManager = Any  # of the harness, which may not be installed
 
 
 @dataclass(frozen=True, kw_only=True)
 class LmEval(EvaluationInputs):
-    """An evaluation by the harness; `loaded` are its tasks, as `TaskManager.load` returns them."""
+    """An evaluation by the harness; `loaded` is the result of `TaskManager.load`."""
 
     manager: TaskManager
     loaded: Mapping[str, Any]
 
     @property
     def num_questions(self) -> dict[str, int]:
-        """How many questions each task asks."""
+        """Number of questions of each task."""
         most = self.settings.lm_eval.limit or sys.maxsize
         return {name: min(len(task.eval_docs), most) for name, task in self.loaded["tasks"].items()}
 
@@ -50,7 +50,7 @@ class LmEval(EvaluationInputs):
         return f"{sum(asked)} questions of {format_count(len(asked), 'task')}{part}{own}"
 
     def measure(self, load: LoadModel) -> Figures:
-        """Ask the model all questions; `row["results"]` has the harness's names: {task: {"acc,none": 0.5, ...}}."""
+        """Ask the model all questions; `row["results"]` uses the harness's names: {task: {"acc,none": 0.5, ...}}."""
         from lm_eval import simple_evaluate
         from lm_eval.utils import make_table
 
@@ -59,9 +59,9 @@ class LmEval(EvaluationInputs):
         asked, model = self.settings.lm_eval, load(self.settings.source)
         known = run_on_main(self.ranks, self._provenance)
         start = time.perf_counter()
-        with only_errors_of("lm_eval"):  # it warns of any model that is already loaded
+        with only_errors_of("lm_eval"):  # it warns about every model that is already loaded
             wrapped = wrap_for_harness(model, self.tokenizer, self.settings.batch_size, self.ranks)
-        with only_errors_of("lm_eval", logging.WARNING):  # such as prompts that it truncates
+        with only_errors_of("lm_eval", logging.WARNING):  # such as about truncated prompts
             results: Any = simple_evaluate(
                 wrapped,
                 use_cache=self._cache(known) if asked.cache else None,
@@ -74,9 +74,9 @@ class LmEval(EvaluationInputs):
             )
         seconds = time.perf_counter() - start
         if not self.ranks.is_main:
-            return Figures("", {})  # the harness has the results of all ranks on the first one
+            return Figures("", {})  # the harness collects the results of all ranks on rank 0
         for name, rows in results.get("samples", {}).items():
-            in_order = sorted(rows, key=lambda row: int(row["doc_id"]))  # of several ranks
+            in_order = sorted(rows, key=lambda row: int(row["doc_id"]))  # with several ranks
             _write_samples(self.run_dir / SAMPLES / f"{name.replace('/', '_')}.jsonl", in_order)
         groups = [make_table(results, "groups")] if results.get("groups") else []
         row = {
@@ -99,13 +99,13 @@ class LmEval(EvaluationInputs):
 
     @property
     def _draws_on_each_rank(self) -> bool:
-        """Whether ranks ask with other examples than one process: each draws those of its own questions."""
+        """Whether ranks use other few-shot examples than one process, as each rank draws those of its questions."""
         asked = self.settings.lm_eval.num_fewshot
         counts = [task.config.num_fewshot if asked is None else asked for task in self.loaded["tasks"].values()]
         return self.ranks.world_size > 1 and any(counts)
 
     def _cache(self, known: dict[str, Any]) -> str:
-        """The beginning of the names of the files with answers of these weights, computed in this way."""
+        """The prefix of the files that cache answers of these weights under these settings."""
         settings = {"dispatch": known["settings"]["dispatch"], "lm_eval": importlib.metadata.version("lm_eval")}
         model, versions = model_digests(known["weights"]), known["versions"]
         parts = [model, known["generation_config"], known["tokenizer"], settings, versions, self.settings.batch_size]
@@ -117,7 +117,7 @@ def open_tasks(given: EvaluationInputs) -> LmEval:
     """Load the tasks that `settings.lm_eval` names, with their questions.
 
     Raises:
-        ConfigError: There is no such task, it cannot be asked here, or it has fewer questions than there are ranks.
+        ConfigError: A task does not exist, is not supported here, or has fewer questions than there are ranks.
         DataError: The questions cannot be read.
     """
     from lm_eval import tasks
@@ -168,7 +168,7 @@ def _known(names: list[str], manager: TaskManager) -> list[str]:
 def _load(manager: TaskManager, names: list[str]) -> Any:
     try:
         return manager.load(names)
-    except Exception as error:  # whatever `datasets`, the hub, a YAML file or a task's own code raises
+    except Exception as error:  # from `datasets`, the hub, a YAML file or a task's own code
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(
             f"lm_eval.tasks={','.join(names)}: the questions cannot be read: {type(error).__name__}: {reason}. "
@@ -177,7 +177,7 @@ def _load(manager: TaskManager, names: list[str]) -> Any:
 
 
 def _top_level(loaded: Mapping[str, Any]) -> list[Any]:
-    """The loaded tasks and groups that are in no other group, as the harness takes them."""
+    """The loaded tasks and groups that belong to no other group, in the form the harness expects."""
     inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
     nested = {child.name for group in loaded["groups"].values() for child in group.get_all_groups()}
     groups = [group for name, group in loaded["groups"].items() if name not in nested]
@@ -191,5 +191,5 @@ def _write_samples(path: Path, rows: list[Any]) -> None:
 
 
 def _plain(value: dict[str, Any]) -> Any:
-    """`value` in JSON types: numpy's numbers as Python's, and null for those that are not finite."""
+    """Convert `value` to JSON types: numpy numbers to Python's, and those that are not finite to null."""
     return json.loads(json.dumps(value, default=lambda number: number.item()), parse_constant=lambda name: None)

@@ -1,4 +1,4 @@
-"""Runs the batches of an evaluation on all ranks, and keeps each in the run directory as soon as it is computed."""
+"""Runs the batches of an evaluation on all ranks, and records each in the run directory as soon as it is computed."""
 
 import gc
 from collections import deque
@@ -24,15 +24,15 @@ def open_log(
     weights: dict[str, Any],
     provenance: Mapping[str, Any],
 ) -> BatchLog:
-    """Open the file with the finished batches of a model, say so, and remove earlier results if it has none of these.
+    """Open the log of a model's finished batches, report them, and remove earlier results if there are none.
 
     Args:
         path: The file, in the run directory.
-        names: What the file calls items and values, as in `BatchLog`.
+        names: The file's names for items and values, as in `BatchLog`.
         batches: The items of each batch.
         source: The model.
-        weights: What `describe_model` returns of it.
-        provenance: What the figures depend on.
+        weights: The result of `describe_model` for it.
+        provenance: Everything that the figures depend on.
 
     Raises:
         ConfigError: Another process works in the run directory.
@@ -66,16 +66,16 @@ def run_batches(
     unit: str,
     items_per_unit: int = 1,
 ) -> None:
-    """Compute the batches that the file does not have, put them there, and close it; a collective.
+    """Compute the batches missing from the log, add them, and close the log; a collective.
 
     Args:
-        ranks: The ranks, which divide the batches.
-        log: The file, on rank 0; None on others.
+        ranks: The ranks that divide the batches.
+        log: The log on rank 0; None on other ranks.
         batches: The items of each batch.
-        load: Loads the model; not called if the file has all batches.
+        load: Loads the model; not called if the log has all batches.
         compute: Runs the model on the batches of this rank.
-        unit: What the progress bar counts.
-        items_per_unit: How many items one of them is.
+        unit: The unit of the progress bar.
+        items_per_unit: Number of items per unit.
     """
     with nullcontext() if log is None else log:
         left = batches[ranks.broadcast_object(0 if log is None else len(log.finished)) :]
@@ -87,7 +87,7 @@ def run_batches(
             closing(_batches_of_all(computed, len(left), ranks)) as of_all,
         ):
             if log is None:
-                deque(of_all, maxlen=0)  # which rank 0 has
+                deque(of_all, maxlen=0)  # rank 0 logs them
             else:
                 with report_progress(sum(map(len, batches)) // items_per_unit, "evaluate", unit) as count:
                     count(sum(len(batch.items) for batch in log.finished) // items_per_unit)
@@ -95,11 +95,11 @@ def run_batches(
                         log.append(batch)
                         count(len(batch.items) // items_per_unit)
         del model, computed
-        gc.collect()  # a second model needs the memory, and blocks on disk hold theirs by cycles
+        gc.collect()  # a second model needs the memory, and blocks on disk are in reference cycles
 
 
 def _batches_of_all(mine: Iterator[BatchValues], num_batches: int, ranks: Communicator) -> Generator[BatchValues]:
-    """Gather batches, of which each rank computes every so many-th one; a collective. Rank 0 gets all, in order."""
+    """Gather batches that the ranks compute in turn; a collective. Rank 0 receives all, in order."""
     for _ in range(-(-num_batches // ranks.world_size)):
         own = run_on_all(ranks, lambda: next(mine, None))
         yield from (batch for batch in ranks.gather_object(own) if batch is not None)

@@ -1,4 +1,4 @@
-"""What the figures of an evaluation were computed from, for result.json: weights, tokenizer, settings and versions."""
+"""The provenance of an evaluation's figures, for result.json: weights, tokenizer, settings and versions."""
 
 import importlib.metadata
 import platform
@@ -20,7 +20,7 @@ _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the xxh3_128 of all that decides about the tokens of a text or a conversation."""
+    """Return the xxh3_128 of everything that determines the tokens of a text or a conversation."""
     return json_digest([tokenizer_state(tokenizer), tokenizer.chat_template])
 
 
@@ -32,7 +32,7 @@ def versions_of_figures() -> dict[str, str]:
 
 
 def provenance(given: EvaluationInputs, settled: Mapping[str, Any], data_digest: str | None = None) -> dict[str, Any]:
-    """Return what the figures of an evaluation depend on, as JSON; all weights are read.
+    """Return everything that the figures of an evaluation depend on, as JSON; reads all weights.
 
     Args:
         given: What the task was given.
@@ -42,12 +42,12 @@ def provenance(given: EvaluationInputs, settled: Mapping[str, Any], data_digest:
     settings = given.settings
     dispatch = asdict(settings.dispatch)
     batch_size = {"batch_size": settings.batch_size}
-    if settings.task == SPEED:  # which has batch sizes of its own
+    if settings.task == SPEED:  # the task sets its own batch sizes
         batch_size = {}
-    else:  # it changes nothing but the speed
+    else:  # affects only the speed
         del dispatch["prefetch_blocks"], dispatch["schedule"]
     found: dict[str, Any] = {"weights": describe_model(settings.source)}
-    if settings.task in (LM_EVAL, GENERATION):  # whose answers end where, and are chosen as, this file says
+    if settings.task in (LM_EVAL, GENERATION):  # this file determines how answers are chosen and end
         found["generation_config"] = _generation_config(settings.source)
     if data_digest is not None:
         path = settings.data.eval_path or settings.data.path
@@ -60,6 +60,6 @@ def provenance(given: EvaluationInputs, settled: Mapping[str, Any], data_digest:
 
 
 def _generation_config(source: Location) -> dict[str, str] | None:
-    """The digest of generation_config.json; without the file, the model has what its config says."""
+    """The digest of generation_config.json; without the file, the model's config applies."""
     name = "generation_config.json"
     return {"digest": config_digest(source.directory, name)} if has_file(source.directory, name) else None

@@ -95,7 +95,7 @@ def _stands_alone(block: Block) -> bool:
 
 
 def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable[[str], bool]:
-    """Return a function that tells whether the module with an FQN can gather its parameters when called.
+    """Return a function that determines whether the module with an FQN can gather its parameters when called.
 
     Modules that were not called, such as the image encoder of a model that ran on text, count as separable if they are
     layers. So do modules that no run reached, except lists that may be called or iterated over.

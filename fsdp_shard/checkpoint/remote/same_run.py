@@ -1,4 +1,4 @@
-"""Checks that a remote store and a run directory belong to one run: else one would delete the other's steps."""
+"""Checks that a remote store and a run directory belong to the same run, as one would delete the other's steps."""
 
 import json
 import uuid

@@ -43,7 +43,7 @@ class RankPlans(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What one rank wrote.
+    """The files and digests that one rank wrote.
 
     Digests of the weight chunks that it holds completely, its parts of small weights that it does not, and records of
     its files.

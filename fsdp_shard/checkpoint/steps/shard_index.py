@@ -36,7 +36,7 @@ _BOX_BYTES, _MEMORY_BYTES, _MEMORY_PER_BYTE = 16, 64 << 20, 40
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of its file to the one that writes the index, small enough to be sent.
+    """One rank's description of its file for the rank that writes the index, small enough to send.
 
     Attributes:
         header: What the header of the file is.

@@ -165,7 +165,7 @@ class SampleFactory:
         return MaskedWindows(tokens, length, name, special, self.config.mask_fraction, seed)
 
     def num_window_tokens(self) -> int:
-        """Return how many tokens of text fit into a window beside special tokens; raise DataError if none do."""
+        """Return how many tokens of text fit into a window with its special tokens; raise DataError if none do."""
         length = self.config.window_length
         num_tokens = length - (len(self.special.begin) + len(self.special.end) if self.special is not None else 0)
         if num_tokens < 1:

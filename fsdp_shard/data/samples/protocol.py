@@ -1,4 +1,4 @@
-"""What a dataset offers: to training samples by position in one endless order, to evaluations samples by index."""
+"""The interfaces of datasets: samples by position in one endless order for training, by index for evaluations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, Sampl
 
 
 class MapDataset(ABC):
-    """A number of samples by index, of up to `sequence_length` tokens."""
+    """Samples by index, each of up to `sequence_length` tokens."""
 
     sequence_length: int
 
@@ -23,7 +23,7 @@ class MapDataset(ABC):
 
     @abstractmethod
     def sample(self, index: int, epoch: int = 0) -> Sample:
-        """Return a sample, as it is in this epoch; of that with the index NO_WINDOW every label is masked.
+        """Return a sample as it is in this epoch; in the sample NO_WINDOW every label is masked.
 
         Raises:
             IndexError: There is no such sample.
@@ -39,11 +39,11 @@ class MapDataset(ABC):
 
     @property
     def sources(self) -> list[SourceDataset]:
-        """The datasets that have its samples, in order; empty if they are no others."""
+        """The underlying datasets, in order; empty if there are none."""
         return []
 
     def with_sources(self, sources: Sequence[SourceDataset]) -> MapDataset:
-        """Return the same dataset with others, of as many samples each, in the place of its `sources`."""
+        """Return the same dataset with other `sources` of equal lengths."""
         return self
 
     @property
@@ -53,7 +53,7 @@ class MapDataset(ABC):
 
 
 class SourceDataset(MapDataset):
-    """The samples of one source, which can be divided."""
+    """The samples of one source, which can be split."""
 
     @property
     @abstractmethod
@@ -91,7 +91,7 @@ class SourceDataset(MapDataset):
 
 
 class Dataset(ABC):
-    """Samples by their position in the one endless order of training: all that training needs to know about data.
+    """Samples by position in the endless order of training: everything that training needs to know about data.
 
     The defaults are those of a dataset with a single source whose state follows from the number of samples.
 
@@ -117,26 +117,26 @@ class Dataset(ABC):
 
     @property
     def sources(self) -> list[SourceDataset]:
-        """The datasets that have its samples, in order; empty for a stream, whose samples are made while training."""
+        """The underlying datasets, in order; empty for a stream, whose samples are created during training."""
         return []
 
     def with_sources(self, sources: Sequence[SourceDataset]) -> Dataset:
-        """Return the same order of samples, from the beginning, with others in the place of its `sources`.
+        """Return the same order of samples, from the start, with other `sources`.
 
         Args:
-            sources: As many datasets, each with as many samples as the one that it replaces.
+            sources: Replacements, each as long as the dataset it replaces.
         """
         return self
 
     def prepare(self, first: int, count: int) -> None:  # noqa: B027  # most datasets are always ready
         """Make the samples at positions `first` to `first + count - 1` ready.
 
-        A collective: every rank prepares the same samples, one global batch after the other, as streams exchange what
-        they tokenized.
+        A collective: every rank prepares the same samples, one global batch after the other, because streams exchange
+        tokenized rows.
         """
 
     def describe(self, positions: Iterable[int]) -> str:
-        """Describe which samples these are, so that a user finds them in the data."""
+        """Describe the samples so that users can find them in the data."""
         return str(sorted({int(position) for position in positions}))
 
     def sources_of(self, positions: Ints) -> Ints:
@@ -144,14 +144,14 @@ class Dataset(ABC):
         return np.zeros_like(positions)
 
     def figures(self, num_samples: int) -> dict[str, Any]:
-        """Return what result.json has about the first `num_samples` samples: `sources` or `stream`, or nothing."""
+        """Return the figures for result.json on the first `num_samples` samples: `sources`, `stream` or nothing."""
         return {}
 
     def describe_progress(self, num_samples: int, state: dict[str, Any] | None) -> str:
-        """Say where in the data a run is after `num_samples` samples, in the state that `state_dict` returned.
+        """Describe a run's position in the data after `num_samples` samples, from the result of `state_dict`.
 
         Raises:
-            CheckpointError: It is no such state.
+            CheckpointError: The state is invalid.
         """
         return f"epoch {num_samples / self.num_samples:.3g}" if self.num_samples else ""
 
@@ -163,7 +163,7 @@ class Dataset(ABC):
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:  # noqa: B027  # most datasets have no state
-        """Continue from what `state_dict` returned; None is the beginning."""
+        """Continue from the result of `state_dict`; None is the start."""
 
 
 class Shuffled(Dataset):

@@ -1,4 +1,4 @@
-"""What a model card is about: a checkpoint, the run that it is of, and the evaluations of the same weights."""
+"""The subject of a model card: a checkpoint, its run, and the evaluations of the same weights."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from fsdp_shard.utils import format_count, read_json
 
 @dataclass(frozen=True)
 class CardSubject:
-    """What a model card is about.
+    """The subject of a model card.
 
     Attributes:
-        target: The repository and branch that it is for.
-        location: The checkpoint that is pushed.
-        architectures: Classes of the model, as config.json names them.
-        adapter_base: The hub id of the base model if the adapter itself is pushed, not a model.
-        adapter_config: The content of adapter_config.json of this adapter.
-        weights: Digest of the weights of the checkpoint, and of an adapter that of its base.
-        pushed_digest: Digest of the weights that are pushed, which may be converted.
-        step: The directory of the step of a run that the checkpoint is, or that it is the average (ema) of.
-        run: This run.
-        base: The model that this run began from.
+        target: The repository and branch of the card.
+        location: The checkpoint to push.
+        architectures: The model classes in config.json.
+        adapter_base: The hub id of the base model, if the adapter itself is pushed instead of a model.
+        adapter_config: The content of the adapter's adapter_config.json.
+        weights: Digest of the checkpoint's weights; for an adapter, also that of its base.
+        pushed_digest: Digest of the pushed weights, which may be converted.
+        step: The directory of the checkpoint's step, or of the step whose average (ema) it is.
+        run: The run of this step.
+        base: The model from which the run started.
         defaults: The default of each setting of a run, by dotted name.
         evaluations: Runs of `evaluate` of the same weights.
     """
@@ -66,12 +66,12 @@ class CardSubject:
 
     @property
     def num_steps(self) -> int | None:
-        """How many steps of the run were trained."""
+        """Number of trained steps of the run."""
         return None if self.step is None else parse_step(self.step.name)
 
     @property
     def is_average(self) -> bool:
-        """Whether it is the average of the weights of the run, which its figures are not of."""
+        """Whether the checkpoint is the average of the run's weights, to which the run's figures do not apply."""
         return self.step is not None and self.location.weights != self.step
 
     @property
@@ -87,18 +87,18 @@ class CardSubject:
 
     @property
     def base_on_hub(self) -> str | None:
-        """The hub id of the model that the run began from; None if it was a directory."""
+        """The hub id of the model from which the run started; None if it was a directory."""
         path = self.adapter_base or (self.base.path if self.base else "")
         return path if is_on_hub(path) else None
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether a path in the records of a run is a hub id: it has the form of one, and is nothing on this machine."""
+    """Whether a path in the records of a run is a hub id: it looks like one, and does not exist on this machine."""
     return is_hub_id(path) and not Path(path).exists()
 
 
 def _step_of(location: Location) -> Path | None:
-    """The directory of the step that a checkpoint is, or is the average of; None if it is of no run on this machine."""
+    """The directory of a checkpoint's step, or of the step that it averages; None without a run on this machine."""
     weights = location.weights
     step = weights.parent if weights.name == AVERAGE else weights
     is_step = parse_step(step.name) is not None and step.parent.name == CHECKPOINTS
@@ -112,20 +112,20 @@ def read_subject(
     defaults: Callable[[Mapping[str, str]], Mapping[str, str]],
     evaluations: Sequence[str],
 ) -> tuple[CardSubject, list[str]]:
-    """Read what a card needs. All weights are read, for their digests.
+    """Read the subject of a card; reads all weights for their digests.
 
     Args:
         target: The repository and branch that the card is for.
         location: The checkpoint.
         adapter_base: The hub id of the base model if the adapter itself is pushed.
         defaults: Returns the default of each setting of a run, given its settings.
-        evaluations: Directories of runs of `evaluate`, or with such in them.
+        evaluations: Directories of `evaluate` runs, or directories that contain such runs.
 
     Returns:
-        What the card is about, and what was left out, a sentence each.
+        The subject, and a sentence for everything that was left out.
 
     Raises:
-        InputError: One of `evaluations` has no run, or none of them is of these weights.
+        InputError: One of `evaluations` contains no run, or none of them evaluated these weights.
     """
     has_base = adapter_base is None or _has_base(location)
     weights = digests_in(describe_weights(location)) if has_base else (weights_digest(location.index), None)
@@ -152,7 +152,7 @@ def read_subject(
 
 
 def _of_model(paths: Sequence[str], weights: Digests, location: Location) -> tuple[list[Run], list[str]]:
-    """The completed evaluations of the checkpoint at `location`, and what else there is, a sentence each."""
+    """The completed evaluations of the checkpoint at `location`, and a note for each kind of run left out."""
     runs = [read_run(path, path.name) for path in find_runs(paths)] if paths else []
     same = [run for run in runs if run.command == "evaluate" and digests_in(_weights_of(run)) == weights]
     if paths and not same:
@@ -189,7 +189,7 @@ def _names(runs: Sequence[Run]) -> str:
 
 
 def _other_parts(run: Run, location: Location, tokenizer: str | None) -> list[str]:
-    """What an evaluation of the weights at `location` took from elsewhere, as far as it says so."""
+    """Parts that an evaluation of the weights at `location` took from elsewhere, as far as recorded."""
     found = as_map(as_map(run.result.get("provenance")).get("tokenizer")).get("digest")
     other_tokenizer = tokenizer is not None and isinstance(found, str) and found != tokenizer
     parts = {"config": has_other_config(_weights_of(run), location), "tokenizer": other_tokenizer}
@@ -197,7 +197,7 @@ def _other_parts(run: Run, location: Location, tokenizer: str | None) -> list[st
 
 
 def _tokenizer_digest(location: Location) -> tuple[str | None, list[str]]:
-    """The digest of the tokenizer as evaluations record it, or None and the reason, a sentence."""
+    """The digest of the tokenizer as evaluations record it, or None and a sentence with the reason."""
     from fsdp_shard.evaluation.provenance import tokenizer_digest
     from fsdp_shard.models import load_tokenizer
 
@@ -216,7 +216,7 @@ def _setting_of(run: Run, *names: str) -> Any:
 
 
 def _weights_of(run: Run) -> Mapping[str, Any]:
-    """What an evaluation says of the weights that it is of."""
+    """The weights that an evaluation records."""
     return as_map(as_map(run.result.get("provenance")).get("weights"))
 
 

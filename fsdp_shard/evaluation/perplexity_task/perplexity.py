@@ -1,8 +1,8 @@
 """`task=perplexity`: the token-weighted perplexity of one model, or of two, over windows of a text or over documents.
 
-It is exp of the mean loss of all scored tokens: each token counts once, whatever its window or document. By default the
-windows are those of training's held-out evaluation, so the two figures agree. Losses of finished batches are kept in
-the run directory, from which an evaluation that was killed goes on to the same figures.
+Perplexity is exp of the mean loss of all scored tokens: each token counts once, whatever its window or document. By
+default the windows are those of held-out evaluation in training, so the two figures agree. The run directory records
+the losses of finished batches, so an interrupted evaluation resumes and yields the same figures.
 """
 
 import math
@@ -53,10 +53,10 @@ class Perplexity:
 
     Attributes:
         loss: The mean over `num_tokens` scored tokens, in nats.
-        num_tokens: Tokens that are scored.
-        size: The text that they are; see `scored_text`.
-        seconds: How long the model ran.
-        schedule: The order in which batches went through it; both, if the evaluation was continued in the other one.
+        num_tokens: Number of scored tokens.
+        size: The size of their text; see `scored_text`.
+        seconds: Run time of the model.
+        schedule: The order of blocks and batches; both orders, if the evaluation was resumed with the other one.
     """
 
     loss: float
@@ -72,7 +72,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The losses of all scored tokens, in bits, per UTF-8 byte of the text that they are; None without text."""
+        """The losses of all scored tokens in bits, per UTF-8 byte of their text; None without text."""
         return self._bits_per(self.size.num_bytes)
 
     @property
@@ -100,7 +100,7 @@ class Perplexity:
 
 
 class _Scored(NamedTuple):
-    """The loss of each window [num_windows], the figures, and which weights they are of."""
+    """The loss of each window [num_windows], the figures, and the evaluated weights."""
 
     losses: Floats
     figures: Perplexity
@@ -108,7 +108,7 @@ class _Scored(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """The losses that there are of a model, and which weights it has."""
+    """The recorded losses of a model, and its weights."""
 
     log: BatchLog
     weights: dict[str, Any]
@@ -116,19 +116,19 @@ class _Opened(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityEvaluation(EvaluationInputs):
-    """The perplexity of the models that `settings` name on `text`.
+    """The perplexity on `text` of the models in `settings`.
 
-    `lengths` says how long windows and contexts are.
+    `lengths` describes the lengths of windows and contexts.
     """
 
     text: ScoredText
     lengths: tuple[str, ...]
 
     def describe(self) -> str:
-        """The length of windows and the context, the number of tokens, and what is left out or not scored."""
+        """The length of windows and the context, the number of tokens, and the tokens left out or not scored."""
         text = self.text
         tokens, count = format_count(text.windows.num_predictions, "token"), format_count(len(text.windows), "window")
-        most = "up to " if text.num_unscored is None else ""  # rows have windows of their own, of their length
+        most = "up to " if text.num_unscored is None else ""  # each row has its own window, as long as the row
         lines = [*self.lengths, *text.notes, f"{tokens} in {count} of {most}{text.windows.sequence_length}"]
         if text.documents is not None:
             used = len(text.documents) - sum(text.left_out.values())
@@ -139,10 +139,10 @@ class PerplexityEvaluation(EvaluationInputs):
         return "\n".join(lines)
 
     def measure(self, load: LoadModel) -> Figures:
-        """Run all windows under each model, as far as the run directory does not have their losses yet.
+        """Run each model on all windows whose losses the run directory does not have yet.
 
         Args:
-            load: Loads a model; not called for one whose losses are all there.
+            load: Loads a model; not called if all its losses are recorded.
 
         Returns:
             The figures, on rank 0.
@@ -180,7 +180,7 @@ class PerplexityEvaluation(EvaluationInputs):
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """What the figures depend on, for result.json; reads all weights."""
+        """The provenance of the figures, for result.json; reads all weights."""
         settings = self.settings
         settled = {
             "by": settings.perplexity.by,
@@ -192,7 +192,7 @@ class PerplexityEvaluation(EvaluationInputs):
 
     @property
     def _layout(self) -> dict[str, Any]:
-        """How the text is divided, for result.json."""
+        """The division of the text, for result.json."""
         return {
             "sequence_length": self.text.windows.sequence_length,
             "stride": self.settings.stride,
@@ -203,7 +203,7 @@ class PerplexityEvaluation(EvaluationInputs):
         }
 
     def _score(self, load: LoadModel, source: Location, name: str) -> _Scored | None:
-        """Score all windows, of which the file may have some; a collective. The result is on rank 0."""
+        """Score all windows that the log does not have; a collective. Rank 0 receives the result."""
         batches = self.text.batches(self.settings.batch_size)
         opened = run_on_all(self.ranks, lambda: self._open(source, name, batches) if self.ranks.is_main else None)
         log = None if opened is None else opened.log
@@ -219,7 +219,7 @@ class PerplexityEvaluation(EvaluationInputs):
         return _Scored(losses, self._figures(losses, seconds, schedules), opened.weights)
 
     def _open(self, source: Location, name: str, batches: list[list[int]]) -> _Opened:
-        """Open the file with the losses of a model, after a look at its weights."""
+        """Digest the weights of a model, and open the log of its losses."""
         weights = self.provenance["weights"] if source is self.settings.source else describe_model(source)
         names = ("windows", "losses")
         return _Opened(open_log(self.run_dir / name, names, batches, source, weights, self.provenance), weights)
@@ -249,18 +249,18 @@ class PerplexityEvaluation(EvaluationInputs):
 
 
 def open_perplexity(given: EvaluationInputs) -> PerplexityEvaluation:
-    """Prepare what is scored; with ranks, a collective.
+    """Prepare the scored text; with ranks, a collective.
 
     Raises:
         ConfigError: The windows are longer than a model has positions, or the models have different tokenizers.
-        DataError: The text cannot be read, or has no token to score.
+        DataError: The text cannot be read, or contains no token to score.
     """
     settings, tokenizer, ranks = given.settings, given.tokenizer, given.ranks
     trust = settings.dispatch.trust_remote_code
     contexts = [context_length_of(load_config(source.directory, trust), trust) for source in settings.sources]
     lengths = dict.fromkeys(context_length.describe(settings.data.window_length) for context_length in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
-    # Rank 0 tokenizes, and others find the tokens in the cache.
+    # Rank 0 tokenizes; other ranks read the tokens from the cache.
     first = run_on_all(ranks, lambda: opened(settings.data, settings.stride, tokenizer) if ranks.is_main else None)
     text = run_on_all(ranks, lambda: first or opened(settings.data, settings.stride, tokenizer))
     if settings.other_source is not None:
@@ -270,7 +270,7 @@ def open_perplexity(given: EvaluationInputs) -> PerplexityEvaluation:
 
 
 def settle_windows(settings: EvaluateSettings) -> None:
-    """Set `data.sequence_length`, if it is null, by the contexts of the models.
+    """Set `data.sequence_length`, if it is null, from the contexts of the models.
 
     Raises:
         ConfigError: The windows are longer than a model has positions, or than their stride allows.

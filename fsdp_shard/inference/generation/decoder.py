@@ -257,7 +257,7 @@ class _Streamer(transformers.TextStreamer):
 
 
 class _FiniteLogits(transformers.LogitsProcessor):
-    """Records on the device whether all logits are finite, apart from those of forbidden tokens, which are -inf."""
+    """Records on the device whether all logits are finite, except those of forbidden tokens, which are -inf."""
 
     def __init__(self) -> None:
         self._is_finite: torch.Tensor | None = None

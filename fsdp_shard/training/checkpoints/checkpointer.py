@@ -63,12 +63,12 @@ from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.utils import check, nearest
 
 _logger = logging.getLogger("fsdp_shard")
-_OF_FINETUNE = ("every", "save_best", "optimizer")  # what is saved, and when: a loop says that itself
+_OF_FINETUNE = ("every", "save_best", "optimizer")  # your own loop decides when and what to save
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What `Checkpointer.restore` found.
+    """The result of `Checkpointer.restore`.
 
     Attributes:
         step: The step that was restored.

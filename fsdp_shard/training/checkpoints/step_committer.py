@@ -98,7 +98,7 @@ class StepCommitter:
                 store.set_best(step)
 
     def _current_run_id(self) -> bytes:
-        """That of the saved steps or, with `resume=` of a step that the remote store has, of the steps there."""
+        """The run id of the saved steps, or that of the remote store if the run resumes from there, or a new one."""
         return checkpoint.run_id_of(self.store) or self._run_id or checkpoint.new_run_id()
 
     def _try_on_main(self, work: Callable[[], None]) -> StorageError | None:

@@ -100,7 +100,7 @@ def _continue(model: ShardedModel, prompt: Sequence[int], count: int, device: to
     """Return exactly `count` tokens after `prompt`, because other ranks wait for each forward pass."""
     ids = torch.tensor([list(prompt)], device=device)  # [1, length]
     given, cache = ids, None
-    # Otherwise, each length would be compiled anew.
+    # Otherwise, each length would be compiled again.
     with torch.compiler.set_stance("force_eager"), forward_pass(model.module), no_cudnn_attention():
         for _ in range(count):
             output = model.module(input_ids=given, past_key_values=cache, use_cache=True)

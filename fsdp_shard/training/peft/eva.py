@@ -1,10 +1,10 @@
-"""EVA (Paischer et al., 2024): A begins as the principal directions of the inputs of its layer, and B as zero.
+"""EVA (Paischer et al., 2024): initializes A with the principal directions of its layer's inputs, and B with zeros.
 
-As in peft's `initialize_lora_eva_weights` with rho = 1, where each layer keeps its rank: peft's incremental PCA of the
-inputs at tokens whose prediction counts, one micro-batch after the other in the order of training, until the
-directions of all layers stand still. A micro-batch is one step of the PCA on any number of ranks, so the result does
-not depend on that. Each layer has one rank that does its steps. The others send it their inputs as the layer runs, one
-rank after the other, so that it has those of one micro-batch at a time.
+Follows peft's `initialize_lora_eva_weights` with rho = 1, where each layer keeps its rank. peft's incremental PCA reads
+the inputs at predicted tokens, one micro-batch after the other in training order, until the directions of all layers
+have converged. A micro-batch is one PCA step on any number of ranks, so the result does not depend on that number. One
+rank, the owner, does the steps of a layer. The other ranks send it their inputs in turn as the layer runs, so it holds
+the inputs of one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fsdp_shard.training.peft.disable_adapters import adapters_disabled
 from fsdp_shard.training.stop_signal import StopSignal, raise_if_stopped
 from fsdp_shard.utils import format_count, report_progress
 
-SIMILARITY = 0.99  # peft's tau: the least cosine between a direction and that of the step before if it stands still
-MAX_STEPS = 512  # micro-batches; peft goes on for ever
-_SEED = 42  # peft's, of the randomized decomposition
+SIMILARITY = 0.99  # peft's tau: a direction has converged if its cosine with the previous step is at least this
+MAX_STEPS = 512  # micro-batches; peft has no limit
+_SEED = 42  # as in peft, for the randomized decomposition
 
 Seen = Callable[[str, torch.Tensor], None]
 
@@ -56,12 +56,12 @@ def fill_eva(
         config: The settings of `finetune`; a step of the PCA is a micro-batch.
         model: The model with its weights.
         layers: FQNs of the layers.
-        dataset: The samples, in the order of training; at their beginning afterwards.
+        dataset: The samples, in training order; rewound afterwards.
         context: The ranks.
-        stop: A signal that ends it.
+        stop: A signal that ends the pass.
 
     Returns:
-        What was done, to print.
+        A summary to print.
 
     Raises:
         ConfigError, CheckpointError: On all ranks: the inputs of a layer have no directions to find.
@@ -89,7 +89,7 @@ def fill_eva(
                 count(found.end())
                 raise_if_stopped(stop, context, "the initial values of adapter.init=eva")
                 batch = next(batches) if found.moving and found.num_steps < MAX_STEPS else None
-    dataset.load_state_dict(None)  # a stream goes on from where it was read to
+    dataset.load_state_dict(None)  # a stream would continue where reading stopped
     shards = _matrices(model, layers)
     for leader in dict.fromkeys(leaders.values()):  # one whole matrix at a time
         whole = found.everywhere(leader)
@@ -108,9 +108,9 @@ def _matrices(model: ShardedModel, layers: Sequence[str]) -> dict[str, Any]:
 def _batches(
     module: nn.Module, dataset: Dataset, micro_batch_size: int, context: DistributedContext, *, is_labeled: bool
 ) -> Iterator[DeviceBatch]:
-    """The micro-batches of this rank, in the order of training; each is a collective.
+    """The micro-batches of this rank, in training order; each is a collective.
 
-    Of answers with a label, only those that are trained on, not the prompts with other answers.
+    Of labeled answers, only the trained ones, not the prompts with other answers.
     """
     first = 0
 
@@ -129,7 +129,7 @@ def _batches(
 def run_watching(module: nn.Module, batch: DeviceBatch, layers: Sequence[str], seen: Seen) -> None:
     """Call `seen` with the FQN and the input of each of `layers` in a forward pass.
 
-    There are no logits, where the output head allows it.
+    No logits are computed if the output head allows it.
     """
     nothing = batch.counted[:0]
     with _watching(module, layers, seen):
@@ -157,7 +157,7 @@ def _first_with_same_input(
     """Each layer -> the first layer that has the same input, such as `q_proj` for `k_proj`; a collective.
 
     Raises:
-        ConfigError: Not all layers run once with all tokens on all ranks, as experts do not.
+        ConfigError: Not all layers run once with all tokens on all ranks; experts do not.
     """
     order: dict[str, str] = {}
     last: tuple[str, torch.Tensor] | None = None
@@ -189,16 +189,16 @@ def new_pca(rank: int) -> Any:
 
 
 class _Directions:
-    """The incremental PCA of each layer's inputs, on the rank that does its steps.
+    """The incremental PCA of each layer's inputs, on the layer's owner.
 
     Args:
         ranks: Layer -> number of directions.
         context: The ranks.
 
     Attributes:
-        moving: Layers whose directions do not stand still yet, equal on all ranks.
-        num_steps: Micro-batches so far, of all ranks; at most `MAX_STEPS`.
-        num_used: Those up to the one with which the last layer stood still.
+        moving: Layers whose directions have not converged yet, equal on all ranks.
+        num_steps: Micro-batches so far, on all ranks together; at most `MAX_STEPS`.
+        num_used: Micro-batches until the last layer converged.
     """
 
     def __init__(self, ranks: Mapping[str, int], context: DistributedContext) -> None:
@@ -213,12 +213,12 @@ class _Directions:
         self._lengths: list[int] = []
 
     def begin(self, counted: torch.Tensor) -> None:
-        """Begin a micro-batch of each rank; `counted` are the positions [num_predictions] of this one's."""
+        """Begin a micro-batch on each rank; `counted` are the predicted positions [num_predictions] of this rank's."""
         self._counted = counted
         self._lengths = self._context.all_gather_object(len(counted))
 
     def step(self, fqn: str, inputs: torch.Tensor) -> None:
-        """Take the inputs [..., num_features] of a layer, of all tokens; a collective.
+        """Process the inputs [..., num_features] of a layer at all tokens; a collective.
 
         A micro-batch with fewer rows than directions is skipped, as in peft.
         """
@@ -230,10 +230,10 @@ class _Directions:
             rows = self._context.send_rows(inputs[chosen].float(), source, owner, num_rows)
             if owner == self._context.rank and fqn not in self._still:
                 self._fit(fqn, self.num_steps + source + 1, rows)
-            del rows  # before the next ones come
+            del rows  # before the next rows arrive
 
     def _fit(self, fqn: str, number: int, rows: torch.Tensor) -> None:
-        """Do a step with the rows of a micro-batch, which is that of this number."""
+        """Do one PCA step with the rows of a micro-batch, given its number."""
         if not bool(rows.isfinite().all()):
             self._not_finite.append(fqn)
             return
@@ -249,7 +249,7 @@ class _Directions:
         """End the micro-batch of each rank; a collective.
 
         Returns:
-            How many of them were taken.
+            The number of micro-batches used.
 
         Raises:
             CheckpointError: On all ranks: the inputs of a layer are not finite.
@@ -274,7 +274,7 @@ class _Directions:
         """The directions of a layer on all ranks, float32 [rank, num_features] on the CPU; a collective.
 
         Raises:
-            ConfigError: On all ranks: no micro-batch had as many rows as the layer has directions.
+            ConfigError: On all ranks: no micro-batch had at least as many rows as the layer has directions.
         """
         own = getattr(self._own.get(fqn), "components_", None)
         found = self._context.broadcast_object(None if own is None else own.float().cpu(), self._owners[fqn])
