@@ -82,7 +82,7 @@ class DeviceConfig:
     @property
     def planned_kind(self) -> str | None:
         """`kind`, or `gpu` if it is not set but figures are; None if nothing identifies the devices."""
-        names = {item.name for item in fields(self)} - {"kind", "host_memory"}
+        names = {item.name for item in fields(DeviceConfig)} - {"kind", "host_memory"}
         is_given = any(getattr(self, name) is not None for name in names)
         return self.kind or ("gpu" if is_given else None)
 
