@@ -222,7 +222,7 @@ def test_how_many_checkpoints_there_are_at_a_time(
     ],
 )
 def test_how_many_checkpoints_a_resumed_run_adds(checkpoint: dict[str, int], num_saved: int, count: int) -> None:
-    config = CheckpointConfig(**checkpoint)  # type: ignore[arg-type]
+    config = CheckpointConfig(**checkpoint)  # type: ignore[arg-type]  # values of a table
     assert max_num_checkpoints(TrainConfig(steps=100), config, 90, num_saved) == count
 
 

@@ -82,7 +82,7 @@ class Residual(nn.Module):
 def test_names_of_blocks_are_a_list() -> None:
     for names in ("Linear", [nn.Linear]):
         with pytest.raises(ConfigError, match="Blocks are a list of class names"):
-            no_split_blocks(nn.Sequential(nn.Linear(2, 2)), names)  # type: ignore[arg-type]
+            no_split_blocks(nn.Sequential(nn.Linear(2, 2)), names)  # type: ignore[arg-type]  # the mistake under test
 
 
 def test_structure_keeps_residual_blocks_and_recurrent_cells_whole() -> None:

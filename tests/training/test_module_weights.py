@@ -111,7 +111,7 @@ def test_gradients_are_not_clipped_to_what_is_no_norm(max_norm: float) -> None:
     with pytest.raises(ConfigError, match=f"max_norm={max_norm} is not a norm: give a number of at least 0"):
         fs.clip_grad_norm_(model, max_norm)
     with pytest.raises(ConfigError, match="clip_grad_norm_ takes the model, not generator"):
-        fs.clip_grad_norm_(model.parameters(), 1.0)  # type: ignore[arg-type]
+        fs.clip_grad_norm_(model.parameters(), 1.0)  # type: ignore[arg-type]  # the mistake under test
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
 

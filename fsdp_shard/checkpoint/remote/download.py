@@ -75,7 +75,7 @@ def local_copy(url: str, wanted: str | None = None) -> Path:
             )
         try:
             return fetch_step(remote, found, user_cache("remote") / key / step_name(found), replace=True)
-        except RemoteError:
+        except RemoteError:  # retention may have deleted the step meanwhile: choose again
             if step is not None or remote.has(found):
                 raise
 
