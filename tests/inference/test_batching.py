@@ -82,7 +82,7 @@ def test_answers_do_not_depend_on_the_other_prompts_of_a_batch(family: str, read
     found = list(complete(decoder, [Prompt(text, "line") for text in texts], encoded))
     for ids, completion in zip(encoded, found, strict=True):
         alone = decoder.run([ids])[0]
-        assert completion.completion == decoder.text(alone)
+        assert completion.completion == decoder.text(alone, ids)
         assert completion.log_probabilities == pytest.approx(alone.log_probabilities, abs=1e-3)
     assert reads_padding(model, 256, [[3, 4]]) is reads
     assert not reads_padding(model, 256, [[3, 3], [4]]), "there is no padding"
@@ -130,7 +130,7 @@ def _completions(context: DistributedContext, fails: bool) -> list[str]:
         settings=SimpleNamespace(batch_size=1),
         pad_token=0,
         run=run,
-        text=lambda answer: str(answer),
+        text=lambda answer, prompt: str(answer),
     )
     prompts, encoded = [Prompt("a", "prompt"), Prompt("b", "prompt")], [[1], [2]]
     try:

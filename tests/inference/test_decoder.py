@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -159,6 +159,40 @@ def test_padding_is_a_token_of_the_model(model: PreTrainedModel) -> None:
     encoded, settings = tokenize_prompts(tokenizer, PROMPTS, model.config), GenerationSettings(max_new_tokens=4)
     found = list(complete(Decoder(model, tokenizer, settings), PROMPTS, encoded, seed=0, num_done=0))
     assert [one.completion for one in found] == [one.completion for one in run(model, settings)]
+
+
+def llama_2_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer with the decoder of Llama 2, which strips a space from whatever it decodes."""
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", "▁▁", "▁a", "▁b", "▁the", "▁longer", "▁prompt", "yes"]
+    tokenizer = Tokenizer(models.Unigram([(token, -1.0) for token in tokens], unk_id=0, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    replaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(replaced)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_a_completion_begins_with_the_space_that_follows_its_prompt(model: PreTrainedModel) -> None:
+    tokenizer, prompt = llama_2_tokenizer(), Prompt("a longer prompt", "line 1")
+    words, streamed = ["▁a", "yes", "<0x0A>", "▁▁", "▁b", "<0x0A>", "▁the"], list[str]()
+    named = [tokenizer.convert_tokens_to_ids(word) for word in words]
+    assert tokenizer.decode(named) == "ayes\n   b\n the"
+    (ids,) = tokenize_prompts(tokenizer, [prompt], model.config)
+    decoder = Decoder(model, tokenizer, GenerationSettings(max_new_tokens=len(named)))
+    forced = iter([*named, None])
+    hook = model.register_forward_hook(lambda module, args, output: _force(output, next(forced)))
+    try:
+        (found,) = complete(decoder, [prompt], [ids], on_text=streamed.append)
+    finally:
+        hook.remove()
+    assert found.completion == " ayes\n   b\n the" == "".join(streamed)
+    assert prompt.text + found.completion == tokenizer.decode([*ids, *named])
+
+
+def _force(output: Any, token: int | None) -> None:
+    """Make `token` the most likely one."""
+    if token is not None:
+        output.logits[..., token] = 1e9
 
 
 @pytest.mark.parametrize(

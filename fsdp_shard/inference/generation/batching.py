@@ -92,14 +92,14 @@ def complete(
         for position, found in answer(wanted if num_ranks == 1 else ()):
             answers[position] = found
             while num_done in answers:
-                yield _completion(decoder, prompts[num_done], answers.pop(num_done))
+                yield _completion(decoder, prompts[num_done], encoded[num_done], answers.pop(num_done))
                 num_done += 1
         if num_ranks > 1 and wanted:
             assert context is not None
             answers = run_on_all(context, partial(dict, answer(wanted[rank::num_ranks])))
             gathered = ChainMap(*context.gather_object(answers))
             for position in sorted(position for position in gathered if position >= num_done):
-                yield _completion(decoder, prompts[position], gathered[position])
+                yield _completion(decoder, prompts[position], encoded[position], gathered[position])
             num_done = max(map(max, wanted)) + 1
 
 
@@ -114,7 +114,7 @@ def _windows(
     return windows(lengths, size, equal=equal, kinds=adapters)
 
 
-def _completion(decoder: Decoder, prompt: Prompt, answer: Answer) -> Completion:
+def _completion(decoder: Decoder, prompt: Prompt, ids: Sequence[int], answer: Answer) -> Completion:
     messages = None if prompt.conversation is None else prompt.conversation["messages"]
-    tokens, log_probabilities = answer.tokens, answer.log_probabilities
-    return Completion(prompt.text, decoder.text(answer), len(tokens), log_probabilities, prompt.adapter, messages)
+    text, count = decoder.text(answer, ids), len(answer.tokens)
+    return Completion(prompt.text, text, count, answer.log_probabilities, prompt.adapter, messages)

@@ -25,6 +25,9 @@ _UNSUPPORTED = (
     *("penalty_alpha", "dola_layers", "force_words_ids", "token_healing", "max_time"),
 )
 
+# Of a text that is continued: a decoder may treat the first token otherwise, and characters may take several.
+_CONTEXT_TOKENS = 16
+
 OnText = Callable[[str], object]
 
 
@@ -95,7 +98,7 @@ class Decoder:
         try:
             answers = self._generate(batch, watch, *((None, None) if has_beams else (on_text, prefix_cache)))
             if has_beams and on_text is not None:
-                on_text(self.text(answers[0]))
+                on_text(self.text(answers[0], batch[0]))
         finally:
             watch.remove()
             self.figures.seconds += time.perf_counter() - start
@@ -108,9 +111,20 @@ class Decoder:
         """The token that pads the shorter prompts of a batch."""
         return int(self.config.pad_token_id or 0)
 
-    def text(self, answer: Answer) -> str:
-        """The text of an answer, without special tokens."""
-        return str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+    def text(self, answer: Answer, prompt: Sequence[int]) -> str:
+        """The text that an answer adds to the tokens of `prompt`, without special tokens.
+
+        An encoder-decoder's answer does not continue its prompt.
+        """
+        if self.model.config.is_encoder_decoder:
+            return self._decode(answer.tokens)
+        # SentencePiece decoders leave out the space before the first token, unless it follows another.
+        last = list(prompt[-_CONTEXT_TOKENS:])
+        before, text = self._decode(last), self._decode(last + answer.tokens)
+        return text[len(before) :] if text.startswith(before) else self._decode(answer.tokens)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _generate(
         self,
@@ -251,6 +265,14 @@ class _Streamer(transformers.TextStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._on_text = on_text
+
+    def put(self, value: torch.Tensor) -> None:
+        """Emit what the tokens make final; they are the prompt's first."""
+        is_prompt = self.next_tokens_are_prompt
+        super().put(value)
+        if is_prompt or not self.token_cache:  # after a line ends, transformers would decode the next one alone
+            self.token_cache = value.flatten().tolist()[-_CONTEXT_TOKENS:]
+            self.print_len = len(self.tokenizer.decode(self.token_cache, skip_special_tokens=True))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._on_text(text)
