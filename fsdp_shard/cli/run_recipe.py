@@ -179,13 +179,13 @@ def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) ->
 
 
 def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
-    """Reject a sweep whose ranks can meet only once, and so for only one job."""
+    """Reject a sweep whose ranks end together: a failed run would end those after it."""
     if schema.ranks_are != "started":
         return
     if any(is_joined_rank(job.config.launch) for job in jobs):
         raise ConfigError(
-            f"-m asks for {len(jobs)} runs one after the other, but ranks started by torchrun or srun meet only "
-            f"once; start each run separately, or have fsdp-shard start the ranks (launch.ranks)."
+            f"-m asks for {len(jobs)} runs one after the other, but torchrun or srun ends all ranks when one run "
+            f"fails; start each run separately, or have fsdp-shard start the ranks (launch.ranks)."
         )
     if (nodes := max(job.config.launch.max_nodes for job in jobs)) > 1:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -65,12 +66,14 @@ def refuse_shared(jobs: Sequence[Job[Any]]) -> None:
     """
     for name, effect in _WRITTEN.items():
         settings = [{key: value for key, _, value in walk(job.config)} for job in jobs]
-        given = [value.rstrip("/") for values in settings if (value := values.get(name)) is not None]
-        if shared := [value for value in given if given.count(value) > 1]:
-            raise ConfigError(
-                f"{name}={shared[0]} is that of {given.count(shared[0])} runs of this sweep, and each would {effect}. "
-                f"Start these runs one by one, each with another {name}."
-            )
+        given = [value for values in settings if (value := values.get(name)) is not None]
+        locations = [value.rstrip("/") if checkpoint.is_remote(value) else os.path.abspath(value) for value in given]
+        for value, location in zip(given, locations, strict=True):
+            if (count := locations.count(location)) > 1:
+                raise ConfigError(
+                    f"{name}={value} is that of {count} runs of this sweep, and each would {effect}. Start these runs "
+                    f"one by one, each with another {name}."
+                )
 
 
 def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:

@@ -62,7 +62,7 @@ def test_a_run_of_another_sweep_is_not_continued(tmp_path: Path) -> None:
         ),
         (
             ConvertConfig,
-            'source=m target="a","a/","b" dtype=float32,bfloat16 overwrite=true',
+            'source=m target="a","./a/","b" dtype=float32,bfloat16 overwrite=true',
             r"^target=a is that of 4 runs ",
         ),
         (

@@ -269,7 +269,7 @@ class _Streamer(transformers.TextStreamer):
     def put(self, value: torch.Tensor) -> None:
         """Emit what the tokens make final; they are the prompt's first."""
         is_prompt = self.next_tokens_are_prompt
-        super().put(value)
+        super().put(value)  # type: ignore[no-untyped-call]  # transformers does not annotate it
         if is_prompt or not self.token_cache:  # after a line ends, transformers would decode the next one alone
             self.token_cache = value.flatten().tolist()[-_CONTEXT_TOKENS:]
             self.print_len = len(self.tokenizer.decode(self.token_cache, skip_special_tokens=True))
