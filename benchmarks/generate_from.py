@@ -160,6 +160,8 @@ def per_token(model: Any, count: int, before: Callable[[], None]) -> float:
     """Median seconds of one token with a cache of keys and values, `before` called ahead of each."""
     import torch
 
+    from fsdp_shard.models import kv_cache_of
+
     seconds = []
     with torch.inference_mode():
         out = model(input_ids=torch.tensor([PROMPT]), use_cache=True)
@@ -167,7 +169,7 @@ def per_token(model: Any, count: int, before: Callable[[], None]) -> float:
             token = out.logits[:, -1:].argmax(-1)
             before()
             start = time.perf_counter()
-            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+            out = model(input_ids=token, **kv_cache_of(out), use_cache=True)
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 

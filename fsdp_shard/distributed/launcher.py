@@ -266,7 +266,11 @@ def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set, derived from srun's; none if torchrun has set them."""
+    """Return the variables that torchrun would set, derived from srun's; none if torchrun has set them.
+
+    Raises:
+        ConfigError: RANK or WORLD_SIZE is set to another number than srun's.
+    """
     if _inside_torchrun(environment):
         return {}
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
@@ -283,7 +287,13 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
     if (num_local := _num_local_tasks(environment)) is not None:
         variables["LOCAL_WORLD_SIZE"] = str(num_local)
-    # What the user has set takes precedence.
+    for name in ("WORLD_SIZE", "RANK"):
+        if environment.get(name, variables[name]) != variables[name]:
+            raise ConfigError(
+                f"{name}={environment[name]} is set in the environment, but srun has started this process as task "
+                f"{variables['RANK']} of {num_tasks}; unset {name}."
+            )
+    # The user may choose where the ranks meet, and number those of a machine.
     return {name: environment.get(name, value) for name, value in variables.items()}
 
 

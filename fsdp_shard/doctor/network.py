@@ -73,12 +73,15 @@ def _wrong_numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
                 f"{names[0]}={given[names[0]]} is not below {names[1]}={given[names[1]]}, so this cannot be one of the "
                 f"ranks: one of the two is of another job. Unset it, or start the ranks anew."
             )
-    started, said = environment.get("SLURM_STEP_NUM_TASKS", "1"), environment.get("WORLD_SIZE")
-    if said is not None and started not in ("1", said) and "TORCHELASTIC_RUN_ID" not in environment:
-        yield problem(
-            f"WORLD_SIZE={said}, but srun started SLURM_STEP_NUM_TASKS={started} tasks: the ranks would wait for "
-            f"others that do not exist. Unset WORLD_SIZE."
-        )
+    started = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if started == "1" or "TORCHELASTIC_RUN_ID" in environment:
+        return
+    for name, of_srun in (("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"), ("RANK", "SLURM_PROCID")):
+        if environment.get(name, environment.get(of_srun)) != environment.get(of_srun):
+            yield problem(
+                f"{name}={environment[name]}, but srun started this process with {of_srun}={environment.get(of_srun)}. "
+                f"Unset {name}."
+            )
 
 
 def _ignored_variables(settings: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:

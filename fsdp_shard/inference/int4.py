@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _GROUP_SIZE = 32
+_ROWS = 16  # on the CPU, torch's kernel takes multiples; a gate with one row stays unchanged on a GPU, too
 _TILE = (8, 1024)  # rows and columns on a GPU are filled up to multiples of these
 
 
@@ -22,7 +23,7 @@ class Int4(Quantization):
     """torchao's weight-only int4; `_GROUP_SIZE` weights of a row share a scale and a zero point."""
 
     def takes(self, layer: nn.Linear) -> bool:
-        return layer.in_features % _GROUP_SIZE == 0
+        return layer.in_features % _GROUP_SIZE == 0 and layer.out_features % _ROWS == 0
 
     def num_bytes(self, layer: nn.Linear, *, on_gpu: bool) -> int:
         rows, width = layer.weight.shape

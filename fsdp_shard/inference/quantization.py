@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Layers: TypeAlias = "Mapping[str, Sequence[nn.Linear]]"  # by the FQN of their block
 
+# Of Mamba, FalconMamba and Jamba, which multiply by the weight themselves, without the layer.
+_NOT_CALLED = "dt_proj"
+
 
 @dataclass(frozen=True)
 class Quantizer:
@@ -68,8 +71,11 @@ def quantized_layers(
         module = model.get_submodule(block.fqn)
         layers = [
             layer
-            for layer in ([module] if block.direct else module.modules())
-            if type(layer) is nn.Linear and (block.repeated or layer is head) and uses[id(layer.weight)] == 1
+            for name, layer in ([("", module)] if block.direct else module.named_modules())
+            if type(layer) is nn.Linear
+            and (block.repeated or layer is head)
+            and uses[id(layer.weight)] == 1
+            and name.rpartition(".")[2] != _NOT_CALLED
         ]
         found[block.fqn] = [layer for layer in layers if quantization.takes(layer)]
     if not any(found.values()):

@@ -67,5 +67,6 @@ from .transformers_private import (
     is_plain_fast_tokenizer as is_plain_fast_tokenizer,
     is_stateful as is_stateful,
     keep_experts as keep_experts,
+    kv_cache_of as kv_cache_of,
     parallel_plan as parallel_plan,
 )

@@ -74,7 +74,7 @@ def _layer_masks(model: PreTrainedModel, length: int, device: torch.device) -> _
         # sdpa needs no mask where torch's flag for a causal one is enough.
         config = type(model.config).from_dict(model.config.to_dict(), attn_implementation="sdpa")
         embeddings = torch.empty(1, length, 1)
-        made: Any = create_masks_for_generate(config, embeddings, attention_mask=None, past_key_values=None)
+        made: Any = create_masks_for_generate(config, embeddings, None, None)
         by_type: dict[str, Any] = made if isinstance(made, dict) else {"": made}
         masks: _LayerMasks = {name: None if mask is None else mask[0, 0].to(device) for name, mask in by_type.items()}
         known[length, device] = masks if any(mask is not None for mask in masks.values()) else {"": None}

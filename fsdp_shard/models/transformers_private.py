@@ -66,6 +66,18 @@ def follows_plans_by_fqn() -> bool:
     return Version(transformers.__version__) >= Version("5.23")
 
 
+def kv_cache_of(output: Any) -> dict[str, Any]:
+    """The KV cache that a model or `generate` returned, by the name of the argument that takes it; empty without one.
+
+    Its name is `cache` from transformers 5.24 on, and before that `past_key_values`. `cache_params`, of Mamba before
+    5.24, is not found.
+    """
+    for name in ("cache", "past_key_values"):
+        if (cache := getattr(output, name, None)) is not None:
+            return {name: cache}
+    return {}
+
+
 def no_split_modules(model: nn.Module) -> set[str]:
     """Class names of the modules that must stay on one device; without it, blocks are found by structure alone."""
     return {str(name) for name in getattr(model, "_no_split_modules", None) or ()}

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, TopPLogitsWarper
 
 from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, cached_blocks, device_name
-from fsdp_shard.models import no_split_blocks
+from fsdp_shard.models import kv_cache_of, no_split_blocks
 from fsdp_shard.planning.step.recording.events import DONE, LEAVE, Event
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
 from fsdp_shard.planning.step.recording.recorder import Recorder, storages_of
@@ -96,16 +96,16 @@ class _Passes:
         else:
             output = self.model(input_ids=ids, **given, **_positions(names, mask))
         recorder.mark(DONE, "prefill")
-        name = next((name for name in ("past_key_values", "cache_params") if output.get(name) is not None), None)
-        cache = None if name is None else output.get(name)
+        states = output.get("cache_params")  # of Mamba, before transformers 5.24
+        cache = {"cache_params": states} if states is not None else kv_cache_of(output)
         if has_decoder:  # an answer of full length, which is not generated in one pass
-            output = self.model(decoder_input_ids=ids[:, 1:], past_key_values=cache, **given)
+            output = self.model(decoder_input_ids=ids[:, 1:], **cache, **given)
             recorder.mark(DONE, "answer")
-        self.cached = _cached_bytes(cache)
+        self.cached = _cached_bytes(next(iter(cache.values()), None))
         self._choose(ids, output)
         recorder.mark(DONE, "logits")
         del output
-        given |= {} if name is None else {name: cache}
+        given |= cache
         longer = torch.cat([mask, mask[:, :1]], dim=1)
         given |= {"attention_mask": longer} if "attention_mask" in given and not has_decoder else {}
         key = "decoder_input_ids" if has_decoder else "input_ids"

@@ -131,6 +131,10 @@ def test_slurm_variables_become_those_of_torchrun() -> None:
     assert slurm_variables(slurm | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] == "22446"  # beside step 0 of the same job
     assert slurm_variables(slurm | {"MASTER_PORT": "5"})["MASTER_PORT"] == "5"
     assert slurm_variables(slurm | _TORCHRUN) == {}
+    assert slurm_variables(slurm | {"WORLD_SIZE": "8", "RANK": "3"})["LOCAL_RANK"] == "1"
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0"}.items():
+        with pytest.raises(ConfigError, match=f"{name}={value} is set .* as task 3 of 8; unset {name}"):
+            slurm_variables(slurm | {name: value})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fsdp_shard.evaluation.report.comparison import build_report
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
 from fsdp_shard.evaluation.speed_task.speed import open_speed, sizes_within
 from fsdp_shard.inference import DispatchConfig, KVCacheBudget, OnPlan, dispatch_model
-from fsdp_shard.models import ContextLength, load_config
+from fsdp_shard.models import ContextLength, kv_cache_of, load_config
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, llama
 
@@ -135,7 +135,7 @@ def test_a_pass_is_that_of_generate(tmp_path: Path) -> None:
 
     def record(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         inputs.append(kwargs["input_ids"].clone())
-        cache_lengths.append(output.past_key_values.get_seq_length())
+        cache_lengths.extend(cache.get_seq_length() for cache in kv_cache_of(output).values())
 
     def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:
         reserved.append(kv_cache)

@@ -26,7 +26,7 @@ from fsdp_shard.inference import (
     model_from_config,
     plan_dispatch,
 )
-from fsdp_shard.models import build_on_meta
+from fsdp_shard.models import build_on_meta, kv_cache_of
 from fsdp_shard.planning import plan_generation
 from fsdp_shard.utils import empty_pages, lock_pages
 from tests.gpu.child import Bench, in_turn
@@ -78,11 +78,11 @@ def greedy(path: str, device_map: dict[str, Any], num_tokens: int) -> list[int]:
     """Most likely tokens; before each pass, memory that is free on the GPU is filled with NaN."""
     device = open_device()
     model = load_dispatched(path, device_map)
-    ids, cache, tokens = _prompt(device), None, []
+    ids, cache, tokens = _prompt(device), dict[str, Any](), []
     with torch.inference_mode():
         for _ in range(num_tokens):
-            output = model(ids, past_key_values=cache, use_cache=True)
-            cache, ids = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+            output = model(ids, **cache, use_cache=True)
+            cache, ids = kv_cache_of(output), output.logits[:, -1].argmax(-1, keepdim=True)
             del output
             tokens.append(ids)
             _refill(device)

@@ -29,7 +29,7 @@ from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_b
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize, tokenize_prompts
-from fsdp_shard.models import ContextLength, check_causal, context_length_of, no_split_blocks
+from fsdp_shard.models import ContextLength, check_causal, context_length_of, kv_cache_of, no_split_blocks
 from fsdp_shard.utils import check
 from tests.support.tiny import byte_tokenizer, llama_config
 
@@ -404,7 +404,7 @@ def test_the_reserved_cache_is_what_a_model_caches(family: str) -> None:
     config = AutoConfig.for_model(family, **sizes, **({} if family == "llama" else of_latents), intermediate_size=48)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        cache = model(input_ids=torch.zeros(3, 10, dtype=torch.long), use_cache=True).past_key_values
+        (cache,) = kv_cache_of(model(input_ids=torch.zeros(3, 10, dtype=torch.long), use_cache=True)).values()
     held = sum(value.nbytes for layer in cache.layers for value in vars(layer).values() if torch.is_tensor(value))
     reserved = sum(cache_bytes(model, no_split_blocks(model), KVCacheBudget(3, 10)).values())
     # Until 5.23 the most that a version caches of DeepSeek's tokens is reserved.
@@ -437,7 +437,7 @@ def test_recurrent_states_are_reserved(family: str, sizes: dict[str, Any], dtype
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
         output = model(input_ids=torch.zeros(3, 10, dtype=torch.long), use_cache=True)
-    cache = output.get("past_key_values") or output.cache_params
+    cache = output.get("cache_params") or next(iter(kv_cache_of(output).values()))
     values = [value for layer in cache.layers for value in vars(layer).values()]
     values += [each for value in values if isinstance(value, dict) for each in value.values()]  # states
     held = sum(value.nbytes for value in values if torch.is_tensor(value))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from fsdp_shard.errors import ConfigError, ModelError, PlanError
 from fsdp_shard.inference.config import DispatchConfig
@@ -46,6 +46,25 @@ def test_how_much_is_quantized() -> None:
     weights = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 7 * 32
     share = weights / (weights + 7 * 32 + 5 * 32)
     assert describe(model, layers) == f"15 linear layers with {share:.0%} of the parameters"
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["mamba", "qwen2_moe"])
+def test_layers_that_cannot_be_quantized_are_left_alone(tmp_path: Path, family: str, kind: str) -> None:
+    """Mamba multiplies by the weight of `dt_proj` itself; Qwen2-MoE's gate of the shared expert has one row."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 257}
+    if family == "qwen2_moe":
+        of_experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 4}
+        sizes |= {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, **of_experts}
+    torch.manual_seed(0)
+    expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    expected.save_pretrained(tmp_path)
+    quantized = load_dispatched(tmp_path, "cpu", quantize=kind)
+    with torch.no_grad():
+        logits, exact = quantized(IDS).logits, expected(IDS).logits
+    assert 0 < (logits - exact).abs().max() <= 0.5 * exact.abs().max()
 
 
 def test_what_int4_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fsdp_shard.errors import ConfigError, LossError, ModelError
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
-from fsdp_shard.models import end_tokens, origin, running, until_end
+from fsdp_shard.models import end_tokens, kv_cache_of, origin, running, until_end
 from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 
 # Decoding methods in a model's own config that need another model, return several answers, or guess several tokens at
@@ -143,7 +143,7 @@ class Decoder:
             mask[row, columns] = 1
         if self.config.cache_implementation is not None:  # transformers then creates the cache itself
             prefix_cache = None
-        cache = None if prefix_cache is None else prefix_cache.take(batch[0])
+        cache = {} if prefix_cache is None else prefix_cache.take(batch[0])
         # On the computing device, because transformers moves each token's logits to the device of the ids.
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
         generate: Any = self.model.generate
@@ -159,11 +159,11 @@ class Decoder:
                 stopping_criteria=transformers.StoppingCriteriaList([watch]),
                 tokenizer=self.tokenizer,  # required if the model's config has stop_strings
                 streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
-                **({} if cache is None else {"past_key_values": cache}),
+                **cache,
             )
         finite.check(self.model)
         if prefix_cache is not None:
-            prefix_cache.put(output.sequences[0].tolist(), output.get("past_key_values"))
+            prefix_cache.put(output.sequences[0].tolist(), kv_cache_of(output))
         start = 1 if is_encoder_decoder else length
         named: Any = self.config.eos_token_id  # a list, or None
         ends = set(named or ())

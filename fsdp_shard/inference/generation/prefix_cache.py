@@ -3,7 +3,7 @@
 Only caches that can be cropped exactly are kept: sliding windows and recurrent states lack the data for a crop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import DynamicCache
@@ -17,19 +17,29 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._cache: DynamicCache | None = None
+        self._cache: dict[str, DynamicCache] = {}
 
-    def take(self, ids: Sequence[int]) -> DynamicCache | None:
-        """Return the cache cropped to its common prefix with `ids`, or None. At least one token is left to run."""
-        cache, self._cache = self._cache, None
+    def take(self, ids: Sequence[int]) -> dict[str, DynamicCache]:
+        """Return the cache, as an argument of `generate`, cropped to its common prefix with `ids`; empty without one.
+
+        At least one token is left to run.
+        """
+        found, self._cache = self._cache, {}
         common = num_common(self._tokens, ids[:-1])
-        if cache is None or not common:
-            return None
+        if not common:
+            return {}
         if excess := len(self._tokens) - common:
-            cache.crop(-excess)
-        return cache
+            for cache in found.values():
+                cache.crop(-excess)
+        return found
 
-    def put(self, tokens: Sequence[int], cache: Any) -> None:
-        """Keep `cache`, returned by `generate` along with `tokens`: prompt and answer, whose last token was not run."""
-        if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
-            self._tokens, self._cache = list(tokens[: cache.get_seq_length()]), cache
+    def put(self, tokens: Sequence[int], found: Mapping[str, Any]) -> None:
+        """Keep the cache that `generate` returned along with `tokens`.
+
+        Args:
+            tokens: Prompt and answer, whose last token was not run.
+            found: The cache by the name of its argument; empty without one.
+        """
+        for cache in found.values():
+            if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
+                self._tokens, self._cache = list(tokens[: cache.get_seq_length()]), dict(found)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_shard.models import kv_cache_of
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.events import DONE, Event
 from fsdp_shard.planning.step.recording.fake_attention import FULL
@@ -50,21 +51,21 @@ class Completions:
         output stays in memory until the next one exists.
         """
         ids = torch.zeros((1, self.prompt_length), dtype=torch.long)
-        output = model(input_ids=ids, past_key_values=None, use_cache=True)
+        output = model(input_ids=ids, use_cache=True)
         ids, given, cache = _next(ids, output)
         if self.num_new > 1:
-            output = model(input_ids=given, past_key_values=cache, use_cache=True)
+            output = model(input_ids=given, **cache, use_cache=True)
             ids, given, cache = _next(ids, output)
         recorder.mark(DONE, "")
         if self.num_new < 3:
             return
         del output
         ids = torch.zeros((1, self.prompt_length + self.num_new - 3), dtype=torch.long)
-        ids, given, cache = _next(ids, model(input_ids=ids, past_key_values=None, use_cache=True))
-        output = model(input_ids=given, past_key_values=cache, use_cache=True)
+        ids, given, cache = _next(ids, model(input_ids=ids, use_cache=True))
+        output = model(input_ids=given, **cache, use_cache=True)
         ids, given, cache = _next(ids, output)
         recorder.mark(DONE, "")
-        output = model(input_ids=given, past_key_values=cache, use_cache=True)
+        output = model(input_ids=given, **cache, use_cache=True)
         _next(ids, output)
         recorder.mark(DONE, "")
 
@@ -78,8 +79,8 @@ class Completions:
         return recording[: first + 1], (Event(DONE, "", left, left, left, 0), *recording[second + 1 :])
 
 
-def _next(ids: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def _next(ids: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """The tokens including the most likely next one, the model's next input, and its cache."""
     new = output.logits[:, -1].argmax(-1, keepdim=True)
-    ids, cache = torch.cat([ids, new], 1), getattr(output, "past_key_values", None)
-    return ids, ids if cache is None else new, cache
+    ids, cache = torch.cat([ids, new], 1), kv_cache_of(output)
+    return ids, new if cache else ids, cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_shard.data import encode_prompts
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import ContextLength, end_tokens, until_end
+from fsdp_shard.models import ContextLength, end_tokens, kv_cache_of, until_end
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loss.custom_functions import SamplesFunction
@@ -99,13 +100,13 @@ def complete_greedily(
 def _continue(model: ShardedModel, prompt: Sequence[int], count: int, device: torch.device) -> list[int]:
     """Return exactly `count` tokens after `prompt`, because other ranks wait for each forward pass."""
     ids = torch.tensor([list(prompt)], device=device)  # [1, length]
-    given, cache = ids, None
+    given, cache = ids, dict[str, Any]()
     # Otherwise, each length would be compiled again.
     with torch.compiler.set_stance("force_eager"), forward_pass(model.module), no_cudnn_attention():
         for _ in range(count):
-            output = model.module(input_ids=given, past_key_values=cache, use_cache=True)
+            output = model.module(input_ids=given, **cache, use_cache=True)
             new = output.logits[:, -1].argmax(-1, keepdim=True)  # [1, 1]
             ids = torch.cat([ids, new], 1)
-            cache = getattr(output, "past_key_values", None)
-            given = ids if cache is None else new  # recurrent models keep their state elsewhere
+            cache = kv_cache_of(output)
+            given = new if cache else ids  # some recurrent models return their state otherwise
     return [int(token) for token in ids[0, len(prompt) :].tolist()]
