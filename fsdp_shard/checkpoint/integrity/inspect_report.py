@@ -103,7 +103,7 @@ def shape_text(shape: Sequence[int]) -> str:
 def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
     """Format rows as lines of columns, those in `right` right-aligned. The last column is not padded."""
     rows = [[one_line(cell) for cell in row] for row in rows]
-    columns = range(max(map(len, rows)) - 1)
+    columns = range(max(map(len, rows), default=1) - 1)
     widths = [max(len(row[column]) for row in rows if len(row) > column) for column in columns]
     for row in rows:
         cells = [row[c].rjust(widths[c]) if c in right else row[c].ljust(widths[c]) for c in columns if c < len(row)]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.integrity.inspect_report import summarize_checkpoint
@@ -135,3 +136,8 @@ def test_names_do_nothing_to_a_terminal(tmp_path: Path) -> None:
     assert "a\\x1b[31m\\nWEIGHT" in found.to_text()
     assert "\x1b" not in found.to_text() + found.to_list()
     assert found.tensors[0].name == "a\x1b[31m\nWEIGHT"
+
+
+def test_a_checkpoint_without_tensors_has_an_empty_list(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    assert summarize_checkpoint(tmp_path / "model.safetensors").to_list() == ""
