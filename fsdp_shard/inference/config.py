@@ -204,6 +204,9 @@ class GenerationSettings:
     repetition_penalty: float | None = setting(
         None, "Values above 1 make repeated tokens less likely (Keskar et al. 2019).", above=0.0
     )
+    stop_strings: list[str] = setting(
+        [], "Texts that end an answer, which includes the token that completes one of them. Default: the model's own."
+    )
     batch_size: int = setting(8, "Prompts per batch; prompts of similar length are batched together.", minimum=1)
     cache: str = setting(
         "dynamic",
@@ -216,7 +219,9 @@ class GenerationSettings:
     )
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for sampling settings without sampling, and for scores with beam search."""
+        """Raise ConfigError for sampling settings without sampling, scores with beam search, and empty stop strings."""
+        if "" in self.stop_strings:
+            raise ConfigError(f"{prefix}stop_strings={self.stop_strings} has an empty text; remove it.")
         if self.output_scores and self.num_beams > 1:
             raise ConfigError(
                 f"{prefix}output_scores=true cannot be combined with {prefix}num_beams={self.num_beams}, where tokens "

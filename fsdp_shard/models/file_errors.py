@@ -44,7 +44,9 @@ def model_errors(problem: str, advice: str = "", others: tuple[type[Exception], 
         if not is_of_a_library or isinstance(error, (FsdpShardError, *others)):
             raise
         kind = "" if isinstance(error, _EXPLAINED) else f"{type(error).__name__}: "
-        raise ModelError(f"{problem}: {kind}{first_line(error)}{advice and f' {advice}'}") from error
+        said = first_line(error)
+        said += "." if advice and said[-1:].isalnum() else ""
+        raise ModelError(f"{problem}: {kind}{said}{advice and f' {advice}'}") from error
 
 
 def running(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
@@ -56,6 +58,8 @@ def running(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
         model: The model.
         hint: Another possible cause with advice, in one sentence.
     """
+    if not hasattr(model, "config"):
+        model = getattr(model, "module", model)  # DistributedDataParallel
     name = origin(getattr(getattr(model, "config", None), "name_or_path", "")) or type(model).__name__
     advice = "Its config.json or generation_config.json may be wrong; debug=true or --debug shows where it fails."
     advice = f"{hint} {advice}" if hint else advice

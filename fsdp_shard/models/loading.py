@@ -76,6 +76,9 @@ def _check_values(config: PretrainedConfig) -> None:
     names = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ModelError(f"{config_file(config)}: architectures is {names!r}; expected a list of names of classes.")
+    for name in ("text_config", "decoder", "generator", "text_encoder"):  # what `get_text_config` may return
+        if isinstance(value := getattr(config, name, None), (str, int, float, list)):
+            raise ModelError(f"{config_file(config)}: {name} is {value!r}; expected an object.")
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 0:
         raise ModelError(f"{config_file(config)}: num_hidden_layers is {layers}; expected a count.")

@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
@@ -84,8 +91,8 @@ def test_answers_do_not_depend_on_the_other_prompts_of_a_batch(family: str, read
         alone = decoder.run([ids])[0]
         assert completion.completion == decoder.text(alone, ids)
         assert completion.log_probabilities == pytest.approx(alone.log_probabilities, abs=1e-3)
-    assert reads_padding(model, 256, [[3, 4]]) is reads
-    assert not reads_padding(model, 256, [[3, 3], [4]]), "there is no padding"
+    assert reads_padding(model, GenerationConfig(), 256, [[3, 4]]) is reads
+    assert not reads_padding(model, GenerationConfig(), 256, [[3, 3], [4]]), "there is no padding"
 
 
 class _OwnNames(PretrainedConfig):
@@ -108,11 +115,30 @@ def test_a_model_that_cannot_be_tried_gets_batches_of_one_length() -> None:
     said: list[str] = []
     with torch.device("meta"):
         model = _Own(_OwnNames())
-    assert reads_padding(model, 0, [[3, 4]], said.append)
+    assert reads_padding(model, GenerationConfig(), 0, [[3, 4]], said.append)
     (warning,) = said
     assert warning.startswith("warning: _Own generates in batches of prompts of equal length, because it is unknown")
-    assert not reads_padding(model, 0, [[3, 3], [4]], said.append)
+    assert not reads_padding(model, GenerationConfig(), 0, [[3, 3], [4]], said.append)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("options", [{"min_length": 18}, {"no_repeat_ngram_size": 1}, {"repetition_penalty": 1.5}])
+def test_options_of_the_model_do_not_count_padding(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=257, **sizes)).eval()
+    for param in model.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    tokenizer, texts = byte_tokenizer(), ["abc", "a much longer prompt, with many more bytes in it", "x", "no"]
+    encoded = [list(tokenizer(text)["input_ids"]) for text in texts]
+    model.generation_config = GenerationConfig(**options)
+    settings = GenerationSettings(max_new_tokens=24)
+    end = Decoder(model, tokenizer, settings).run(encoded[2:3])[0].tokens[5]  # a short prompt's, which pads it, too
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, **options)
+    decoder = Decoder(model, tokenizer, settings)
+    found = list(complete(decoder, [Prompt(text, "line") for text in texts], encoded))
+    alone = [decoder.run([ids])[0] for ids in encoded]
+    assert [one.num_new_tokens for one in found] == [len(answer.tokens) for answer in alone]
 
 
 def _completions(context: DistributedContext, fails: bool) -> list[str]:
@@ -128,6 +154,7 @@ def _completions(context: DistributedContext, fails: bool) -> list[str]:
     decoder: Any = SimpleNamespace(
         model=torch.nn.Linear(1, 1),
         settings=SimpleNamespace(batch_size=1),
+        config=GenerationConfig(),
         pad_token=0,
         run=run,
         text=lambda answer, prompt: str(answer),

@@ -371,6 +371,8 @@ def test_rows_end_where_a_stop_string_is_complete(model: PreTrainedModel) -> Non
         together, alone = decoder.run(batch), [decoder.run([ids])[0] for ids in batch]
     finally:
         model.generation_config.update(stop_strings=None, pad_token_id=None)
+    given = GenerationSettings(max_new_tokens=8, output_scores=True, stop_strings=["never", stop])
+    assert Decoder(model, TOKENIZER, given).run(batch) == together
     assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
     assert len(together[0].tokens) == whole[0].tokens.index(whole[0].tokens[2]) + 1
     assert len({len(answer.tokens) for answer in together}) > 1

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
@@ -16,7 +17,14 @@ from transformers import (
 )
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models import attention_implementations, build_on_meta, load_config, load_tokenizer, rebuild_buffers
+from fsdp_shard.models import (
+    attention_implementations,
+    build_on_meta,
+    load_config,
+    load_tokenizer,
+    rebuild_buffers,
+    running,
+)
 from tests.support.tiny import llama, llama_config
 
 
@@ -71,3 +79,19 @@ def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path) -> None
         load_config(tmp_path)
     with pytest.raises(ModelError, match=r"no usable tokenizer in .*: it has no tokenizer files"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["text_config", "decoder"])
+def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path, name: str) -> None:
+    config = llama_config().to_dict() | {name: 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"config\.json: {name} is 5; expected an object\.$"):
+        load_config(tmp_path)
+
+
+def test_a_failing_model_is_named_without_its_wrapper() -> None:
+    wrapper = nn.Module()
+    wrapper.module = llama()
+    said = r"^The model LlamaForCausalLM cannot be run: strides\. Its config\.json"
+    with pytest.raises(ModelError, match=said), running(wrapper):
+        raise RuntimeError("strides")

@@ -110,7 +110,7 @@ def _windows(
     size = decoder.settings.batch_size
     mixed = [batch for window in windows(lengths, size, kinds=adapters) for batch in window]
     of_each = [[lengths[position] for position in batch] for batch in mixed]
-    equal = reads_padding(decoder.model, decoder.pad_token, of_each, log)
+    equal = reads_padding(decoder.model, decoder.config, decoder.pad_token, of_each, log)
     return windows(lengths, size, equal=equal, kinds=adapters)
 
 

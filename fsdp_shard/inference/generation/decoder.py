@@ -210,6 +210,8 @@ def generation_config(
         value = getattr(settings, name)
         if value is not None or (not settings.do_sample and name != "repetition_penalty"):
             setattr(config, name, value)
+    if settings.stop_strings:
+        config.stop_strings = list(settings.stop_strings)
     if settings.num_beams == 1:
         config.length_penalty = config.early_stopping = None
     config.return_dict_in_generate = True

@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedModel
 
 from fsdp_shard.models import is_stateful, try_tiny_model
@@ -19,12 +21,17 @@ _ROUNDING = 1e-3  # relative to the largest logit; experts multiply tokens of se
 
 
 def reads_padding(
-    model: PreTrainedModel, pad: int, batches: Sequence[Sequence[int]], log: Callable[[str], object] = print
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    pad: int,
+    batches: Sequence[Sequence[int]],
+    log: Callable[[str], object] = print,
 ) -> bool:
     """Return whether answers depend on the padding of their batch, so that each batch must have one length.
 
     Args:
         model: The model; it is not run.
+        config: How it generates.
         pad: The token that fills up shorter prompts.
         batches: The lengths of the prompts of each batch. A model is tried only if those of one batch differ: that
             takes up to a second, of models of many layers three.
@@ -38,6 +45,8 @@ def reads_padding(
         return True
     if all(len(set(lengths)) == 1 for lengths in batches) or model.config.is_encoder_decoder:
         return False
+    if _counts_padding(config):
+        return True
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if any("linear" in kind for kind in kinds):  # MiniMax's have a state, which a trial with many layers misses
         return True
@@ -49,6 +58,13 @@ def reads_padding(
             f"whether padding changes its answers: {found}"
         )
     return bool(found)
+
+
+def _counts_padding(config: GenerationConfig) -> bool:
+    """Return whether a decoding option takes the padding before a prompt for a part of it."""
+    # transformers before 5.23; the padding is often the token that ends a text.
+    penalizes = config.repetition_penalty not in (None, 1.0) and Version(transformers.__version__) < Version("5.23")
+    return bool(config.min_length) or config.no_repeat_ngram_size == 1 or penalizes
 
 
 def _ignores_padding(model: PreTrainedModel, pad: int) -> bool:
