@@ -173,7 +173,7 @@ def measure_save(work: Path, model: str, ranks: int) -> dict[str, Any]:
     import torch
     from simulated_ranks import NUM_MEASURED, SimulatedRank, simulate
 
-    from fsdp_shard.checkpoint import RunState, Store, save_step
+    from fsdp_shard.checkpoint import StepContent, Store, save_step
     from fsdp_shard.distributed import LocalShard
 
     shapes = thin_shapes_of(model, work)
@@ -193,7 +193,7 @@ def measure_save(work: Path, model: str, ranks: int) -> dict[str, Any]:
         return LocalShard(data, data, start, shape, bool(shape) or rank == 0)
 
     def save(context: SimulatedRank) -> None:
-        state = RunState(
+        state = StepContent(
             {name: shard(shape, context.rank, torch.bfloat16) for name, shape in shapes.items()},
             {},
             {name: shard(shape, context.rank, torch.float32) for name, shape in states.items()},

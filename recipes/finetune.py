@@ -23,7 +23,9 @@ def main(config: fs.FinetuneConfig) -> None:
     with fs.start_run(config) as start:
         if start.is_finished:
             return  # start_run has already reported that the run is finished
-        context, data = start.context, fs.add_reference(config, start, fs.open_data(config, start))
+        context = start.context
+        data = fs.open_data(config, start)
+        data = fs.add_reference(config, start, data)  # log-probabilities that the objective needs; most need none
         # Built on the meta device, wrapped along no-split blocks, and filled: each rank reads its own shards.
         with fs.build_unfilled(config, start) as unfilled:
             sharded = config.shard.shard(unfilled.module, context)

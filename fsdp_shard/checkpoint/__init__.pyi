@@ -130,7 +130,7 @@ from .sharded_state.optimizer_state import (
     plain_tensors as plain_tensors,
     used_parameters as used_parameters,
 )
-from .sharded_state.save_step import RunState as RunState, save_step as save_step
+from .sharded_state.save_step import StepContent as StepContent, save_step as save_step
 from .sharded_state.staging import StagedCopy as StagedCopy, Staging as Staging
 from .steps.file_plan import WriteRequest as WriteRequest, parse_shard_name as parse_shard_name
 from .steps.manifest import (

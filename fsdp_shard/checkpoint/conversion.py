@@ -126,11 +126,15 @@ def convert(
         target: The directory to create.
         format: `huggingface` (whole tensors), `sharded` (one file per rank) or `dcp` (torch.distributed.checkpoint).
         max_shard_size: Largest file of the format `huggingface`, such as "2GB".
-        ranks, nest: Number of ranks that `sharded` or `dcp` are written for; key to put the tensors of `dcp` under.
+        ranks: Number of ranks that `sharded` or `dcp` are written for.
         dtype: Type to cast floating-point tensors to, a name such as "bfloat16" or a torch dtype; None to keep theirs.
-        verify, sync: Read the target back and compare it; wait until everything is on the disk.
+        verify: Read the target back and compare it.
         overwrite: Replace an existing checkpoint at `target`.
-        base, config, tokenizer: Model directories or hub ids to use instead of the source's.
+        nest: Key to put the tensors of `dcp` under.
+        sync: Wait until everything is on the disk.
+        base: Model directory or hub id of an adapter's base model, instead of the one that it names.
+        config: Model directory or hub id with the config to use.
+        tokenizer: Model directory or hub id with the tokenizer to use.
         dequantize: Write fp8 weights with block scales, and MXFP4, in floating point: in `dtype`, or config.json's.
 
     Returns:
@@ -215,19 +219,19 @@ def _find(settings: ConvertSettings) -> Location:
 def _check(settings: ConvertSettings, source: Location) -> None:
     """Raise the errors that can be detected before anything is written."""
     with source.model_index as stored, _to_write(stored, settings) as index:
-        _refuse(settings, source, index)
-        _compare_with_named(settings, source, index)
+        _check_source_and_target(settings, source, index)
+        _compare_with_given_config(settings, source, index)
         check_model_config(source.directory)  # without a config, nobody could load the pushed model
 
 
-def _refuse(settings: ConvertSettings, source: Location, index: TensorIndex) -> None:
+def _check_source_and_target(settings: ConvertSettings, source: Location, index: TensorIndex) -> None:
     target = Path(settings.target).expanduser().absolute()
     _refuse_part(index)
     _refuse_mixed(source.index)
     _check_target(target, index, source.model_files if settings.overwrite else None)
 
 
-def _compare_with_named(settings: ConvertSettings, source: Location, index: TensorIndex) -> list[str]:
+def _compare_with_given_config(settings: ConvertSettings, source: Location, index: TensorIndex) -> list[str]:
     """Compare the tensors with a config passed by the user; return lines about those that its model lacks.
 
     Raises:
@@ -249,7 +253,7 @@ def _wrong_ties(settings: ConvertSettings, index: TensorIndex, ties: Mapping[str
     They are warnings, as the written config can be corrected. `verify` finds all other errors of loading: building the
     model takes longer than many conversions.
     """
-    if settings.config is not None or not may_contradict(index, index.model_directory, ties):
+    if settings.config is not None or not may_contradict(index, ties):
         return []
     from fsdp_shard.checkpoint.integrity.load_checks import compare_with_config
 
@@ -263,12 +267,12 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
     with source.model_index as stored, _to_write(stored, settings) as index:
-        _refuse(settings, source, index)
-        notes = _compare_with_named(settings, source, index)
+        _check_source_and_target(settings, source, index)
+        notes = _compare_with_given_config(settings, source, index)
         plan, model_files = plan_conversion(index, settings), source.model_files
         warnings = _wrong_ties(settings, index, plan.aliases)
-        settings_of_adapter = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
-        check_side_files({**model_files, **settings_of_adapter})
+        adapter_config = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
+        check_side_files({**model_files, **adapter_config})
         stamps = _stamps(index)
         _refuse_damage(index)
         num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in model_files.values())
@@ -326,9 +330,14 @@ def plan_conversion(index: TensorIndex, settings: ConvertSettings) -> Conversion
     in_float32, note = kept_in_float32(index, settings.dtype)
     dtypes = [FLOAT32 if entry.name in in_float32 else settings.dtype for entry in kept]
     specs = [_target_spec(entry.spec, dtype) for entry, dtype in zip(kept, dtypes, strict=True)]
-    limit = settings.max_shard_bytes
-    phases = {spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)}
-    request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest, phases)
+    request = WriteRequest(
+        max_shard_bytes=settings.max_shard_bytes,
+        ranks=settings.ranks,
+        step=index.step,
+        aliases=aliases,
+        nest=settings.nest,
+        phases={spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)},
+    )
     target = writer(settings.format).plan(specs, request)
     moves = tuple(Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs)
     return ConversionPlan(target, moves, aliases, notes=() if note is None else (note,))
@@ -346,14 +355,13 @@ def _to_write(index: TensorIndex, settings: ConvertSettings) -> TensorIndex:
         index = dequantize_weights(index, None if settings.dtype == "keep" else from_torch_name(settings.dtype))
     else:
         _refuse_cast(index, settings.dtype)
-    return index if writer(settings.format).LISTS_TIED_NAMES else with_own_head(index, index.model_directory)
+    return index if writer(settings.format).LISTS_TIED_NAMES else with_own_head(index)
 
 
 def _ties(index: TensorIndex, format: str) -> dict[str, str]:
     """Return every tied name that can be known: {alias: kept}."""
-    side = index.model_directory
-    aliases = index.aliases | stored_twice(index, side)
-    return aliases | absent_ties(index, side) if writer(format).LISTS_TIED_NAMES else aliases
+    aliases = index.aliases | stored_twice(index)
+    return aliases | absent_ties(index, index.model_directory) if writer(format).LISTS_TIED_NAMES else aliases
 
 
 def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
@@ -429,7 +437,14 @@ def _manifest(index: TensorIndex, plan: ConversionPlan, root: Path, names: list[
     files = {name: record_file(root / name) for name in names}
     files |= {file.name: record_plan(file) for file in plan.target.files}
     tensors = {move.target.name: record_tensor(move.target, digests[move.target.name]) for move in plan.moves}
-    return Manifest(plan.target.layout, index.step, plan.target.world_size, {}, files, tensors, dict(plan.aliases))
+    return Manifest(
+        layout=plan.target.layout,
+        step=index.step,
+        world_size=plan.target.world_size,
+        files=files,
+        tensors=tensors,
+        aliases=dict(plan.aliases),
+    )
 
 
 def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:

@@ -50,7 +50,7 @@ def open_weights(weights: Path, side: Path | None = None, step: int | None = Non
         _check_shard_index(index, manifest, f"{AVERAGE}/{SHARD_INDEX}")
     if not getattr(found, "KEEPS_NAMES", False):
         index = _with_plain_names(index)
-    return dataclasses.replace(index, aliases=index.aliases or usual_ties(index, index.model_directory))
+    return dataclasses.replace(index, aliases=index.aliases or usual_ties(index))
 
 
 def _refuse_names(index: TensorIndex) -> None:

@@ -17,5 +17,5 @@ from .compose import (
     not_writable as not_writable,
     write_config as write_config,
 )
+from .nested_run_dirs import refuse_nested as refuse_nested
 from .reference import help_text as help_text
-from .run_directory import refuse_nested as refuse_nested

@@ -59,7 +59,7 @@ class RunConfig:
         writes: Whether the command writes a run_dir, with its config.yaml.
         takes_training_run: Whether run_dir may be that of a training run, whose files another command would replace.
         headline: Figures of result.json that the table of a sweep shows.
-        of_a_machine: Settings that may differ between the machines of a run, besides run_dir, debug and launch.
+        per_machine: Settings that may differ between the machines of a run, besides run_dir, debug and launch.
         is_default_run_dir: Whether run_dir was not given.
         given: Names of the settings and groups on the command line.
         own_recipe: The file name of the recipe, unless it is the shipped one.
@@ -71,9 +71,13 @@ class RunConfig:
     writes: ClassVar[bool] = True
     takes_training_run: ClassVar[bool] = False
     headline: ClassVar[tuple[str, ...]] = ()
-    of_a_machine: ClassVar[tuple[str, ...]] = (
-        *("data.cache_dir", "data.workers", "dispatch.max_memory", "dispatch.prefetch_blocks"),
-        *("objective.reference_max_memory", "objective.teacher_max_memory"),
+    per_machine: ClassVar[tuple[str, ...]] = (
+        "data.cache_dir",
+        "data.workers",
+        "dispatch.max_memory",
+        "dispatch.prefetch_blocks",
+        "objective.reference_max_memory",
+        "objective.teacher_max_memory",
     )
 
     run_dir: str = default_run_dir("run")

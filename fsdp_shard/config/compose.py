@@ -96,7 +96,7 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
         raise ConfigError(f"{preset_file} and run={run} both have settings; give one of them.")
     quoted = quote_text(arguments, settings_of(schema), is_sweep=is_sweep)
     try:
-        with _hydra_as_it_was():
+        with _preserved_hydra_state():
             if preset_file is not None:
                 register_preset_file(preset_file, schema)
             if run is not None:
@@ -133,7 +133,7 @@ def _refuse_hydra_settings(arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def _hydra_as_it_was() -> Iterator[None]:
+def _preserved_hydra_state() -> Iterator[None]:
     """Restore Hydra's global state after composing, for programs that use Hydra themselves."""
     running, store, current = GlobalHydra.instance(), ConfigStore.instance(), HydraConfig.instance()
     with _ONE_AT_A_TIME:

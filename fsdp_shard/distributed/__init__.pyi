@@ -9,7 +9,6 @@ from .hardware import (
 )
 from .launcher import (
     check_machine as check_machine,
-    is_allocation_only as is_allocation_only,
     is_joined_rank as is_joined_rank,
     joined_rank as joined_rank,
     launch as launch,
@@ -43,3 +42,4 @@ from .signals import (
     noting_ctrl_c as noting_ctrl_c,
     stop_signals as stop_signals,
 )
+from .started_ranks import is_allocation_only as is_allocation_only

@@ -84,10 +84,10 @@ class LaunchConfig:
 class Launchable(Protocol):
     """The config of a run that may have several ranks.
 
-    Machines may differ in the settings here, and in those that `of_a_machine` lists.
+    Machines may differ in the settings here, and in those that `per_machine` lists.
     """
 
     run_dir: str
     launch: LaunchConfig
     debug: bool
-    of_a_machine: ClassVar[tuple[str, ...]]
+    per_machine: ClassVar[tuple[str, ...]]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from fsdp_shard.distributed.config import Launchable, LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus, num_cores
 from fsdp_shard.distributed.numa_binding import can_bind
+from fsdp_shard.distributed.started_ranks import is_allocation_only, joins, slurm_variables
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.utils import first_line, format_count, in_yaml, redact_setting, refuse_changed, set_environment, walk
 
@@ -150,7 +151,7 @@ def _join_ranks(
     try:
         _refuse_other_settings(config, store, rank, world_size)
         if check is not None:
-            _check_once_a_machine(check, config, store, world_size)
+            _check_once_per_machine(check, config, store, world_size)
         if rank == 0:
             try:
                 begin(config)
@@ -185,17 +186,12 @@ def _why_alone(world_size: int) -> str:
     return "Check that all of them were started, and that none has failed."
 
 
-def is_allocation_only(environment: Mapping[str, str]) -> bool:
-    """Return whether Slurm gives the number of tasks of an allocation, but srun has not started them."""
-    return "SLURM_PROCID" in environment and not {"SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID"} & environment.keys()
-
-
 def _refuse_other_settings(config: Launchable, store: "Store", rank: int, world_size: int) -> None:
     """Raise ConfigError on all ranks if one has other settings than rank 0: each would train with its own."""
     own = {
         name: redact_setting(name, in_yaml(value))
         for name, _, value in walk(config)
-        if name not in ("run_dir", "debug", *config.of_a_machine) and not name.startswith("launch.")
+        if name not in ("run_dir", "debug", *config.per_machine) and not name.startswith("launch.")
     }
     if rank == 0:
         store.set(_SETTINGS, json.dumps(own))
@@ -215,7 +211,7 @@ def _refuse_other_settings(config: Launchable, store: "Store", rank: int, world_
         raise ConfigError(error)
 
 
-def _check_once_a_machine(check: Check[C], config: C, store: "Store", world_size: int) -> None:
+def _check_once_per_machine(check: Check[C], config: C, store: "Store", world_size: int) -> None:
     """Check on each machine's first rank, and continue when all are done: one may have to download the model.
 
     A rank without a local number checks for itself.
@@ -241,75 +237,6 @@ def _check_once_a_machine(check: Check[C], config: C, store: "Store", world_size
 def _wait_for(store: "Store", key: str) -> str:
     store.wait([key], _TIME_TO_CHECK)
     return str(store.get(key).decode())
-
-
-def joins(settings: LaunchConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether this process is a rank that others started: torchrun, or srun with several tasks."""
-    return _inside_torchrun(environment) or _inside_srun(settings, environment)
-
-
-def _inside_torchrun(environment: Mapping[str, str]) -> bool:
-    # All four: some schedulers set only WORLD_SIZE, to the number of machines.
-    return all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several srun tasks.
-
-    A batch script has SLURM_PROCID, too; it starts the ranks itself with launch.ranks or launch.nodes.
-    """
-    if "SLURM_PROCID" not in environment:
-        return False
-    if (of_step := environment.get("SLURM_STEP_NUM_TASKS")) is not None:
-        return int(of_step) > 1
-    return int(environment.get("SLURM_NTASKS", 1)) > 1 and settings.ranks == settings.max_nodes == 1
-
-
-def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torchrun would set, derived from srun's; none if torchrun has set them.
-
-    Raises:
-        ConfigError: RANK or WORLD_SIZE is set to another number than srun's.
-    """
-    if _inside_torchrun(environment):
-        return {}
-    num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
-    # Jobs on one machine must not meet at the same port, nor steps of one job that run at the same time.
-    job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    port = 20000 + (job + 101 * step) % 10000
-    variables = {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": num_tasks,
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": first_node(nodes),
-        "MASTER_PORT": str(port),
-    }
-    if (num_local := _num_local_tasks(environment)) is not None:
-        variables["LOCAL_WORLD_SIZE"] = str(num_local)
-    for name in ("WORLD_SIZE", "RANK"):
-        if environment.get(name, variables[name]) != variables[name]:
-            raise ConfigError(
-                f"{name}={environment[name]} is set in the environment, but srun has started this process as task "
-                f"{variables['RANK']} of {num_tasks}; unset {name}."
-            )
-    # The user may choose where the ranks meet, and number those of a machine.
-    return {name: environment.get(name, value) for name, value in variables.items()}
-
-
-def _num_local_tasks(environment: Mapping[str, str]) -> int | None:
-    """Return the number of tasks of this step on this machine, as Slurm writes it: `8(x2),4` means 8, 8 and 4."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        counts += [int(count)] * int(times or 1)
-    node = environment.get("SLURM_NODEID", "0" if len(counts) == 1 else "")
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
-
-
-def first_node(nodes: str) -> str:
-    """Return the first name of a Slurm node list: gpu007 of `gpu[007-011,42],cpu3`, r1n04 of `r[1-2]n[04-08]`."""
-    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
 def rendezvous_endpoint(settings: LaunchConfig, environment: Mapping[str, str]) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from fsdp_shard.distributed.config import LONGEST_TIMEOUT_SECONDS
-from fsdp_shard.distributed.hardware import count_gpus, gpu_number
+from fsdp_shard.distributed.hardware import init_device
 from fsdp_shard.errors import ConfigError
 
 # For ranks that wait while one of them tokenizes, or reads all weights. The death of a rank is noticed at once, and a
@@ -435,21 +435,6 @@ def _refuse_unnumbered() -> None:
             f"LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT. For tasks that have nothing to do with each "
             f"other, set RANK=0."
         )
-
-
-def init_device(device: str, local_rank: int) -> torch.device:
-    """The device of this rank; where its launcher shows each rank one GPU of its own, that is number 0."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    num_visible, index = count_gpus(), gpu_number(local_rank)
-    if index >= num_visible:
-        raise ConfigError(
-            f"The rank with LOCAL_RANK={local_rank} has no GPU: it sees {num_visible} "
-            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}). Start as many ranks on a machine "
-            f"as it has GPUs, or show each rank one of its own."
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def join_store(rendezvous: str, timeout_seconds: float) -> Store:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, SourceSettings, locate
 from fsdp_shard.data import parse_chat_template_kwargs
@@ -187,7 +187,13 @@ class DispatchConfig:
 
 @dataclass
 class GenerationSettings:
-    """How text is generated. Names and meanings follow transformers' GenerationConfig."""
+    """How text is generated. Names and meanings follow transformers' GenerationConfig.
+
+    Attributes:
+        sampling_settings: Those that only `do_sample=true` uses. As None, they are those of the model's own config.
+    """
+
+    sampling_settings: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "top_k")
 
     max_new_tokens: int = setting(64, "Maximum number of tokens to generate per prompt.", minimum=1)
     do_sample: bool = setting(False, "Sample tokens by their probability; if false, choose the most likely one.")
@@ -228,7 +234,7 @@ class GenerationSettings:
                 f"come from several beams; remove one of them."
             )
         why = f"has no effect while {prefix}do_sample=false; add {prefix}do_sample=true, or remove it."
-        refuse_changed(self, () if self.do_sample else ("temperature", "top_p", "top_k"), prefix, why)
+        refuse_changed(self, () if self.do_sample else self.sampling_settings, prefix, why)
 
 
 @dataclass

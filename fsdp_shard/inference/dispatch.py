@@ -35,9 +35,18 @@ Log = Callable[[str], object]
 OnPlan = Callable[[DevicePlan], object]
 # Options of a file's generation config that make `generate` compile native code, import other packages, load weights
 # from the path or hub id in config.json, or request code from the hub.
-_METHODS = (
-    *("cache_implementation", "cache_config", "compile_config", "continuous_batching_config", "use_mtp"),
-    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups", "diversity_penalty"),
+_UNSAFE_OPTIONS = (
+    "cache_implementation",
+    "cache_config",
+    "compile_config",
+    "continuous_batching_config",
+    "use_mtp",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "num_beam_groups",
+    "diversity_penalty",
 )
 
 
@@ -334,7 +343,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 
 
 def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
-    """Read generation_config.json if it exists; otherwise the config's options apply. Decoding methods are unset."""
+    """Read generation_config.json if it exists; otherwise the config's options apply. Unsafe options are unset."""
     if model.can_generate() and checkpoint.has_file(source.directory, "generation_config.json"):
         try:
             model.generation_config = GenerationConfig.from_pretrained(source.directory)
@@ -344,5 +353,5 @@ def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
                 "repair it, or remove it to use the defaults."
             ) from error
     if model.can_generate() and model.generation_config is not None:
-        for name in _METHODS:
+        for name in _UNSAFE_OPTIONS:
             setattr(model.generation_config, name, None)

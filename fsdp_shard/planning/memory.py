@@ -63,11 +63,19 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, cache: PlanCache | No
     per_rank = [
         _rank_memory(rank, states[_shard_of(rank, run)], run, step, staging) for rank, staging in enumerate(staged)
     ]
-    num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
-    tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
-    sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), step.problem, tree
-    others = _overhead(part, run, per_rank), shards, run.shard.tensor_parallel, step.uncounted
-    return MemoryPlan(type(model).__name__, *sizes, *others)
+    return MemoryPlan(
+        model_class=type(model).__name__,
+        num_params=sum(unit.num_params for unit in units),
+        num_trained=sum(unit.num_trained for unit in units),
+        blocks=tuple(blocks),
+        per_rank=tuple(per_rank),
+        problem=step.problem,
+        tree=tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else (),
+        overhead=_overhead(part, run, per_rank),
+        shards=shards,
+        tensor_ranks=run.shard.tensor_parallel,
+        uncounted=step.uncounted,
+    )
 
 
 def built_model(

@@ -22,7 +22,6 @@ from fsdp_shard.utils import only_errors_of, require_package
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fsdp_shard.planning.measured.measured_run import MeasuredRun
     from fsdp_shard.planning.planned_run import PlannedRun
 
 
@@ -66,11 +65,16 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     from fsdp_shard.data import check_packed, check_settings_of_task
     from fsdp_shard.models import check_model_task, context_length_of
     from fsdp_shard.planning.measured.comparison_with_run import compare_with_run, comparison_figures, comparison_text
+    from fsdp_shard.planning.measured.measured_run import read_measured
     from fsdp_shard.planning.planned_run import PlannedRun
     from fsdp_shard.training import check_task, origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
-    measured = None if config.run is None else _measured(config)
+    measured = None
+    if config.run is not None:
+        measured = read_measured(Path(config.run).expanduser())
+        if config.data.sequence_length is None:
+            config.data.sequence_length = measured.sequence_length
     with only_errors_of("transformers"):  # kernels missing on this machine may exist on the planned one
         model_config = origin_config(config.model, model.source)
         context_length = context_length_of(model_config, trusted)
@@ -79,10 +83,13 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     check_settings_of_task(config.model.task, vars(config.data))
     if config.data.packing:
         check_packed(config.model.task, config.objective.samples)
-    length, num_ranks = settle_run_length(config.data, model.resumed_from, context_length), config.launch.num_ranks
-    on_gpu, resumes = _plans_gpus(config), model.resumed_from is not None
+    length = settle_run_length(config.data, model.resumed_from, context_length)
+    num_ranks = config.launch.num_ranks
+    on_gpu = _plans_gpus(config)
+    resumes = model.resumed_from is not None
     if measured is not None:
-        num_ranks, on_gpu = measured.num_ranks or num_ranks, measured.device == "cuda" if measured.device else on_gpu
+        num_ranks = measured.num_ranks or num_ranks
+        on_gpu = measured.device == "cuda" if measured.device else on_gpu
         resumes = measured.resumes
     run = PlannedRun.of(config, length, num_ranks, on_gpu=on_gpu, resumes=resumes)
     plan = plan_search if config.search else plan_one
@@ -122,16 +129,6 @@ def _quantization_line(model: PlannedModel) -> str:
     if method is None:
         return ""
     return f"The weights are quantized ({method}); this is the plan of what convert dequantize=true makes of them.\n"
-
-
-def _measured(config: PlannedSettings) -> MeasuredRun:
-    """The measurements of `run`; its sequence length becomes the plan's."""
-    from fsdp_shard.planning.measured.measured_run import read_measured
-
-    measured = read_measured(Path(config.run or "").expanduser())
-    if config.data.sequence_length is None:
-        config.data.sequence_length = measured.sequence_length
-    return measured
 
 
 def _reads_adapter(model_config: PretrainedConfig, run: PlannedRun) -> bool:

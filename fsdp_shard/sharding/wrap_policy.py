@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -51,14 +50,17 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
         ModelError: No blocks are found in the model.
         ConfigError: Units of norms are requested, but the model has no norms.
     """
-    blocks: list[Block] = []
-    with suppress(ModelError) if settings.min_params is not None else nullcontext():  # units by size need no blocks
+    try:
         blocks = no_split_blocks(model, settings.blocks)
+    except ModelError:
+        if settings.min_params is None:  # units by size need no blocks
+            raise
+        blocks = []
     gathered = _gathered_when_called(model, blocks) if settings.is_sharded else lambda fqn: True
     if settings.min_params is None:
         chosen = {block.fqn for block in blocks if _stands_alone(block) and gathered(block.fqn)}
     else:
-        chosen = set(_large_enough(model, settings.min_params, gathered))
+        chosen = _large_modules(model, settings.min_params, gathered)
     norms = set(_norms(model)) if settings.norms_in_float32 else set()
     if settings.norms_in_float32 and not norms:
         raise ConfigError(f"shard.norms_in_float32=true: {type(model).__name__} has no norm layer with parameters.")
@@ -69,20 +71,23 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
         members[_unit_of(name, fqns)].append((name, param))
     counted = weights_per_parameter(model)
     dtypes = dict.fromkeys(norms, "float32") | dict.fromkeys(apart, settings.quantized_dtype)
-    return tuple(
-        Unit(
-            fqn,
-            type(model.get_submodule(fqn)).__name__,
-            tuple(name for name, _ in held),
-            sum(counted[name] for name, _ in held),
-            sum(param.nbytes for _, param in held),
-            dtype := dtypes.get(fqn, settings.param_dtype),
-            sum(param.numel() for _, param in held if param.requires_grad),
-            sum(param.numel() * _gathered_itemsize(param, dtype) for _, param in held),
-            fqn in apart,
+    units = []
+    for fqn, held in members.items():
+        dtype = dtypes.get(fqn, settings.param_dtype)
+        units.append(
+            Unit(
+                fqn=fqn,
+                cls=type(model.get_submodule(fqn)).__name__,
+                parameters=tuple(name for name, _ in held),
+                num_params=sum(counted[name] for name, _ in held),
+                num_bytes=sum(param.nbytes for _, param in held),
+                dtype=dtype,
+                num_trained=sum(param.numel() for _, param in held if param.requires_grad),
+                gathered_bytes=sum(param.numel() * _gathered_itemsize(param, dtype) for _, param in held),
+                is_bytes=fqn in apart,
+            )
         )
-        for fqn, held in members.items()
-    )
+    return tuple(units)
 
 
 def _gathered_itemsize(param: nn.Parameter, dtype: str) -> int:
@@ -115,12 +120,13 @@ def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable
     return can_gather
 
 
-def _large_enough(model: nn.Module, min_params: int, gathered: Callable[[str], bool]) -> Iterator[str]:
-    """Yield FQNs of the modules with at least `min_params` parameters outside of such modules inside them."""
+def _large_modules(model: nn.Module, min_params: int, gathered: Callable[[str], bool]) -> set[str]:
+    """Return the FQNs of the modules with at least `min_params` parameters outside of such modules inside them."""
     counted: set[int] = set()
-    found = []
+    found: set[str] = set()
 
     def count(module: nn.Module, fqn: str) -> int:
+        """Add the large modules in `module` to `found`; return the number of its parameters outside of them."""
         if id(module) in counted:  # one module under two names
             return 0
         counted.add(id(module))
@@ -131,11 +137,11 @@ def _large_enough(model: nn.Module, min_params: int, gathered: Callable[[str], b
         own += sum(count(child, f"{fqn}.{name}" if fqn else name) for name, child in children)
         if not fqn or own < min_params or not gathered(fqn):
             return own
-        found.append(fqn)
+        found.add(fqn)
         return 0
 
     count(model, "")
-    yield from found
+    return found
 
 
 def _norms(model: nn.Module) -> Iterator[str]:
@@ -161,13 +167,14 @@ def _inner_first(model: nn.Module, fqns: set[str]) -> list[str]:
 def _without_ties(model: nn.Module, fqns: set[str]) -> set[str]:
     """Return `fqns` without those that hold one name of a tied parameter whose other name is elsewhere."""
     left, ties = set(fqns), tied_names(model)
-    while split := {
-        (_unit_of(a, left), _unit_of(b, left)) for a, b in ties.items() if _unit_of(a, left) != _unit_of(b, left)
-    }:
+    while True:
+        pairs = {(_unit_of(alias, left), _unit_of(kept, left)) for alias, kept in ties.items()}
+        split = [(one, two) for one, two in pairs if one != two]
+        if not split:
+            return left
         for one, two in split:
             # A module around both names may stay; the root always does.
             left -= {fqn for fqn, other in ((one, two), (two, one)) if fqn and not other.startswith(fqn + ".")}
-    return left
 
 
 def _unit_of(parameter: str, fqns: Sequence[str] | set[str]) -> str:

@@ -44,6 +44,9 @@ _SCHEDULE_SETTINGS = {
     "decay_steps": ("warmup_stable_decay",),
     "final_lr_fraction": tuple(name for name in SCHEDULES if name not in ("inverse_sqrt", "constant")),
 }
+# Name in `trackers` -> whether the tracker has projects.
+TRACKERS = {"tensorboard": False, "wandb": True, "mlflow": True, "trackio": True}
+_TRACKER_LIST = ", ".join(name if has_projects else f"{name} (into run_dir)" for name, has_projects in TRACKERS.items())
 
 
 @dataclass
@@ -101,7 +104,7 @@ class TrainConfig:
     plot: bool = setting(False, "Plot the loss curves to loss.png at the end (needs matplotlib).")
     trackers: list[str] = setting(
         [],
-        "Experiment trackers: tensorboard (into run_dir), wandb, mlflow, trackio. Each must be installed and is "
+        f"Experiment trackers: {_TRACKER_LIST}. Each must be installed and is "
         "configured by its own environment variables, such as WANDB_MODE=offline.",
     )
     tracker_project: str = setting("fsdp-shard", "Project name for the trackers; the run is named after run_dir.")
@@ -138,7 +141,7 @@ class TrainConfig:
             )
         if self.non_finite != "skip":
             refuse_changed(self, ["max_skips"], prefix, f"has no effect without {prefix}non_finite=skip.")
-        if not {*self.trackers} - {"tensorboard"}:
+        if not any(TRACKERS.get(name, True) for name in self.trackers):
             refuse_changed(self, ["tracker_project"], prefix, f"needs {prefix}trackers that have projects; add one.")
         for name, schedules in _SCHEDULE_SETTINGS.items():
             if self.schedule not in schedules:

@@ -97,7 +97,8 @@ def check_finetune(config: FinetuneSettings) -> None:
     if resumed is None or not is_gone(config.adapter):
         pin_earlier(config.adapter, model_name(config.model))
     check_base_model(config, resumed)
-    check_model(config, source := model_source(config, resumed), resumed)
+    source = model_source(config, resumed)
+    check_model(config, source, resumed)
     check_teacher(config, source)
     check_same_teacher(config, resumed)
     check_trackers(config.train.trackers)
@@ -191,7 +192,6 @@ def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig, adapter: 
     Raises:
         ConfigError: The settings do not fit the model, or each other.
     """
-    check_adapter_mesh(adapter, shard)
     if not adapter.trains_all:
         _check_adapted_experts(model, shard)
     sharding.check_dtypes(model, shard)

@@ -127,28 +127,36 @@ class UnfilledModel:
         """
         if self.head is not None:
             self.head.add_to(self.index, seed)
-        context, names, quantized, adapter = self.context, self.names, self.quantized, self.described.adapter
         shards = sharded.local_shards()
-        stored = {name: part for name, part in shards.items() if name in names}
-        run_on_all(context, lambda: checkpoint.load_shards(self.index, stored, names))
-        if quantized is not None:
+        stored = {name: part for name, part in shards.items() if name in self.names}
+        run_on_all(self.context, lambda: checkpoint.load_shards(self.index, stored, self.names))
+        if (quantized := self.quantized) is not None:
             encoded = {name: shards[name] for name in quantized.names}
-            run_on_all(context, lambda: checkpoint.encode_shards(self.index, encoded, quantized.names, quantized.code))
-        if adapter is not None and self.resumed is not None:
-            resumed = self.resumed
-            run_on_all(context, lambda: lora.restore(adapter, shards, resumed))
-        elif adapter is not None and self.earlier is not None:
-            earlier = self.earlier
-            run_on_all(context, lambda: load_earlier(adapter, shards, earlier))
-        elif adapter is not None:
-            given = names if quantized is None else {**names, **quantized.names}
-            principal = [] if adapter.principal is None else adapter.principal.parameters()
-            initial_values.fill_new(shards, {**given, **dict.fromkeys(principal, "")}, seed, adapter.config)
-            if adapter.principal is not None:
-                adapter.principal.fill(shards, names, self.index, seed, context)
-            run_on_all(context, lambda: initial_values.fill_magnitudes(adapter.magnitudes, shards, names, self.index))
-        figures = replace(_figures(shards, self.largest_block_bytes, context), before_bytes=self.before_bytes)
+            run_on_all(
+                self.context,
+                lambda: checkpoint.encode_shards(self.index, encoded, quantized.names, quantized.code),
+            )
+        if self.described.adapter is not None:
+            self._fill_adapter(self.described.adapter, shards, seed)
+        figures = replace(_figures(shards, self.largest_block_bytes, self.context), before_bytes=self.before_bytes)
         return LoadedModel(**vars(self.described), model=sharded, figures=figures)
+
+    def _fill_adapter(self, adapter: lora.Adapter, shards: Mapping[str, LocalShard], seed: int) -> None:
+        """Fill an adapter from the step to resume from, from an earlier adapter, or with initial values."""
+        context, names = self.context, self.names
+        if (resumed := self.resumed) is not None:
+            run_on_all(context, lambda: lora.restore(adapter, shards, resumed))
+            return
+        if (earlier := self.earlier) is not None:
+            run_on_all(context, lambda: load_earlier(adapter, shards, earlier))
+            return
+        filled = dict(names) if self.quantized is None else {**names, **self.quantized.names}
+        if adapter.principal is not None:
+            filled |= dict.fromkeys(adapter.principal.parameters(), "")
+        initial_values.fill_new(shards, filled, seed, adapter.config)
+        if adapter.principal is not None:
+            adapter.principal.fill(shards, names, self.index, seed, context)
+        run_on_all(context, lambda: initial_values.fill_magnitudes(adapter.magnitudes, shards, names, self.index))
 
 
 @contextmanager
@@ -210,8 +218,19 @@ def unfilled_model(
             num_fused=num_fused, config=model.config, base=base,
             notes=[*filter(None, notes), *layer_drop_notes(config, source)],
         )  # fmt: skip
-        before = resident_bytes()
-        yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described, head, earlier, before)
+        yield UnfilledModel(
+            module=model,
+            index=index,
+            names=names,
+            quantized=quantized,
+            resumed=resumed,
+            context=context,
+            largest_block_bytes=largest,
+            described=described,
+            head=head,
+            earlier=earlier,
+            before_bytes=resident_bytes(),
+        )
 
 
 def match_weights(
@@ -303,21 +322,19 @@ def _head_changes(
 
 def check_adapter_mesh(adapter: AdapterConfig, shard: ShardConfig) -> None:
     """Raise ConfigError if the adapter cannot be combined with the parallelism of `shard`."""
-    for name in (
-        "tensor_parallel",
-        "expert_parallel",
-    ):  # peft wraps layers and experts, and parallel plans support no wrappers
-        if isinstance(adapter, LoraConfig) and getattr(shard, name) > 1:
+    if not isinstance(adapter, LoraConfig):
+        return
+    for name in ("tensor_parallel", "expert_parallel"):  # their plans do not support the wrappers that peft adds
+        if (ranks := getattr(shard, name)) > 1:
             raise ConfigError(
-                f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
-                f"out."
+                f"adapter=lora does not go together with shard.{name}={ranks} yet; leave one of them out."
             )
     if adapter.finds_directions and shard.context_parallel > 1:
         raise ConfigError(
             f"adapter.init=eva does not go together with shard.context_parallel={shard.context_parallel} yet; leave "
             f"one of them out."
         )
-    if isinstance(adapter, LoraConfig) and adapter.dora and shard.flattens_units and shard.min_params is not None:
+    if adapter.dora and shard.flattens_units and shard.min_params is not None:
         raise ConfigError(
             f"adapter.dora=true does not go together with shard.min_params={shard.min_params} under "
             f"shard={shard.wrapper}: DoRA uses the weights of a layer outside of the units that they would be in. "
@@ -371,7 +388,7 @@ def describe_loaded_model(
         params = [part for part in loaded.model.local_shards().values() if isinstance(part.tensor, nn.Parameter)]
         frozen = sum(not part.tensor.requires_grad for part in params if prod(part.shape))
         lines += [f"frozen: {frozen} of {format_count(len(params), 'tensor')}"] if frozen else []
-    if loaded.adapter is not None:
+    else:
         lines.append(loaded.adapter.describe(loaded.model.local_shards()))
     if getattr(loaded.config, "output_router_logits", False):
         lines.append(

@@ -209,19 +209,18 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     total = sums.rescale(run.model.module, sum(losses[1:], losses[0]), divisors[0])
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
     totals = _read_totals(run, total, norm, torch.cat([counts, sums.metrics()]), loader.seconds_waited)
-    loss, grad_norm, num_tokens = totals.loss, totals.grad_norm, totals.num_tokens
     fault = _update(run, loaded, losses, totals)
     by_name = dict(zip(run.dataset.source_names, totals.source_tokens, strict=True))
-    state.advance(len(loaded.samples), num_tokens, by_name, skipped=bool(fault))
+    state.advance(len(loaded.samples), totals.num_tokens, by_name, skipped=bool(fault))
     state.place = run.dataset.state_dict(state.num_samples)
     seconds = time.perf_counter() - began
     return StepReport(
         step=state.step,
-        loss=loss,
+        loss=totals.loss,
         learning_rate=rate,
-        grad_norm=grad_norm,
-        tokens=num_tokens,
-        tokens_per_second=num_tokens / seconds,
+        grad_norm=totals.grad_norm,
+        tokens=totals.num_tokens,
+        tokens_per_second=totals.num_tokens / seconds,
         step_seconds=seconds,
         data_seconds=totals.data_seconds,
         memory_bytes=totals.memory_bytes,

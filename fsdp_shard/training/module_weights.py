@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import RunState, Store, TensorIndex, locate
+from fsdp_shard.checkpoint import StepContent, Store, TensorIndex, locate
 from fsdp_shard.distributed import current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, SaveError, StorageError
 from fsdp_shard.sharding import (
@@ -126,7 +126,7 @@ def save_pretrained(
     shards = run_on_all(ranks, lambda: shards_of(model, ranks))
     files = run_on_all(ranks, lambda: side_files(model, processor) if ranks.is_main else {})
     run_on_main(ranks, lambda: _refuse_existing(target))
-    state = RunState(shards.shards, shards.aliases, model_files=files)
+    state = StepContent(shards.shards, shards.aliases, model_files=files)
     try:
         step = checkpoint.save_step(ranks, store, 0, state, layout="gathered", max_shard_bytes=size)
         run_on_main(ranks, lambda: _rename(step, target))

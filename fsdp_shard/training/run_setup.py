@@ -33,7 +33,7 @@ from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.run_log import RunLog
 from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
-from fsdp_shard.training.loss.custom_functions import find_loss
+from fsdp_shard.training.loss.custom_functions import CustomFunctions, find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import RunStart, collect_model_files, data_task, model_source
 from fsdp_shard.training.objectives.reference_model import open_reference
@@ -144,10 +144,14 @@ def build_unfilled(config: FinetuneSettings, start: RunStart) -> AbstractContext
         ...     unfilled.module.model.embed_tokens.requires_grad_(False)
         ...     loaded = unfilled.load(fs.shard(unfilled.module, start.context), config.seed)
     """
-    context, any_vocabulary = start.context, not config.objective.is_cross_entropy
     return unfilled_model(
-        *(config.model, start.source, config.shard, config.adapter, start.step, context),
-        chunks_any_vocabulary=any_vocabulary,
+        config.model,
+        start.source,
+        config.shard,
+        config.adapter,
+        start.step,
+        start.context,
+        chunks_any_vocabulary=not config.objective.is_cross_entropy,
     )
 
 
@@ -173,31 +177,38 @@ def open_run(
         >>> run = fs.open_run(config, start, loaded, optimizer, data.train)  # doctest: +SKIP
         >>> run.functions.loss = my_loss  # doctest: +SKIP
     """
-    context = start.context
-    check_rates(optimizer, has_rates=loaded.adapter is not None and loaded.adapter.lora_plus is not None)
+    context, adapter = start.context, loaded.adapter
+    check_rates(optimizer, has_rates=adapter is not None and adapter.lora_plus is not None)
     state = run_on_main(context, lambda: _open_trainer(config, start, dataset))
     if start.step is not None:
         resume.restore_optimizer(optimizer, loaded, start.step, context)
-    run = TrainingRun(loaded.model, optimizer, dataset, config.train, context, state, start.stop)
-    if start.step is None and loaded.adapter is not None and loaded.adapter.eva:
-        loaded.notes.append(fill_eva(config, loaded.model, loaded.adapter.eva, dataset, context, start.stop))
-    run.objective = config.objective
-    run.reference = open_reference(config, start, loaded)
-    names = {} if loaded.adapter is None else loaded.adapter.names
-    shards = loaded.model.local_shards()
-    run.average = open_average(config.train.ema_decay, shards, names, start.step, context)
-    run.sync_every_micro_batch = config.shard.sync_every_micro_batch
-    run.functions.loss = find_loss(config.loss)
-    run.functions.samples = sample_completions(config, start.open_tokenizer, context)
-    run.profile = StepProfiler(config.train.profile, config.run_dir, context).profile
-    return run
+    elif adapter is not None and adapter.eva:
+        loaded.notes.append(fill_eva(config, loaded.model, adapter.eva, dataset, context, start.stop))
+    names = {} if adapter is None else adapter.names
+    return TrainingRun(
+        model=loaded.model,
+        optimizer=optimizer,
+        dataset=dataset,
+        config=config.train,
+        context=context,
+        state=state,
+        stop=start.stop,
+        sync_every_micro_batch=config.shard.sync_every_micro_batch,
+        profile=StepProfiler(config.train.profile, config.run_dir, context).profile,
+        functions=CustomFunctions(
+            loss=find_loss(config.loss), samples=sample_completions(config, start.open_tokenizer, context)
+        ),
+        objective=config.objective,
+        reference=open_reference(config, start, loaded),
+        average=open_average(config.train.ema_decay, loaded.model.local_shards(), names, start.step, context),
+    )
 
 
 def _open_trainer(config: FinetuneSettings, start: RunStart, dataset: Dataset) -> TrainerState:
     """Return the training progress of the run, with the settings that a resume changes."""
     state = resume.open_trainer(start.step, config, dataset.identity)
     if start.step is not None:
-        state.resumed(changed_values(config, start.step))
+        state.record_resume(changed_values(config, start.step))
     return state
 
 

@@ -83,7 +83,7 @@ class TrainerState:
         self.num_skipped += skipped
         self.num_skipped_in_row = self.num_skipped_in_row + 1 if skipped else 0
 
-    def hold_out(self, held_out: str) -> bool:
+    def record_held_out(self, held_out: str) -> bool:
         """Record the samples evaluated from now on. Losses on other samples are not compared with theirs.
 
         Args:
@@ -100,7 +100,7 @@ class TrainerState:
         self.held_out = held_out
         return is_other and had_best
 
-    def evaluated(self, loss: float, min_delta: float = 0.0) -> None:
+    def record_evaluation(self, loss: float, min_delta: float = 0.0) -> None:
         """Record the held-out loss of this step.
 
         An evaluation counts as an improvement only if it is more than `min_delta` below the last improvement, so small
@@ -115,7 +115,7 @@ class TrainerState:
         if self.best_loss is None or loss < self.best_loss:
             self.best_loss, self.best_step = loss, self.step
 
-    def resumed(self, changes: Mapping[str, tuple[str, str]] | None) -> None:
+    def record_resume(self, changes: Mapping[str, tuple[str, str]] | None) -> None:
         """Record the settings that change from this step on: values before and after, by name; None if unknown."""
         if changes is None or self.changed_settings is None:
             self.changed_settings = None
@@ -133,7 +133,7 @@ class TrainerState:
         return self.latest_loss if self.evaluated_step == self.step else None
 
     @property
-    def is_none_better(self) -> bool:
+    def never_improved(self) -> bool:
         """Whether no step has a lower held-out loss than the model had before training."""
         return self.loss_before is not None and self.best_loss is not None and self.best_loss >= self.loss_before
 

@@ -24,8 +24,8 @@ from fsdp_shard.config import (
     names_elsewhere,
 )
 from fsdp_shard.config.compose import Job, compose_jobs, write_config
+from fsdp_shard.config.nested_run_dirs import refuse_nested
 from fsdp_shard.config.reference import groups_of, help_text, markdown, settings_of
-from fsdp_shard.config.run_directory import refuse_nested
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import AdamWConfig

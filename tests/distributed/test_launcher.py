@@ -29,10 +29,11 @@ from fsdp_shard.distributed import (
     num_cores,
     numa_binding,
 )
-from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
+from fsdp_shard.distributed.launcher import check_machine
 from fsdp_shard.distributed.local_workers import numa_options
 from fsdp_shard.distributed.rank_reports import RankFailure, first_cause, reports_directory
 from fsdp_shard.distributed.signals import Stopped
+from fsdp_shard.distributed.started_ranks import first_node, joins, slurm_variables
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError, RunError
 from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
 

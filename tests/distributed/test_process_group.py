@@ -19,7 +19,7 @@ from fsdp_shard.distributed import (
     init_distributed,
     variables_for_torch,
 )
-from fsdp_shard.distributed.process_group import init_device
+from fsdp_shard.distributed.hardware import init_device
 from fsdp_shard.errors import ConfigError
 from tests.support.ranks import on_ranks
 
@@ -102,7 +102,7 @@ def test_a_rank_that_sees_one_gpu_takes_it(
     assert taken == [index]
 
 
-def test_ranks_of_a_machine_are_those_that_were_started_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_per_machine_are_those_that_were_started_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert Communicator(rank=5, world_size=8).local_world_size == 4
     assert OnlyRank().local_world_size == 1

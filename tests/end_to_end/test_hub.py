@@ -43,7 +43,7 @@ def test_a_plan_downloads_no_weights_and_who_reads_them_gets_them_later(hub: Hub
 
 @pytest.mark.long
 @pytest.mark.parametrize("hub", ["safetensors"], indirect=True)
-def test_one_rank_of_a_machine_asks_the_hub(hub: Hub, tmp_path: Path) -> None:
+def test_one_rank_per_machine_asks_the_hub(hub: Hub, tmp_path: Path) -> None:
     """Of the ranks of torchrun, too, each of which is a process with a config of its own."""
     where = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "OMP_NUM_THREADS": "1"}
     (tmp_path / "text.txt").write_text("some text to train on. " * 200)

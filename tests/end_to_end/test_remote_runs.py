@@ -143,7 +143,7 @@ def best_not_uploaded(context: DistributedContext, run_dir: Path, address: str) 
     for upload_fails, loss in ((True, 3.0), (False, 4.0), (False, 2.0), (False, 5.0)):
         Shelf.before = staticmethod(refuse) if upload_fails else None  # type: ignore[assignment]
         run.step()
-        run.state.evaluated(loss, 0.0)
+        run.state.record_evaluation(loss, 0.0)
         run.saver.save(run.state)
         run.saver.wait()
         remote = RemoteStore(address)
@@ -162,7 +162,7 @@ def catching_up(context: DistributedContext, run_dir: Path, address: str) -> int
     """The best step of a run that could not upload it, when the run goes on."""
     run = Training(context, run_dir)
     run.step()
-    run.state.evaluated(1.0, 0.0)
+    run.state.record_evaluation(1.0, 0.0)
     run.saver.save(run.state)
     run.saver.finish()
     Training(context, run_dir, remote=address)

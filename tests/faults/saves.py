@@ -24,8 +24,8 @@ from fsdp_shard.checkpoint import (
     FAULTS,
     OPTIMIZER,
     TRAINER,
-    RunState,
     Staging,
+    StepContent,
     Store,
     open_checkpoint,
     save_step,
@@ -52,11 +52,11 @@ class State:
         self.weights = {name: _half(shape, rank) for name, shape in shapes.items()}
         self.optimizer = {f"{name}.exp_avg": _half(shape, rank) for name, shape in shapes.items()}
 
-    def set(self, step: int) -> RunState:
+    def set(self, step: int) -> StepContent:
         """The whole state after `step`."""
         for shard in (*self.weights.values(), *self.optimizer.values()):
             shard.data.fill_(float(step))
-        return RunState(self.weights, {}, self.optimizer, {"step": step}, {"config.json": _CONFIG})
+        return StepContent(self.weights, {}, self.optimizer, {"step": step}, {"config.json": _CONFIG})
 
 
 def _half(shape: tuple[int, ...], rank: int) -> LocalShard:
@@ -82,7 +82,7 @@ def save_on(
     beside = context.with_new_group(60)
     run_on_main(context, store.clean_leftovers)
 
-    def write(step: int, whole: RunState) -> Path:
+    def write(step: int, whole: StepContent) -> Path:
         size = 400_000 if layout == "gathered" else None
         directory = save_step(beside, store, step, whole, layout=layout, max_shard_bytes=size)
         run_on_all(beside, lambda: store.prune(keep_last) if context.is_main else None)

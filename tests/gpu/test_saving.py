@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_shard.checkpoint import CheckpointConfig, RunState, Staging, optimizer_shards, tensor_bytes
+from fsdp_shard.checkpoint import CheckpointConfig, Staging, StepContent, optimizer_shards, tensor_bytes
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import LaunchConfig, LocalShard, init_distributed
 from fsdp_shard.models import ModelConfig, build_on_meta, tied_names
@@ -53,7 +53,7 @@ def staged_saves(job: Job, num_saves: int) -> tuple[int, float]:
         run.optimizer.register_step_pre_hook(lambda *_: copies[-1].settle() if copies else None)
         for number in range(num_saves):
             shards = model.local_shards()
-            state = RunState(shards, {}, optimizer_shards(run.optimizer, shards))
+            state = StepContent(shards, {}, optimizer_shards(run.optimizer, shards))
             device.synchronize()
             expected = {name: shard.data.to("cpu", copy=True) for name, shard in _all(state).items()}
             before = resident_bytes()
@@ -69,12 +69,12 @@ def staged_saves(job: Job, num_saves: int) -> tuple[int, float]:
         return wrong, growth
 
 
-def _all(state: RunState) -> dict[str, LocalShard]:
+def _all(state: StepContent) -> dict[str, LocalShard]:
     weights = {name: shard for name, shard in state.weights.items() if isinstance(shard.tensor, torch.nn.Parameter)}
     return weights | {f"optimizer {name}": shard for name, shard in state.optimizer.items()}
 
 
-def _num_different(staged: RunState, expected: Mapping[str, torch.Tensor]) -> int:
+def _num_different(staged: StepContent, expected: Mapping[str, torch.Tensor]) -> int:
     wrong = 0
     for name, shard in _all(staged).items():
         if shard.data.nbytes:

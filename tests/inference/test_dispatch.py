@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, RwkvConfig
 
-from fsdp_shard.checkpoint import RunState, Store, convert, locate, save_step
+from fsdp_shard.checkpoint import StepContent, Store, convert, locate, save_step
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
@@ -70,7 +70,7 @@ def _save(context: DistributedContext, directory: Path, model_dir: Path) -> None
     """The tiny model, sharded over the ranks, saved in both layouts and by torch."""
     model = sharded(WRAPPERS["fsdp2"](param_dtype="float32"), context)
     files = collect_model_files(locate(model_dir), ModelConfig(dtype="float32"), DataConfig())
-    state = RunState(model.local_shards(), tied_names(llama()), model_files=files)
+    state = StepContent(model.local_shards(), tied_names(llama()), model_files=files)
     for layout in ("sharded", "gathered"):
         save_step(context, Store(directory / layout / "checkpoints"), 1, state, layout=layout)
     with warnings.catch_warnings():

@@ -412,7 +412,7 @@ def test_of_a_quantized_base_the_bytes_are_counted(wrapper: str) -> None:
     assert sums[0] == pytest.approx(sums[1], abs=256)
 
 
-def test_host_memory_is_that_of_a_machine() -> None:
+def test_host_memory_is_that_per_machine() -> None:
     shard = Fsdp2Config(cpu_offload=True, activation_offload=True)
     found = plan(llama_config(layers=6), num_ranks=4, shard=shard, on_gpu=True)
     each = found.per_rank[0]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdp_shard.checkpoint import RunState, Store, locate, open_checkpoint, save_step, verify
+from fsdp_shard.checkpoint import StepContent, Store, locate, open_checkpoint, save_step, verify
 from fsdp_shard.data import Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
@@ -116,7 +116,7 @@ def trained_divided(context: DistributedContext, root: Path, mesh: str) -> dict[
         )
         reports = list(train(run))
         shards = loaded.model.local_shards()
-        save_step(context, Store(root / mesh / family), 1, RunState(shards, {}), layout="sharded")
+        save_step(context, Store(root / mesh / family), 1, StepContent(shards, {}), layout="sharded")
         held = sum(part.data.numel() for name, part in shards.items() if "experts" in name)
         found[family] = {
             "before": before,

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_shard.checkpoint import (
     CheckpointConfig,
-    RunState,
+    StepContent,
     Store,
     load_shards,
     locate,
@@ -89,7 +89,7 @@ def train_and_save(context: DistributedContext, config: ShardConfig, root: Path,
     optimizer.step()
     optimizer.zero_grad()
     shards = model.local_shards()
-    state = RunState(
+    state = StepContent(
         shards,
         tied_names(llama()),
         optimizer_shards(optimizer, shards),

@@ -242,7 +242,7 @@ def test_no_step_follows_when_evaluations_no_longer_improve(alone: DistributedCo
     steps = []
     for report in train(run.of(config)):
         steps.append(report.step)
-        run.state.evaluated([3.0, 3.1, 2.0, 2.5, 2.0][report.step - 1])
+        run.state.record_evaluation([3.0, 3.1, 2.0, 2.5, 2.0][report.step - 1])
     assert steps == [1, 2, 3, 4, 5]
     assert run.go(config) == []
 

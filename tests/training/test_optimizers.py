@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint import (
-    RunState,
+    StepContent,
     Store,
     check_slots,
     create_state,
@@ -141,7 +141,9 @@ def train_and_resume(context: DistributedContext, shard: ShardConfig, root: Path
         optimizer = build_optimizer(config, model, context)
         losses = go(context, model, optimizer, range(HALF))
         shards = model.local_shards()
-        state = RunState(shards, {"lm_head.weight": "model.embed_tokens.weight"}, optimizer_shards(optimizer, shards))
+        state = StepContent(
+            shards, {"lm_head.weight": "model.embed_tokens.weight"}, optimizer_shards(optimizer, shards)
+        )
         step = save_step(context, Store(root / name), HALF, state, layout="sharded")
         losses += go(context, model, optimizer, range(HALF, STEPS))
         found[name] = {"losses": losses, "resumed": resume(context, shard, config, step)}

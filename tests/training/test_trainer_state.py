@@ -16,8 +16,8 @@ def test_round_trip() -> None:
     state = TrainerState(seed=3, data="digest:9/4")
     state.advance(8, 31, {}, skipped=False)
     state.advance(8, 32, {}, skipped=False)
-    state.evaluated(2.5)
-    state.evaluated(2.5)
+    state.record_evaluation(2.5)
+    state.record_evaluation(2.5)
     assert (state.step, state.num_samples, state.num_tokens, state.best_loss, state.best_step) == (2, 16, 63, 2.5, 2)
     assert TrainerState.from_json(state.to_json().encode(), "x") == state
     state.advance(8, 9, {"books": 4, "web": 5}, skipped=False)
@@ -35,45 +35,45 @@ def test_round_trip() -> None:
 
 def test_changed_settings_are_kept_if_all_are_known() -> None:
     state = TrainerState(seed=0, data="", step=7)
-    state.resumed({})
-    state.resumed({"optim.lr": ("0.003", "1e-06")})
+    state.record_resume({})
+    state.record_resume({"optim.lr": ("0.003", "1e-06")})
     assert state.changed_settings == [[7, "optim.lr", "0.003", "1e-06"]]
     assert TrainerState.from_json(state.to_json().encode(), "x") == state
     older = json.loads(TrainerState(seed=0, data="").to_json())
     assert older.pop("changed_settings") == []
     assert TrainerState.from_json(json.dumps(older).encode(), "x").changed_settings is None
-    state.resumed(None)
-    state.resumed({"optim.lr": ("1e-06", "0.1")})
+    state.record_resume(None)
+    state.record_resume({"optim.lr": ("1e-06", "0.1")})
     assert state.changed_settings is None
 
 
 def test_the_loss_before_training_is_of_the_same_samples() -> None:
     state = TrainerState(seed=0, data="")
-    state.hold_out("a")
+    state.record_held_out("a")
     state.loss_before = 0.0
     state.advance(1, 1, {}, skipped=False)
-    assert not state.is_none_better
-    state.evaluated(0.0)
-    assert (state.is_best, state.is_none_better) == (True, True)
+    assert not state.never_improved
+    state.record_evaluation(0.0)
+    assert (state.is_best, state.never_improved) == (True, True)
     assert TrainerState.from_json(state.to_json().encode(), "x") == state
-    assert not state.hold_out("a")
+    assert not state.record_held_out("a")
     assert state.loss_before == 0.0
-    assert state.hold_out("b")
-    assert (state.loss_before, state.is_none_better) == (None, False)
+    assert state.record_held_out("b")
+    assert (state.loss_before, state.never_improved) == (None, False)
 
 
 def test_the_held_out_loss_is_of_this_step() -> None:
     state = TrainerState(seed=0, data="")
     assert state.held_out_loss is None
     state.advance(1, 1, {}, skipped=False)
-    state.evaluated(3.0)
+    state.record_evaluation(3.0)
     assert TrainerState.from_json(state.to_json().encode(), "x").held_out_loss == 3.0
     state.advance(1, 1, {}, skipped=False)
     assert state.held_out_loss is None
-    state.evaluated(4.0)
-    state.hold_out("a")
+    state.record_evaluation(4.0)
+    state.record_held_out("a")
     assert state.held_out_loss == 4.0, "the first that are named"
-    state.hold_out("b")
+    state.record_held_out("b")
     assert state.held_out_loss is None
 
 
@@ -82,7 +82,7 @@ def test_small_falls_add_up() -> None:
     stale = []
     for loss in (3.0, 2.9, 2.8, 2.7, 2.75, 2.7, 2.6):
         state.advance(1, 1, {}, skipped=False)
-        state.evaluated(loss, min_delta=0.25)
+        state.record_evaluation(loss, min_delta=0.25)
         stale.append(state.num_stale)
     assert stale == [0, 1, 2, 0, 1, 2, 3]
     assert (state.best_loss, state.best_step, state.is_best) == (2.6, 7, True)

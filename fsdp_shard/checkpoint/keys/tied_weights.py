@@ -47,44 +47,43 @@ def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
     return {alias: kept for alias, kept in names.items() if kept in index.tensors and alias not in index.tensors}
 
 
-def with_own_head(index: TensorIndex, side: Path) -> TensorIndex:
+def with_own_head(index: TensorIndex) -> TensorIndex:
     """Return `index` with a separate output head if that shares storage with an embedding, but config.json ties none.
 
     transformers then requires both.
     """
-    if _HEAD not in index.aliases or _ties_in_config(index, read_config(side)) != {}:
+    if _HEAD not in index.aliases or _ties_in_config(index, read_config(index.model_directory)) != {}:
         return index
     tensors = {**index.tensors, _HEAD: index.entry(_HEAD)._replace(name=_HEAD)}
     return replace(index, tensors=tensors, aliases={a: kept for a, kept in index.aliases.items() if a != _HEAD})
 
 
-def usual_ties(index: TensorIndex, side: Path) -> dict[str, str]:
+def usual_ties(index: TensorIndex) -> dict[str, str]:
     """Return the unstored output head that a decoder's config ties to its embedding: {alias: kept name}."""
     try:
-        return _ties_in_config(index, read_config(side)) or {}
+        return _ties_in_config(index, read_config(index.model_directory)) or {}
     except CheckpointError:  # code that needs the config reports its errors; the weights can be read without it
         return {}
 
 
-def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
+def stored_twice(index: TensorIndex) -> dict[str, str]:
     """Find stored output heads that equal, byte for byte, the embedding to which config.json ties them."""
     heads = [name for name in index.names if name.endswith(HEADS)]
-    if len(heads) != 1 or read_config(side).get("tie_word_embeddings") is not True:
+    if len(heads) != 1 or read_config(index.model_directory).get("tie_word_embeddings") is not True:
         return {}
     embeddings = (name for name in index.names if name.endswith(_EMBEDDINGS))
     kept = next((name for name in embeddings if has_same_bytes(index, name, heads[0])), None)
     return {} if kept is None else {heads[0]: kept}
 
 
-def may_contradict(index: TensorIndex, side: Path, ties: Mapping[str, str]) -> bool:
+def may_contradict(index: TensorIndex, ties: Mapping[str, str]) -> bool:
     """Return whether config.json seems to contradict the tensors about a tied output head; reads no tensors.
 
     Args:
         index: The checkpoint.
-        side: The directory of config.json.
         ties: The ties, both recorded ones and those that `stored_twice` found.
     """
-    config = read_config(side)
+    config = read_config(index.model_directory)
     heads = [name for name in (*index.tensors, *index.aliases) if name.endswith(HEADS)]
     if config.get("tie_word_embeddings") is False:
         return not heads and _is_decoder(config)

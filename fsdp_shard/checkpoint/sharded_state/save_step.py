@@ -25,7 +25,7 @@ from fsdp_shard.errors import FsdpShardError
 
 
 @dataclass(frozen=True)
-class RunState:
+class StepContent:
     """The content of a step directory. `trainer` and `model_files` (config, tokenizer) are needed on rank 0 only.
 
     `average` holds averages of the weights, a second set of rank files in a folder of the step. `single_file` is the
@@ -46,7 +46,7 @@ def save_step(
     context: Communicator,
     store: Store,
     step: int,
-    state: RunState,
+    state: StepContent,
     *,
     layout: str,
     max_shard_bytes: int | None = None,
@@ -105,7 +105,7 @@ def save_step(
 
 
 def _plan(
-    state: RunState, target: write_plan.Target, layout: str, has_folder: Sequence[bool]
+    state: StepContent, target: write_plan.Target, layout: str, has_folder: Sequence[bool]
 ) -> write_shards.RankPlans:
     """Plan this rank's writes. `has_folder`: whether any rank has optimizer state, and averages."""
     weights, others = write_plan.LAYOUTS[layout](state.weights, target), []

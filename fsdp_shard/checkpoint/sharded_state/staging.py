@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
-from fsdp_shard.checkpoint.sharded_state.save_step import RunState
+from fsdp_shard.checkpoint.sharded_state.save_step import StepContent
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import SaveError
 from fsdp_shard.utils import empty_pages, lock_pages, version
@@ -119,7 +119,7 @@ class Staging:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
-    def stage(self, state: RunState) -> tuple[RunState, StagedCopy]:
+    def stage(self, state: StepContent) -> tuple[StepContent, StagedCopy]:
         """Prepare a background save; the previous one must have ended.
 
         Args:

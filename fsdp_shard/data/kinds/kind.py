@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
+from fsdp_shard.data.sources.data_files import KNOWN
 from fsdp_shard.data.sources.row import Row, require_columns, text_of
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import is_plain_fast_tokenizer
@@ -160,9 +161,8 @@ class RowSettings(ABC):
     path: str = setting(
         REQUIRED,
         "The data to train on or evaluate: a file, a directory, a pattern such as data/*.jsonl, or a dataset on "
-        "the hub. Files may be .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, each also .gz or .zst, .parquet or "
-        ".arrow, and have any address that fsspec opens (s3://, https://, ...); a directory may be one "
-        "that save_to_disk wrote.",
+        f"the hub. Files may be {KNOWN}, and have any address that fsspec opens (s3://, https://, ...); a directory "
+        "may be one that save_to_disk wrote.",
     )
     sequence_length: int | None = setting(
         None,

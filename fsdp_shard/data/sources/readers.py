@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import escape
 from typing import Any, TextIO
 
-from fsdp_shard.data.sources.data_files import TABLES, DataFile, is_url
+from fsdp_shard.data.sources.data_files import LINES, TABLES, DataFile, is_url
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import DataError
@@ -335,3 +335,4 @@ _READERS: dict[str, Callable[[DataFile, str, Sequence[str], Position], Rows]] = 
     ".parquet": _read_table,
     ".arrow": _read_table,
 }
+assert _READERS.keys() == {*LINES, *TABLES}

@@ -21,8 +21,13 @@ from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 # Decoding methods in a model's own config that need another model, return several answers, or guess several tokens at
 # once, which works only with batches of one text.
 _UNSUPPORTED = (
-    *("prompt_lookup_num_tokens", "assistant_early_exit"),
-    *("penalty_alpha", "dola_layers", "force_words_ids", "token_healing", "max_time"),
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "penalty_alpha",
+    "dola_layers",
+    "force_words_ids",
+    "token_healing",
+    "max_time",
 )
 
 # Of a text that is continued: a decoder may treat the first token otherwise, and characters may take several.
@@ -91,14 +96,15 @@ class Decoder:
             LossError: The model's logits are not finite.
             ModelError: The model cannot be run.
         """
-        # The best beam is known only at the end, and the KV cache is that of all beams.
-        has_beams = self.settings.num_beams > 1
+        at_end: OnText | None = None
+        if self.settings.num_beams > 1:  # the best beam is known only at the end, and the KV cache is that of all beams
+            at_end, on_text, prefix_cache = on_text, None, None
         start, disk = time.perf_counter(), disk_bytes_read()
         watch = _Watch(self.model, self.figures, start, is_stopped, scores=self.settings.output_scores)
         try:
-            answers = self._generate(batch, watch, *((None, None) if has_beams else (on_text, prefix_cache)))
-            if has_beams and on_text is not None:
-                on_text(self.text(answers[0], batch[0]))
+            answers = self._generate(batch, watch, on_text, prefix_cache)
+            if at_end is not None:
+                at_end(self.text(answers[0], batch[0]))
         finally:
             watch.remove()
             self.figures.seconds += time.perf_counter() - start
@@ -206,9 +212,11 @@ def generation_config(
     config.num_beams, config.num_return_sequences = settings.num_beams, 1
     for name in _UNSUPPORTED:
         setattr(config, name, None)
-    for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+    if settings.repetition_penalty is not None:
+        config.repetition_penalty = settings.repetition_penalty
+    for name in settings.sampling_settings:
         value = getattr(settings, name)
-        if value is not None or (not settings.do_sample and name != "repetition_penalty"):
+        if value is not None or not settings.do_sample:  # None unsets the model's own value
             setattr(config, name, value)
     if settings.stop_strings:
         config.stop_strings = list(settings.stop_strings)

@@ -67,9 +67,11 @@ def complete_prompts(
     if beyond := check_room(prompts, encoded, sampling.max_new_tokens, room, has_encoder=config.is_encoder_decoder):
         log(f"warning: {beyond}")
 
-    start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
+    budget = kv_cache_size.kv_cache_budget(encoded, sampling)
+    start = time.perf_counter()
     model = _load(settings, config, budget, log, context)
-    load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
+    load_seconds = time.perf_counter() - start
+    decoder = Decoder(model, tokenizer, sampling)
     file = open_completions(settings, run_dir, prompts, seed) if is_main and not settings.is_conversation else None
     if settings.is_conversation:
         num_prompts = chat_session.converse(decoder, input, _write, room.length, seed, settings.system)

@@ -1,5 +1,5 @@
-"""Checkpoints in a loop of one's own, with the promises of `finetune`: a step is complete or absent, has digests, and
-resumes on any number of ranks under any wrapper.
+"""Checkpoints for your own training loop, with the guarantees of `finetune`: a step is complete or absent, has digests,
+and resumes on any number of ranks under any wrapper.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Checkpointer:
         monitor: The metric by which a step is the best, which is always kept. A value that is not finite never is.
         mode: `min` or `max`: whether the lowest or highest is the best.
         processor: A tokenizer or processor of transformers, saved with each step so that text can be generated from it.
-        settings: Those of `checkpoint.*` in docs/config.md but for `every`, `save_best` and `optimizer`: `keep_last=3`,
+        settings: Those of `checkpoint.*` in docs/config.md except `every`, `save_best` and `optimizer`: `keep_last=3`,
             `asynchronous=False`, `layout="gathered"`, `remote="s3://bucket/run"`, `verify_on_resume=False`, ... A first
             failed save ends the run (`max_failures=1`) unless it is set otherwise.
 
@@ -152,7 +152,7 @@ class Checkpointer:
         self._signal: StopSignal | None = None
         self._is_closed = self._has_warned = False
 
-    # ---- what there is
+    # ---- saved steps
 
     @property
     def steps(self) -> list[int]:
@@ -198,7 +198,7 @@ class Checkpointer:
             extra_per_rank: The same kinds of data, separate for each rank.
             metrics: Figures of the step; those of rank 0 count.
             states: Objects with `state_dict()`, by any name, such as `scheduler=scheduler`. Their states must be the
-                same on all ranks, but for DTensors; None is left out.
+                same on all ranks, except for DTensors; None is left out.
 
         Raises:
             SaveError: The step exists, the directory belongs to a run of `finetune`, the ranks disagree about the step,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_shard.checkpoint import RunState
+from fsdp_shard.checkpoint import StepContent
 from fsdp_shard.distributed import Communicator, LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.sharding import ModuleShards, ShardedModel, modules_with_extra_state, shards_of
@@ -48,11 +48,11 @@ class StepParts(NamedTuple):
     tensors: StateTensors
     files: dict[str, bytes]
 
-    def run_state(self, of_ranks: list[Any], *, has_slots: bool, is_main: bool) -> RunState:
+    def run_state(self, of_ranks: list[Any], *, has_slots: bool, is_main: bool) -> StepContent:
         """Return the state to save, on rank 0 with `own` and `values` of all ranks."""
         document = dataclasses.replace(self.document, ranks=of_ranks, has_slots=has_slots)
         files = {**self.files, DOCUMENT: document.to_json()} if is_main else {}
-        return RunState(self.weights, self.aliases, {**self.slots, **self.tensors.shards}, {}, files)
+        return StepContent(self.weights, self.aliases, {**self.slots, **self.tensors.shards}, {}, files)
 
 
 def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts:

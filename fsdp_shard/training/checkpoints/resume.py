@@ -1,8 +1,9 @@
 """Finds the step that a run resumes from, and restores model, optimizer and trainer state, all of it or nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -127,19 +128,25 @@ def check_same_objective(step_directory: Path | None, objective: ObjectiveConfig
     settings = None if step_directory is None else read_settings(step_directory / RUN_CONFIG)
     if settings is None:
         return
-    before, recorded = settings["defaults"].get("objective", "sft"), settings.get("objective") or {}
-    changed = [("objective", before, objective.name)] if before != objective.name else []
-    for name, value in vars(objective).items() if not changed else ():
-        if name not in objective.of_computation and name in recorded and recorded[name] != value:
-            changed.append((f"objective.{name}", recorded[name], value))
-    if not changed and settings.get("loss") != loss:
-        changed = [("loss", settings.get("loss") or "null", loss or "null")]
-    for name, was, now in changed:
-        raise ConfigError(
-            f"{step_directory} was trained with {name}={was}, so a run with {name}={now} cannot resume from it: best "
-            f"step, patience and curves would mix two losses. Start a new run from its weights, with model.path and "
-            f"another run_dir."
-        )
+    for name, before, now in _loss_settings(settings, objective, loss):
+        if before != now:
+            raise ConfigError(
+                f"{step_directory} was trained with {name}={before}, so a run with {name}={now} cannot resume from it: "
+                f"best step, patience and curves would mix two losses. Start a new run from its weights, with "
+                f"model.path and another run_dir."
+            )
+
+
+def _loss_settings(
+    recorded: Mapping[str, Any], objective: ObjectiveConfig, loss: str | None
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, recorded value, value now) of each setting that defines the loss; the objective comes first."""
+    yield "objective", recorded["defaults"].get("objective", "sft"), objective.name
+    values = recorded.get("objective") or {}
+    for name, value in vars(objective).items():
+        if name not in objective.of_computation:
+            yield f"objective.{name}", values.get(name, value), value
+    yield "loss", recorded.get("loss") or "null", loss or "null"
 
 
 def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) -> bool:

@@ -78,17 +78,26 @@ class Saver(StepSaver):
         run_state, in_background = self._run_state(state), self._config.asynchronous
         self.save_step(state.step, run_state, is_best=is_best, in_background=in_background)
 
-    def _run_state(self, trainer: TrainerState) -> checkpoint.RunState:
+    def _run_state(self, trainer: TrainerState) -> checkpoint.StepContent:
         """Return this rank's part of a step directory."""
-        shards, document = self._loaded.model.local_shards(), json.loads(trainer.to_json())
-        states = self._optimizer_states(shards) if self._config.optimizer else {}
-        averages = {} if self.average is None else self.average.weights()
-        if (adapter := self._loaded.adapter) is not None:
-            averages = adapter.stored(averages) if averages else {}
-            weights = adapter.to_save(shards, self._context)
-            return checkpoint.RunState(weights, {}, states, document, self._model_files, adapter.FILE, averages)
-        state = checkpoint.RunState(shards, self._loaded.aliases, states, document, self._model_files)
-        return replace(state, average=averages)
+        shards = self._loaded.model.local_shards()
+        state = checkpoint.StepContent(
+            weights=shards,
+            aliases=self._loaded.aliases,
+            optimizer=self._optimizer_states(shards) if self._config.optimizer else {},
+            trainer=json.loads(trainer.to_json()),
+            model_files=self._model_files,
+            average={} if self.average is None else self.average.weights(),
+        )
+        if (adapter := self._loaded.adapter) is None:
+            return state
+        return replace(
+            state,
+            weights=adapter.to_save(shards, self._context),
+            aliases={},
+            single_file=adapter.FILE,
+            average=adapter.stored(state.average) if state.average else {},
+        )
 
     def _optimizer_states(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
         if values := checkpoint.optimizer_values(self._optimizer, shards):
@@ -101,12 +110,11 @@ class Saver(StepSaver):
 
     def note_best(self, state: TrainerState) -> None:
         """Mark the step that the run resumed from as the best, if its belated evaluation shows that."""
+        run_on_main(self._context, lambda: self._mark_if_best(state))
 
-        def note() -> None:
-            if self._is_best(state):
-                self._committer.mark_best(state.step)
-
-        run_on_main(self._context, note)
+    def _mark_if_best(self, state: TrainerState) -> None:
+        if self._is_best(state):
+            self._committer.mark_best(state.step)
 
     def _is_best(self, state: TrainerState) -> bool:
         """Return whether a step has a lower held-out loss than the saved step marked as the best; on rank 0.

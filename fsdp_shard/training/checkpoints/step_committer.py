@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore, RunState, Store
+from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore, StepContent, Store
 from fsdp_shard.distributed import Communicator, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
 
@@ -45,7 +45,7 @@ class StepCommitter:
         self.not_fetched: int | None = None
         self._run_id: bytes | None = None
 
-    def commit(self, step: int, state: RunState, *, is_best: bool) -> SavedStep:
+    def commit(self, step: int, state: StepContent, *, is_best: bool) -> SavedStep:
         """Commit a step, apply retention (`checkpoint.keep_*`), then upload the step and do the same there.
 
         Args:

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import CheckpointConfig, RunState
+from fsdp_shard.checkpoint import CheckpointConfig, StepContent
 from fsdp_shard.distributed import Communicator, run_on_all
 from fsdp_shard.errors import FsdpShardError, Interrupted, RemoteError, SaveError, StorageError
 from fsdp_shard.training.checkpoints.step_committer import SavedStep, StepCommitter
@@ -98,7 +98,7 @@ class StepSaver:
             if optimizer not in self._hooked:
                 self._hooked[optimizer] = optimizer.register_step_pre_hook(lambda *_: self._settle()).remove
 
-    def save_step(self, step: int, state: RunState, *, is_best: bool, in_background: bool) -> None:
+    def save_step(self, step: int, state: StepContent, *, is_best: bool, in_background: bool) -> None:
         """Save a step, after waiting for the previous save.
 
         Args:

@@ -91,7 +91,9 @@ class HeldOutEvaluator:
         held-out data leave nothing to train.
         """
         state = self._run.state
-        if self._samples is not None and state.hold_out(json_digest([one.identity for one in self._samples.sources])):
+        if self._samples is not None and state.record_held_out(
+            json_digest([one.identity for one in self._samples.sources])
+        ):
             up_to = f"of the evaluations up to step {state.step}"
             self._log.note(f"held-out data differ from those {up_to}: best step and patience start anew")
         if self._run.is_over and 0 < state.step != state.evaluated_step:
@@ -116,7 +118,7 @@ class HeldOutEvaluator:
                 run.model, self._samples, size, run.context, run.functions, objective=objective, reference=reference
             )
             if state.owes_evaluation:
-                state.evaluated(report.loss, run.config.min_delta)
+                state.record_evaluation(report.loss, run.config.min_delta)
             else:
                 state.loss_before = report.loss
             self._log.evaluation(state.step, report, state)
@@ -196,11 +198,13 @@ class _HeldOutSum:
 
 def _added(sums: Sequence[_HeldOutSum]) -> _HeldOutSum:
     """Return the sums over the samples of all `sums`."""
-    lists = ([sum(values) for values in zip(*each, strict=True)] for each in (
-        [one.terms for one in sums], [one.counts for one in sums], [one.metrics for one in sums]
-    ))  # fmt: skip
-    terms, counts, metrics = lists
-    return _HeldOutSum(terms, counts, sum(one.num_tokens for one in sums), sum(one.seconds for one in sums), metrics)
+    return _HeldOutSum(
+        terms=[sum(values) for values in zip(*(one.terms for one in sums), strict=True)],
+        counts=[sum(values) for values in zip(*(one.counts for one in sums), strict=True)],
+        num_tokens=sum(one.num_tokens for one in sums),
+        seconds=sum(one.seconds for one in sums),
+        metrics=[sum(values) for values in zip(*(one.metrics for one in sums), strict=True)],
+    )
 
 
 @dataclass(frozen=True)
@@ -231,12 +235,17 @@ class _Evaluation:
         totals = [total / context.num_tensor_ranks for total in totals]
         if objective.compares_whole_sequences:  # so do ranks that divide sequences
             totals = [total / context.num_context_ranks for total in totals]
-        num_terms, num_tokens = objective.num_terms, totals.pop()
-        of_loss, of_counts = totals[:num_terms], totals[num_terms:]
+        counts_per_term = totals[objective.num_terms : -1]
         if sums.needs_output:
-            of_counts = [float(sums.all_counts()) / context.num_tensor_ranks]
+            counts_per_term = [float(sums.all_counts()) / context.num_tensor_ranks]
         metrics = sums.metrics().tolist()
-        return _HeldOutSum(of_loss, of_counts, num_tokens, time.perf_counter() - began, metrics)
+        return _HeldOutSum(
+            terms=totals[: objective.num_terms],
+            counts=counts_per_term,
+            num_tokens=totals[-1],
+            seconds=time.perf_counter() - began,
+            metrics=metrics,
+        )
 
     def _batches(self, dataset: MapDataset) -> Iterator[Batch]:
         """Yield the batches of this rank, with its parts of sequences if these are divided."""

@@ -239,4 +239,4 @@ def _trend(state: TrainerState, patience: int | None) -> str:
 
 def _than_before(state: TrainerState) -> str:
     """A note that no step has improved the model, if that is known."""
-    return f", not lower than before training ({state.loss_before:.4f})" if state.is_none_better else ""
+    return f", not lower than before training ({state.loss_before:.4f})" if state.never_improved else ""

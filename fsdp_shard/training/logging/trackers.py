@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.training.config import TRACKERS
 from fsdp_shard.training.logging.accelerate_private import temporary_cpu_state
 from fsdp_shard.utils import nearest, redact, redact_setting, require_package, walk
 
 # Name of a tracker and its package -> its factory, called with `accelerate.tracking`, the project and the run
-# directory.
-TRACKERS: Mapping[str, Callable[[Any, str, Path], Any]] = {
+# directory. A new tracker is a line here and one in `TRACKERS` of `training/config.py`.
+_FACTORIES: Mapping[str, Callable[[Any, str, Path], Any]] = {
     "tensorboard": lambda library, project, run_dir: library.TensorBoardTracker("tensorboard", str(run_dir)),
     "wandb": lambda library, project, run_dir: library.WandBTracker(project, name=run_dir.name, dir=str(run_dir)),
     "mlflow": lambda library, project, run_dir: library.MLflowTracker(project, run_name=run_dir.name),
     "trackio": lambda library, project, run_dir: library.TrackioTracker(project, name=run_dir.name),
 }
+assert _FACTORIES.keys() == TRACKERS.keys()
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -72,7 +74,7 @@ class Trackers:
             try:
                 from accelerate import tracking
 
-                tracker = TRACKERS[name](tracking, self._project, self._run_dir)
+                tracker = _FACTORIES[name](tracking, self._project, self._run_dir)
                 tracker.main_process_only = False  # this is rank 0; accelerate would find out for itself
                 tracker.start()
                 self._exit.callback(self._try, name, tracker.finish)

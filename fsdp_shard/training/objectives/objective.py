@@ -86,8 +86,11 @@ class ObjectiveConfig:
     is_cross_entropy: ClassVar[bool] = True
     num_token_values: ClassVar[int] = 1
     of_computation: ClassVar[tuple[str, ...]] = (
-        *("reference", "reference_max_memory"),
-        *("teacher", "teacher_logits", "teacher_max_memory"),
+        "reference",
+        "reference_max_memory",
+        "teacher",
+        "teacher_logits",
+        "teacher_max_memory",
     )
 
     @property

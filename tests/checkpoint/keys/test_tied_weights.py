@@ -41,7 +41,7 @@ def test_absent_ties_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with open_checkpoint(tmp_path) as index:
         assert index.aliases | absent_ties(index, tmp_path) == tied_names(model)
-        assert stored_twice(index, tmp_path) == {}
+        assert stored_twice(index) == {}
 
 
 def test_usual_decoders_need_no_transformers(tmp_path: Path) -> None:

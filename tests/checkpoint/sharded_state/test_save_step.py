@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.checkpoint.sharded_state.load_shards import load_shards
 from fsdp_shard.checkpoint.sharded_state.optimizer_state import create_state, optimizer_shards
-from fsdp_shard.checkpoint.sharded_state.save_step import RunState, save_step
+from fsdp_shard.checkpoint.sharded_state.save_step import StepContent, save_step
 from fsdp_shard.checkpoint.steps.step_store import Store
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext, LocalShard
@@ -101,7 +101,7 @@ def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -
     beside = collect_model_files(locate(model_dir), ModelConfig(dtype="float32"), DataConfig()) | {
         TEMPLATE: b"{{ messages }}"
     }
-    state = RunState(model.local_shards(), tied_names(llama()), model_files=beside)
+    state = StepContent(model.local_shards(), tied_names(llama()), model_files=beside)
     store = Store(root)
     save_step(context, store, 1, state, layout="sharded")
     if context.rank == 1:

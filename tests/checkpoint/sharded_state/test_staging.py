@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_shard.checkpoint.sharded_state.save_step import RunState
+from fsdp_shard.checkpoint.sharded_state.save_step import StepContent
 from fsdp_shard.checkpoint.sharded_state.staging import StagedCopy, Staging, _start_transfers
 from fsdp_shard.distributed import LocalShard
 
@@ -47,7 +47,7 @@ def change(tensor: torch.Tensor) -> None:
 def test_buffers_are_copied_at_once_and_the_rest_before_it_may_change() -> None:
     weight, buffer = nn.Parameter(torch.arange(10.0)), torch.ones(3, dtype=torch.bfloat16)
     step, other = torch.tensor(5.0), nn.Parameter(torch.ones(100))
-    state = RunState(
+    state = StepContent(
         {"weight": shard(weight), "buffer": shard(buffer), "other": shard(other, writes=False)},
         {},
         {"weight.step": shard(step)},
@@ -68,7 +68,7 @@ def test_buffers_are_copied_at_once_and_the_rest_before_it_may_change() -> None:
 
 def test_what_is_written_in_time_is_never_copied() -> None:
     early, late, unread = (nn.Parameter(torch.arange(first, first + 4.0)) for first in (0, 10, 20))
-    state = RunState({"early": shard(early), "late": shard(late), "unread": shard(unread)}, {})
+    state = StepContent({"early": shard(early), "late": shard(late), "unread": shard(unread)}, {})
     staging = Staging()
     staged, copy = staging.stage(state)
     with reading(copy, staged.weights["early"], 0, 2) as content:
@@ -94,7 +94,7 @@ def test_what_is_written_in_time_is_never_copied() -> None:
 
 def test_weights_do_not_change_while_they_are_read() -> None:
     weight = nn.Parameter(torch.ones(8))
-    staged, copy = Staging().stage(RunState({"weight": shard(weight)}, {}))
+    staged, copy = Staging().stage(StepContent({"weight": shard(weight)}, {}))
     changed = threading.Thread(target=lambda: (copy.settle(), change(weight)))
     with reading(copy, staged.weights["weight"], 0, 4) as content:
         changed.start()
@@ -108,7 +108,7 @@ def test_weights_do_not_change_while_they_are_read() -> None:
 def test_a_save_that_has_ended_needs_no_copy() -> None:
     weight = nn.Parameter(torch.ones(8))
     staging = Staging()
-    _, copy = staging.stage(RunState({"weight": shard(weight)}, {}))
+    _, copy = staging.stage(StepContent({"weight": shard(weight)}, {}))
     memory = staging._get_memory(0, None).fill_(255)
     copy.end()
     copy.settle()
@@ -134,7 +134,7 @@ def test_the_thread_of_a_save_waits_on_each_gpu(monkeypatch: pytest.MonkeyPatch)
     }
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr("fsdp_shard.checkpoint.sharded_state.staging._start_transfers", lambda jobs: ends)
-    _, copy = Staging().stage(RunState({"weight": shard(nn.Parameter(torch.ones(8)))}, {}))
+    _, copy = Staging().stage(StepContent({"weight": shard(nn.Parameter(torch.ones(8)))}, {}))
     saving = threading.Thread(target=copy.wait)
     saving.start()
     saving.join()

@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import TensorSpec
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.sharded_state.load_shards import load_shards
-from fsdp_shard.checkpoint.sharded_state.save_step import RunState, save_step
+from fsdp_shard.checkpoint.sharded_state.save_step import StepContent, save_step
 from fsdp_shard.checkpoint.steps.file_plan import SHARD_KEY, chunk_rows, plan_sharded
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
 from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
@@ -76,7 +76,7 @@ def shards_of(rank: int, ranks: int, division: Division, *, columns: bool = Fals
 def save(context: DistributedContext, root: Path, division: Division, columns: bool) -> None:
     weights = shards_of(context.rank, context.world_size, division, columns=columns)
     states = {f"{name}.exp_avg": shard for name, shard in weights.items()}
-    save_step(context, Store(root), 1, RunState(weights, {}, states), layout="sharded")
+    save_step(context, Store(root), 1, StepContent(weights, {}, states), layout="sharded")
 
 
 def saved(root: Path, ranks: int = 4, division: Division = rows, *, columns: bool = False) -> Path:

@@ -1,0 +1,81 @@
+"""Finds from the environment whether torchrun or srun has started this process as a rank, and which one it is."""
+
+import re
+from collections.abc import Mapping
+
+from fsdp_shard.distributed.config import LaunchConfig
+from fsdp_shard.errors import ConfigError
+
+
+def is_allocation_only(environment: Mapping[str, str]) -> bool:
+    """Return whether Slurm gives the number of tasks of an allocation, but srun has not started them."""
+    return "SLURM_PROCID" in environment and not {"SLURM_STEP_NUM_TASKS", "TORCHELASTIC_RUN_ID"} & environment.keys()
+
+
+def joins(settings: LaunchConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether this process is a rank that others started: torchrun, or srun with several tasks."""
+    return _inside_torchrun(environment) or _inside_srun(settings, environment)
+
+
+def _inside_torchrun(environment: Mapping[str, str]) -> bool:
+    # All four: some schedulers set only WORLD_SIZE, to the number of machines.
+    return all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether this process is one of several srun tasks.
+
+    A batch script has SLURM_PROCID, too; it starts the ranks itself with launch.ranks or launch.nodes.
+    """
+    if "SLURM_PROCID" not in environment:
+        return False
+    if (of_step := environment.get("SLURM_STEP_NUM_TASKS")) is not None:
+        return int(of_step) > 1
+    return int(environment.get("SLURM_NTASKS", 1)) > 1 and settings.ranks == settings.max_nodes == 1
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torchrun would set, derived from srun's; none if torchrun has set them.
+
+    Raises:
+        ConfigError: RANK or WORLD_SIZE is set to another number than srun's.
+    """
+    if _inside_torchrun(environment):
+        return {}
+    num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
+    # Jobs on one machine must not meet at the same port, nor steps of one job that run at the same time.
+    job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = 20000 + (job + 101 * step) % 10000
+    variables = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": num_tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": first_node(nodes),
+        "MASTER_PORT": str(port),
+    }
+    if (num_local := _num_local_tasks(environment)) is not None:
+        variables["LOCAL_WORLD_SIZE"] = str(num_local)
+    for name in ("WORLD_SIZE", "RANK"):
+        if environment.get(name, variables[name]) != variables[name]:
+            raise ConfigError(
+                f"{name}={environment[name]} is set in the environment, but srun has started this process as task "
+                f"{variables['RANK']} of {num_tasks}; unset {name}."
+            )
+    # The user may choose where the ranks meet, and number those of a machine.
+    return {name: environment.get(name, value) for name, value in variables.items()}
+
+
+def _num_local_tasks(environment: Mapping[str, str]) -> int | None:
+    """Return the number of tasks of this step on this machine, as Slurm writes it: `8(x2),4` means 8, 8 and 4."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)
+    node = environment.get("SLURM_NODEID", "0" if len(counts) == 1 else "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a Slurm node list: gpu007 of `gpu[007-011,42],cpu3`, r1n04 of `r[1-2]n[04-08]`."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
