@@ -22,6 +22,7 @@ from fsdp_shard.utils import only_errors_of, require_package
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from fsdp_shard.planning.measured.measured_run import MeasuredRun
     from fsdp_shard.planning.planned_run import PlannedRun
 
 
@@ -66,7 +67,6 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     from fsdp_shard.models import check_model_task, context_length_of
     from fsdp_shard.planning.measured.comparison_with_run import compare_with_run, comparison_figures, comparison_text
     from fsdp_shard.planning.measured.measured_run import read_measured
-    from fsdp_shard.planning.planned_run import PlannedRun
     from fsdp_shard.training import check_task, origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
@@ -84,14 +84,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     if config.data.packing:
         check_packed(config.model.task, config.objective.samples)
     length = settle_run_length(config.data, model.resumed_from, context_length)
-    num_ranks = config.launch.num_ranks
-    on_gpu = _plans_gpus(config)
-    resumes = model.resumed_from is not None
-    if measured is not None:
-        num_ranks = measured.num_ranks or num_ranks
-        on_gpu = measured.device == "cuda" if measured.device else on_gpu
-        resumes = measured.resumes
-    run = PlannedRun.of(config, length, num_ranks, on_gpu=on_gpu, resumes=resumes)
+    run = _planned_run(config, length, measured, resumes=model.resumed_from is not None)
     plan = plan_search if config.search else plan_one
     with only_errors_of("transformers"):
         notes = _notes(config, run, is_adapter_read=_reads_adapter(model_config, run))
@@ -108,11 +101,24 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         assert found.memory is not None, "a search of a run is refused"
         rows = compare_with_run(found.memory, measured, run.num_replicas)
         # A bound on the time of other devices says nothing of this run's.
-        is_of_others = measured.device is None or (config.device.planned_kind == "gpu" and not on_gpu)
+        is_of_others = measured.device is None or (config.device.planned_kind == "gpu" and not run.on_gpu)
         known = {name: value for name, value in figures.items() if name != "step" or not is_of_others}
         text += f"\n\n{comparison_text(rows, found.memory, measured, known)}"
         figures["measured"] = comparison_figures(rows, measured)
     return replace(found, text=text, figures=figures)
+
+
+def _planned_run(config: PlannedSettings, length: int, measured: MeasuredRun | None, *, resumes: bool) -> PlannedRun:
+    """The run that the settings describe; a measured one, on the ranks and the device that it had."""
+    from fsdp_shard.planning.planned_run import PlannedRun
+
+    num_ranks = config.launch.num_ranks
+    on_gpu = _plans_gpus(config)
+    if measured is not None:
+        num_ranks = measured.num_ranks or num_ranks
+        on_gpu = measured.device == "cuda" if measured.device else on_gpu
+        resumes = measured.resumes
+    return PlannedRun.of(config, length, num_ranks, on_gpu=on_gpu, resumes=resumes)
 
 
 def _plans_gpus(config: PlannedSettings) -> bool:

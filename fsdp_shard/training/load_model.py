@@ -208,29 +208,19 @@ def unfilled_model(
                 earlier = run_on_all(context, lambda: locate_earlier(adapter, model_name(config)))
         # The adapter may add an output head.
         run_on_all(context, lambda: chunk_loss(model, config, shard, any_vocabulary=chunks_any_vocabulary))
-        tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
         drawn = str(head or "") if earlier is None else f"the adapter begins with the values of {earlier.weights}"
-        num_params, notes = sum(block.num_params for block in blocks), [matched.note or "", drawn]
+        notes = [matched.note or "", drawn, *layer_drop_notes(config, source)]
         described = ModelDescription(
-            num_params=num_params, num_blocks=len(blocks), aliases=aliases, tree=tree, adapter=added,
-            num_fused=num_fused, config=model.config, base=base,
-            notes=[*filter(None, notes), *layer_drop_notes(config, source)],
+            num_params=sum(block.num_params for block in blocks), num_blocks=len(blocks), aliases=aliases,
+            tree=unit_tree(model, shard, context.world_size) if shard.explain else [],
+            adapter=added, num_fused=num_fused, config=model.config, base=base, notes=list(filter(None, notes)),
         )  # fmt: skip
         yield UnfilledModel(
-            module=model,
-            index=index,
-            names=names,
-            quantized=quantized,
-            resumed=resumed,
-            context=context,
-            largest_block_bytes=largest,
-            described=described,
-            head=head,
-            earlier=earlier,
-            before_bytes=resident_bytes(),
-        )
+            module=model, index=index, names=names, quantized=quantized, resumed=resumed, context=context,
+            largest_block_bytes=largest, described=described, head=head, earlier=earlier, before_bytes=resident_bytes(),
+        )  # fmt: skip
 
 
 def match_weights(
