@@ -74,14 +74,14 @@ class _Scalars:
 
     def _average(self, param: torch.Tensor) -> None:
         if self.is_synced and param.grad is not None:
-            # Of the micro-batches before it has this rank's part, or the mean, which is the mean of itself.
+            # Earlier micro-batches left this rank's part in it or, if synced, their mean, which averaging keeps.
             total = param.grad.to(self._dtype)
             dist.all_reduce(total)
             param.grad.copy_(total / dist.get_world_size())
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
-    """Raise ConfigError when layers or experts of `model` cannot be divided as the settings ask."""
+    """Raise ConfigError if `model` cannot be divided, or computes with its parameters, as the settings ask."""
     if settings.tensor_parallel > 1:
         tensor_parallel.check_tensor_parallel(model, settings.tensor_parallel)
     if settings.expert_parallel > 1:

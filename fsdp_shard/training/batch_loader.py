@@ -87,7 +87,7 @@ class BatchLoader:
         self._dataset, self._config, self._context = dataset, config, context
         self._objective, self._model = objective, model
         self._context_ranks, self._keeps_whole = context_ranks(model, context), objective.compares_whole_sequences
-        self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        self._copy_stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
         # Also at exit: a generator of `train` that still exists is closed only after modules are gone.
         self._end_thread = weakref.finalize(self, self._thread.shutdown, cancel_futures=True)
@@ -109,8 +109,8 @@ class BatchLoader:
         """
         began = time.perf_counter()
         loaded = (self._loading or self._begin(first)).result()
-        if self._copies is not None:
-            _hand_over(loaded, self._copies)
+        if self._copy_stream is not None:
+            _hand_over(loaded, self._copy_stream)
         self._loading = None if is_last else self._begin(first + self._config.global_batch_size)
         self.seconds_waited = time.perf_counter() - began
         return loaded
@@ -136,10 +136,10 @@ class BatchLoader:
     @contextmanager
     def _copying(self) -> Iterator[None]:
         """Copy on a separate stream of this rank's GPU; otherwise the thread would create a context on GPU 0."""
-        if self._copies is None:
+        if self._copy_stream is None:
             yield
             return
-        with torch.cuda.device(self._context.device), torch.cuda.stream(self._copies):
+        with torch.cuda.device(self._context.device), torch.cuda.stream(self._copy_stream):
             yield
 
 

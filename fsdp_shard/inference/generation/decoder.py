@@ -324,7 +324,7 @@ class _Watch(transformers.StoppingCriteria):
         self._figures, self._start, self._is_stopped = figures, start, is_stopped
         self._last: torch.Tensor | None = None
         self._chosen: list[torch.Tensor] = []
-        self._handle = model.register_forward_hook(self._record, always_call=False) if scores else None
+        self._handle = model.register_forward_hook(self._record) if scores else None
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         if self._figures.first_token_seconds is None:

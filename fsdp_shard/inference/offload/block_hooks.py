@@ -133,7 +133,7 @@ class BlockStream:
         if _has_meta((args, kwargs)):
             raise RunError(
                 f"A {type(module).__name__} whose weights are streamed got an input without values: the model's "
-                f"code asks for the device of these weights, which are on meta between passes. K{_KEEP[1:]}."
+                f"code asks for the device of these weights, which are on meta between passes. To avoid that, {_KEEP}."
             )
         if self._driver is not None:
             self._driver.before(number, (*args, *kwargs.values()))

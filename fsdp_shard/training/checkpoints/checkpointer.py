@@ -320,8 +320,8 @@ class Checkpointer:
             return None
         directory = self._store.path(found)
         if self._config.verify_on_resume:
-            context = self._ranks
-            run_on_all(context, lambda: checkpoint.check_content(directory, context.rank, context.world_size))
+            ranks = self._ranks
+            run_on_all(ranks, lambda: checkpoint.check_content(directory, ranks.rank, ranks.world_size))
         with ExitStack() as opened:
             stored = run_on_all(self._ranks, lambda: StoredStep.open(directory, opened))
             return self._fill(stored, model, optimizer, states)

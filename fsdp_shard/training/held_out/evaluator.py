@@ -237,7 +237,7 @@ class _Evaluation:
             totals = [total / context.num_context_ranks for total in totals]
         counts_per_term = totals[objective.num_terms : -1]
         if sums.needs_output:
-            counts_per_term = [float(sums.all_counts()) / context.num_tensor_ranks]
+            counts_per_term = [float(sums.total_count()) / context.num_tensor_ranks]
         metrics = sums.metrics().tolist()
         return _HeldOutSum(
             terms=totals[: objective.num_terms],

@@ -158,7 +158,7 @@ class StepSums:
         """
         if self._count is None:
             return loss
-        count = self.all_counts() / self._context.world_size
+        count = self.total_count() / self._context.world_size
         factor = torch.where(count > 0, divisor.double() / count, 0.0)
         for param in module.parameters():
             if param.grad is not None:
@@ -166,7 +166,7 @@ class StepSums:
                 local.mul_(factor.to(local.device, local.dtype))
         return loss * factor.to(loss.dtype)
 
-    def all_counts(self) -> torch.Tensor:
+    def total_count(self) -> torch.Tensor:
         """The loss count summed over all ranks, float64 []; a collective."""
         count = self._number(0.0) if self._count is None else self._count.clone()
         self._context.all_reduce_(count)
