@@ -14,6 +14,7 @@ def settings(tiny_model: Path, texts: Path) -> list[str]:
     return [f"model.path={tiny_model}", f"data.path={texts / 'train.txt'}", "data.sequence_length=16", "train.steps=3"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_failed_run_leaves_its_error_until_it_starts_again(ranks: int, settings: list[str], tmp_path: Path) -> None:
     settings = [*settings, f"launch.ranks={ranks}", "train.max_grad_norm=null"]

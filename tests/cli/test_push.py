@@ -76,6 +76,7 @@ def _loss(trained: Path, step: int) -> str:
     return f"{rows[step - 1]['loss']:#.4g}"
 
 
+@pytest.mark.long
 def test_pushing_again_sends_what_differs(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     model = trained / "tiny"
     assert push(hub, tmp_path, model, "org/name").status == 0
@@ -124,6 +125,7 @@ def test_a_readme_of_the_source_is_pushed_as_it_is(trained: Path, hub: HubStandI
     assert _MODEL not in repository.files, "main is as it was"
 
 
+@pytest.mark.long
 def test_adapters_are_merged_or_pushed_as_such(
     tiny_model: Path, texts: Path, trained: Path, hub: HubStandIn, tmp_path: Path
 ) -> None:
@@ -182,6 +184,7 @@ def test_refusals_are_one_sentence(
     assert done.error.endswith("The same command goes on where it stopped.")
 
 
+@pytest.mark.long
 def test_waits_when_the_hub_asks_for_it(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     limited = ("/api/whoami-v2", "/api/models/org/name/commit/main")
     wait = Failure(429, {"Retry-After": "0"})
@@ -206,6 +209,7 @@ def test_waits_when_the_hub_asks_for_it(trained: Path, hub: HubStandIn, tmp_path
     assert hub.asked.count(("GET", "/api/whoami-v2")) == 1
 
 
+@pytest.mark.long
 def test_a_push_that_is_killed_in_a_file_goes_on(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     # Converted once more, to know its digest: a conversion writes the same bytes each time.
     convert(f"{trained / 'run'}@best", tmp_path / "model")

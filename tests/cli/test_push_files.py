@@ -45,6 +45,7 @@ def _check_is_step_2(trained: Path, files: dict[str, bytes], home: Path) -> None
     assert "It is step 2 of the run" in files["README.md"].decode()
 
 
+@pytest.mark.long
 def test_the_step_that_was_found_is_pushed_while_the_run_goes_on(
     trained: Path, hub: HubStandIn, tmp_path: Path
 ) -> None:
@@ -61,6 +62,7 @@ def test_the_step_that_was_found_is_pushed_while_the_run_goes_on(
     _check_is_step_2(trained, hub.repositories["org/name"].files, tmp_path)
 
 
+@pytest.mark.long
 def test_the_step_that_was_converted_is_described_while_the_run_goes_on(
     trained: Path, hub: HubStandIn, tmp_path: Path
 ) -> None:
@@ -71,6 +73,7 @@ def test_the_step_that_was_converted_is_described_while_the_run_goes_on(
     _check_is_step_2(trained, hub.repositories["org/name"].files, tmp_path)
 
 
+@pytest.mark.long
 def test_what_an_earlier_model_leaves_is_deleted(tiny_model: Path, hub: HubStandIn, tmp_path: Path) -> None:
     assert push(hub, tmp_path, tiny_model, "org/name").status == 0
     files = hub.repositories["org/name"].files
@@ -99,6 +102,7 @@ def test_what_an_earlier_model_leaves_is_deleted(tiny_model: Path, hub: HubStand
     assert "manifest.json" in hub.repositories["org/name"].files
 
 
+@pytest.mark.long
 def test_a_card_made_before_is_made_anew(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     model = shutil.copytree(trained / "tiny", tmp_path / "model")
     (model / "README.md").write_text(f"{CARD_MARK}\n# org/other\n")

@@ -224,6 +224,7 @@ def open_narrow_windows(directory: str) -> None:
     opened(DataConfig(path=path, sequence_length=2), Path(directory, "cache"), Task("masked_lm"), tokenizer)
 
 
+@pytest.mark.long
 def test_windows_without_space_for_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.sequence_length=2"):
         open_narrow_windows(str(tmp_path))

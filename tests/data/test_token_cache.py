@@ -318,6 +318,7 @@ def test_workers_leave_this_process_as_it_was(
     assert (one.digest, ids(one)) == (file.digest, ids(file))
 
 
+@pytest.mark.long
 def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     import pty
     import termios

@@ -455,6 +455,7 @@ def test_a_recipe_can_be_sent_to_a_spawned_rank(tmp_path: Path) -> None:
     assert again.__self__.work.__name__ == "main"
 
 
+@pytest.mark.long
 def test_a_failed_run_is_started_again_as_often_as_asked(tmp_path: Path) -> None:
     body = "if attempt == '0' and rank == '1': raise ValueError('once')"
     done = run(_program(tmp_path, body, "max_restarts=1"), tmp_path)

@@ -57,6 +57,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
     assert f"most likely next token is the same at {sum(report.top_agrees)} of {len(_PROMPT)}" in str(report)
 
 
+@pytest.mark.long
 def test_a_prompt_beyond_the_context(tmp_path: Path) -> None:
     one = save_model(tmp_path / "one")
     said = str(diff_logits(locate(one), locate(one), "a" * 129))

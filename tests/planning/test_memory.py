@@ -245,6 +245,7 @@ def test_settings_change_what_they_should() -> None:
     assert (recomputed.activations_bytes or 0) < (base.activations_bytes or 0)
 
 
+@pytest.mark.long
 def test_what_is_whole_for_a_while() -> None:
     config = llama_config(layers=6)
 
