@@ -143,7 +143,16 @@ def open_compared_pairs(config: DataConfig, tokenizer: Tokenizer, task: Task, ra
     sample_of[samples.kept[:, 1]] = np.arange(len(samples))
     usable, _ = fits(samples.examples, task, samples.sequence_length)
     in_window = usable & usable[chosen_before(np.asarray([reason == CHOSEN for reason in reasons]))]
-    return ComparedPairs(samples, file.digest, source, kind, file.examples_per_row(), reasons, sample_of, in_window)
+    return ComparedPairs(
+        samples=samples,
+        digest=file.digest,
+        source=source,
+        kind=kind,
+        counts=file.examples_per_row(),
+        reasons=reasons,
+        sample_of=sample_of,
+        in_window=in_window,
+    )
 
 
 def _texts(chosen: Answer, rejected: Answer) -> dict[str, Any]:

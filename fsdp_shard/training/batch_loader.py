@@ -232,7 +232,9 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         return {name: copy_to(device, torch.from_numpy(array)) for name, array in arrays.items()}
 
     labels, counted = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
-    inputs, extras, values = copied(batch.inputs), copied(batch.extras), copied(batch.token_values)
+    inputs = copied(batch.inputs)
+    extras = copied(batch.extras)
+    values = copied(batch.token_values)
     sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
     own, packed = None, None
     if isinstance(batch, DividedBatch):
@@ -251,7 +253,16 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         apart = batch.rows_per_sample > 1
         shared = None if apart else copy_to(device, segments)
         packed = PackedAnswers(shared, tuple(sizes), copy_to(device, lengths), apart)
-    return DeviceBatch(inputs, copy_to(device, labels), copy_to(device, counted), extras, values, sequence, packed, own)
+    return DeviceBatch(
+        inputs=inputs,
+        labels=copy_to(device, labels),
+        counted=copy_to(device, counted),
+        extras=extras,
+        token_values=values,
+        sequence=sequence,
+        packed=packed,
+        own=own,
+    )
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -161,19 +161,19 @@ def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
     _refuse_other_kinds(where, config)
     parameters = _list(where, "target_parameters", config.get("target_parameters"))
     settings = LoraSettings(
-        where,
-        _targets(where, config.get("target_modules")) if config.get("target_modules") or not parameters else [],
-        _names(where, "exclude_modules", config.get("exclude_modules")),
-        parameters,
-        _list(where, "modules_to_save", config.get("modules_to_save")),
-        _layers(where, config.get("layers_to_transform")),
-        _list(where, "layers_pattern", config.get("layers_pattern")),
-        _numbers(where, config, "r", "rank_pattern", _DEFAULT_RANK),
-        _numbers(where, config, "lora_alpha", "alpha_pattern", _DEFAULT_ALPHA),
-        bool(config.get("use_rslora")),
-        bool(config.get("use_dora")),
-        config.get("init_lora_weights", True) in _STARTS_AT_ZERO,
-        bool(config.get("fan_in_fan_out")),
+        where=where,
+        targets=_targets(where, config.get("target_modules")) if config.get("target_modules") or not parameters else [],
+        excluded=_names(where, "exclude_modules", config.get("exclude_modules")),
+        parameters=parameters,
+        saved=_list(where, "modules_to_save", config.get("modules_to_save")),
+        layers=_layers(where, config.get("layers_to_transform")),
+        layers_pattern=_list(where, "layers_pattern", config.get("layers_pattern")),
+        ranks=_numbers(where, config, "r", "rank_pattern", _DEFAULT_RANK),
+        alphas=_numbers(where, config, "lora_alpha", "alpha_pattern", _DEFAULT_ALPHA),
+        root_of_rank=bool(config.get("use_rslora")),
+        is_dora=bool(config.get("use_dora")),
+        starts_at_zero=config.get("init_lora_weights", True) in _STARTS_AT_ZERO,
+        fan_in_fan_out=bool(config.get("fan_in_fan_out")),
     )
     if isinstance(settings.targets, str) and (settings.layers is not None or settings.layers_pattern):
         raise _wrong(

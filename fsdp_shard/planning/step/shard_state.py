@@ -151,9 +151,16 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
             )
             staged = num_bytes(own) + optimizer + average + buffers + len(own) * _STAGED_APART
             known[key] = ShardState(
-                num_bytes(local), num_bytes(gradients), optimizer, average, taken, staged, pinned, num_bytes(own),
-                _padded_bytes(local, shapes, dtypes, run),
-            )  # fmt: skip
+                parameters=num_bytes(local),
+                gradients=num_bytes(gradients),
+                optimizer=optimizer,
+                average=average,
+                updates=taken,
+                staged=staged,
+                pinned=pinned,
+                trained=num_bytes(own),
+                padding=_padded_bytes(local, shapes, dtypes, run),
+            )
         states.append(known[key])
     return states
 

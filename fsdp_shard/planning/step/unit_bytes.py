@@ -35,14 +35,14 @@ class UnitBytes:
 
     fqn: str
     num_shards: int
-    cast: int
-    largest_cast: int
-    gathered: int
-    gradients: int
-    reduced_from: int
-    reduced: int
-    kept: int
-    stored: int
+    cast: int = 0
+    largest_cast: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    reduced_from: int = 0
+    reduced: int = 0
+    kept: int = 0
+    stored: int = 0
     last: int = 0
     is_kept: bool = False
     is_scaled: bool = False
@@ -66,7 +66,7 @@ def unit_bytes(
     """
     if not shard.is_sharded:
         held = sum(param.nbytes for param in model.parameters())
-        return [UnitBytes(unit.fqn, 1, 0, 0, 0, 0, 0, 0, 0, 0) for unit in units], held
+        return [UnitBytes(unit.fqn, num_shards=1) for unit in units], held
     head = model.get_output_embeddings()
     found, held = [], 0
     for unit in units:
@@ -104,9 +104,20 @@ def _rows_bytes(
             gradients += last * wide
             reduced += padded * reduce
             kept += padded * param.element_size()
-    reduced_from = reduced * num_shards
-    sizes = cast, largest, gathered, gradients, reduced_from, reduced, kept, stored, last
-    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept)
+    return UnitBytes(
+        unit.fqn,
+        num_shards,
+        cast=cast,
+        largest_cast=largest,
+        gathered=gathered,
+        gradients=gradients,
+        reduced_from=reduced * num_shards,
+        reduced=reduced,
+        kept=kept,
+        stored=stored,
+        last=last,
+        is_kept=is_kept,
+    )
 
 
 def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
@@ -127,12 +138,20 @@ def _flat_bytes(
     is_cast = wide != compute and not unit.is_bytes
     whole = length * num_shards
     trained = any(param.requires_grad for param in params)
-    gathered = whole * (compute if is_cast else wide) if is_cast or num_shards > 1 else 0
-    gradients = end * compute if trained else 0
-    reduced_from, reduced, kept = (whole * reduce, length * reduce, length * wide) if trained else (0, 0, 0)
     cast = length * compute if is_cast else 0
-    sizes = cast, cast, gathered, gradients, reduced_from, reduced, kept, length * wide
-    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept)
+    return UnitBytes(
+        unit.fqn,
+        num_shards,
+        cast=cast,
+        largest_cast=cast,
+        gathered=whole * (compute if is_cast else wide) if is_cast or num_shards > 1 else 0,
+        gradients=end * compute if trained else 0,
+        reduced_from=whole * reduce if trained else 0,
+        reduced=length * reduce if trained else 0,
+        kept=length * wide if trained else 0,
+        stored=length * wide,
+        is_kept=is_kept,
+    )
 
 
 def trained_dtype(model: nn.Module) -> torch.dtype:
