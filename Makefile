@@ -12,7 +12,7 @@ help:
 	@echo "make test      lint, types, and the tests that take seconds: ten minutes"
 	@echo "make check     what CI runs: the same with all tests but the slow ones (half an hour)"
 	@echo "make slow      the tests that take longer: sweeps, tutorials, benchmarks on tiny models (up to 40 minutes)"
-	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make check (40 minutes)"
+	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make check (20 to 40 minutes)"
 	@echo "make gpu       the checks that need a GPU, in ten minutes, also without $(VENV); GPU_WHEELS=DIR has what is missing"
 	@echo "make models    dispatch each of MODELS=DIR:DIR under every map, against transformers (minutes for each)"
 	@echo "make lint      repair formatting, and what ruff can"
