@@ -179,13 +179,14 @@ def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) ->
 
 
 def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
-    """Reject a sweep whose ranks end together: a failed run would end those after it."""
+    """Reject a sweep whose ranks cannot go on together after a failed run."""
     if schema.ranks_are != "started":
         return
     if any(is_joined_rank(job.config.launch) for job in jobs):
         raise ConfigError(
-            f"-m asks for {len(jobs)} runs one after the other, but torchrun or srun ends all ranks when one run "
-            f"fails; start each run separately, or have fsdp-shard start the ranks (launch.ranks)."
+            f"-m asks for {len(jobs)} runs one after the other, but ranks that torchrun or srun has started cannot "
+            f"go on together after a failed run; start each run separately, or have fsdp-shard start the ranks "
+            f"(launch.ranks)."
         )
     if (nodes := max(job.config.launch.max_nodes for job in jobs)) > 1:
         raise ConfigError(

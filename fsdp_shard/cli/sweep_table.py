@@ -67,7 +67,10 @@ def refuse_shared(jobs: Sequence[Job[Any]]) -> None:
     for name, effect in _WRITTEN.items():
         settings = [{key: value for key, _, value in walk(job.config)} for job in jobs]
         given = [value for values in settings if (value := values.get(name)) is not None]
-        locations = [value.rstrip("/") if checkpoint.is_remote(value) else os.path.abspath(value) for value in given]
+        locations = [
+            value.rstrip("/") if checkpoint.is_remote(value) else os.path.abspath(os.path.expanduser(value))
+            for value in given
+        ]
         for value, location in zip(given, locations, strict=True):
             if (count := locations.count(location)) > 1:
                 raise ConfigError(

@@ -38,8 +38,9 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would set, derived from srun's; none if torchrun has set them.
 
     Raises:
-        ConfigError: RANK or WORLD_SIZE is set to another number than srun's.
+        ConfigError: RANK or WORLD_SIZE contradicts srun, which would leave tasks out of the run.
     """
+    _refuse_other_numbers(environment)
     if _inside_torchrun(environment):
         return {}
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
@@ -56,14 +57,24 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
     if (num_local := _num_local_tasks(environment)) is not None:
         variables["LOCAL_WORLD_SIZE"] = str(num_local)
-    for name in ("WORLD_SIZE", "RANK"):
-        if environment.get(name, variables[name]) != variables[name]:
-            raise ConfigError(
-                f"{name}={environment[name]} is set in the environment, but srun has started this process as task "
-                f"{variables['RANK']} of {num_tasks}; unset {name}."
-            )
-    # The user may choose where the ranks meet, and number those of a machine.
+    # What the user has set takes precedence.
     return {name: environment.get(name, value) for name, value in variables.items()}
+
+
+def _refuse_other_numbers(environment: Mapping[str, str]) -> None:
+    num_tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if num_tasks == "1" or "TORCHELASTIC_RUN_ID" in environment:
+        return
+    world_size, task = environment.get("WORLD_SIZE", num_tasks), environment.get("SLURM_PROCID")
+    if _inside_torchrun(environment):  # a launcher in each task may have started several ranks
+        wrong = "WORLD_SIZE" if int(world_size) < int(num_tasks) else None
+    else:
+        wrong = "WORLD_SIZE" if world_size != num_tasks else "RANK" if environment.get("RANK", task) != task else None
+    if wrong is not None:
+        raise ConfigError(
+            f"{wrong}={environment[wrong]} is set in the environment, but srun has started this process as task "
+            f"{task} of {num_tasks}; unset {wrong}."
+        )
 
 
 def _num_local_tasks(environment: Mapping[str, str]) -> int | None:

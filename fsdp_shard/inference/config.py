@@ -211,7 +211,9 @@ class GenerationSettings:
         None, "Values above 1 make repeated tokens less likely (Keskar et al. 2019).", above=0.0
     )
     stop_strings: list[str] = setting(
-        [], "Texts that end an answer, which includes the token that completes one of them. Default: the model's own."
+        [],
+        "Texts that end an answer, which includes the token that completes one of them. Default: the model's own. For "
+        "a line break, use a settings file or bash's $'generation.stop_strings=[\"\\n\"]'.",
     )
     batch_size: int = setting(8, "Prompts per batch; prompts of similar length are batched together.", minimum=1)
     cache: str = setting(

@@ -30,6 +30,7 @@ from .loading import (
     check_vocabulary as check_vocabulary,
     classifier_name as classifier_name,
     computed_tensor as computed_tensor,
+    continued_text as continued_text,
     end_tokens as end_tokens,
     keep_dtypes as keep_dtypes,
     kept_dtype as kept_dtype,

@@ -45,7 +45,7 @@ def model_errors(problem: str, advice: str = "", others: tuple[type[Exception], 
             raise
         kind = "" if isinstance(error, _EXPLAINED) else f"{type(error).__name__}: "
         said = first_line(error)
-        said += "." if advice and said[-1:].isalnum() else ""
+        said += "." if advice and said[-1:] not in {".", "!", "?", ":"} else ""
         raise ModelError(f"{problem}: {kind}{said}{advice and f' {advice}'}") from error
 
 

@@ -35,6 +35,7 @@ _AUTO_CLASSES: dict[str, Any] = {
     MASKED_LM: transformers.AutoModelForMaskedLM,
     SEQUENCE_CLASSIFICATION: transformers.AutoModelForSequenceClassification,
 }
+_CONTEXT_TOKENS = 16  # of a text that is continued
 _TOKENIZER_FILES = re.compile(r"tokeniz|vocab|merges|spm|spiece|sentencepiece|codes")  # in file names
 # Their code in transformers downloads native code if the package `kernels` is installed.
 _DOWNLOADING = frozenset({"rwkv", "yoso", "mra", "sam3_video"})
@@ -228,6 +229,23 @@ def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
     """Return the tokens of an answer up to and including the first end token."""
     stop = next((position for position, token in enumerate(tokens) if token in ends), len(tokens))
     return list(tokens[: stop + 1])
+
+
+def continued_text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """Return the text that the tokens of `answer` add to that of `prompt`, without special tokens.
+
+    SentencePiece decoders leave out the space before a token unless it follows another one.
+    """
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    length = _CONTEXT_TOKENS
+    # The last tokens of the prompt suffice, unless they begin within a character.
+    while "\ufffd" in (before := decode(prompt[-length:])) and length < len(prompt):
+        length *= 2
+    text = decode([*prompt[-length:], *answer])
+    return text[len(before) :] if text.startswith(before) else decode(answer)
 
 
 def check_vocabulary(ids: Any, config: PretrainedConfig) -> None:

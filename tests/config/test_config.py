@@ -572,12 +572,12 @@ def test_joined_ranks_have_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "2")
-    assert "torchrun or srun ends all ranks when one run fails" in refusal()
+    assert "torchrun or srun has started cannot go on together after a failed run" in refusal()
     # A batch script of Slurm starts the ranks of each run itself.
     assert refusal("launch.ranks=2") == "checked"
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "torchrun or srun ends all ranks when one run fails" in refusal()
+    assert "torchrun or srun has started cannot go on together after a failed run" in refusal()
 
 
 def test_composing_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,16 @@ def test_a_model_that_cannot_be_tried_gets_batches_of_one_length() -> None:
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("options", [{"min_length": 18}, {"no_repeat_ngram_size": 1}, {"repetition_penalty": 1.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_length": 18},
+        {"no_repeat_ngram_size": 1},
+        {"repetition_penalty": 1.5},
+        {"encoder_repetition_penalty": 0.5},
+        {"encoder_no_repeat_ngram_size": 1},
+    ],
+)
 def test_options_of_the_model_do_not_count_padding(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2}

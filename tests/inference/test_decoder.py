@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -163,7 +163,8 @@ def test_padding_is_a_token_of_the_model(model: PreTrainedModel) -> None:
 
 def llama_2_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer with the decoder of Llama 2, which strips a space from whatever it decodes."""
-    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", "▁▁", "▁a", "▁b", "▁the", "▁longer", "▁prompt", "yes"]
+    tokens = ["<unk>", "<s>", "</s>", "▁", "▁▁", "▁a", "▁b", "▁the", "▁longer", "▁prompt", "yes"]
+    tokens += [f"<0x{byte:02X}>" for byte in (0x0A, *range(0x80, 0x100))]
     tokenizer = Tokenizer(models.Unigram([(token, -1.0) for token in tokens], unk_id=0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     strip = decoders.Strip(content=" ", left=1, right=0)
@@ -172,21 +173,44 @@ def llama_2_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_completion_begins_with_the_space_that_follows_its_prompt(model: PreTrainedModel) -> None:
-    tokenizer, prompt = llama_2_tokenizer(), Prompt("a longer prompt", "line 1")
-    words, streamed = ["▁a", "yes", "<0x0A>", "▁▁", "▁b", "<0x0A>", "▁the"], list[str]()
-    named = [tokenizer.convert_tokens_to_ids(word) for word in words]
-    assert tokenizer.decode(named) == "ayes\n   b\n the"
-    (ids,) = tokenize_prompts(tokenizer, [prompt], model.config)
-    decoder = Decoder(model, tokenizer, GenerationSettings(max_new_tokens=len(named)))
-    forced = iter([*named, None])
+def word_piece_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer whose decoder removes spaces before punctuation."""
+    vocabulary = {token: number for number, token in enumerate(["[UNK]", "hello", "don", "'", "t", ".", "x", "world"])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "answer", "completion"),
+    [
+        (llama_2_tokenizer(), "a longer prompt", "▁a yes <0x0A> ▁▁ ▁b <0x0A> ▁the", " ayes\n   b\n the"),
+        (llama_2_tokenizer(), "မြန်မာစာ", "ကောင်း", "ကောင်း"),
+        (llama_2_tokenizer(), "မြန်မာစာ a", "စာ yes", "စာyes"),
+        (word_piece_tokenizer(), "hello don '", "t . x ' world", " t. x ' world"),
+    ],
+    ids=["spaces and lines", "characters of bytes", "characters of bytes, then words", "punctuation"],
+)
+def test_a_completion_continues_its_prompt(
+    model: PreTrainedModel, tokenizer: Any, prompt: str, answer: str, completion: str
+) -> None:
+    """Also as it is streamed."""
+    given, streamed, tokens = Prompt(prompt, "line 1"), list[str](), list[int]()
+    for word in answer.split():
+        number = tokenizer.convert_tokens_to_ids(word)
+        of_bytes = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in word.encode()]
+        tokens += of_bytes if number == tokenizer.unk_token_id else [number]
+    (ids,) = tokenize_prompts(tokenizer, [given], model.config)
+    decoder = Decoder(model, tokenizer, GenerationSettings(max_new_tokens=len(tokens)))
+    decoder.config.eos_token_id = None
+    forced = iter([*tokens, None])
     hook = model.register_forward_hook(lambda module, args, output: _force(output, next(forced)))
     try:
-        (found,) = complete(decoder, [prompt], [ids], on_text=streamed.append)
+        (found,) = complete(decoder, [given], [ids], on_text=streamed.append)
     finally:
         hook.remove()
-    assert found.completion == " ayes\n   b\n the" == "".join(streamed)
-    assert prompt.text + found.completion == tokenizer.decode([*ids, *named])
+    assert found.completion == completion == "".join(streamed)
 
 
 def _force(output: Any, token: int | None) -> None:

@@ -92,6 +92,6 @@ def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path, name: str) -
 def test_a_failing_model_is_named_without_its_wrapper() -> None:
     wrapper = nn.Module()
     wrapper.module = llama()
-    said = r"^The model LlamaForCausalLM cannot be run: strides\. Its config\.json"
+    said = r"^The model LlamaForCausalLM cannot be run: KeyError: 'strides'\. Its config\.json"
     with pytest.raises(ModelError, match=said), running(wrapper):
-        raise RuntimeError("strides")
+        raise KeyError("strides")

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from fsdp_shard.errors import ConfigError, LossError, ModelError
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
-from fsdp_shard.models import end_tokens, kv_cache_of, origin, running, until_end
+from fsdp_shard.models import continued_text, end_tokens, kv_cache_of, origin, running, until_end
 from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 
 # Decoding methods in a model's own config that need another model, return several answers, or guess several tokens at
@@ -29,9 +30,6 @@ _UNSUPPORTED = (
     "token_healing",
     "max_time",
 )
-
-# Of a text that is continued: a decoder may treat the first token otherwise, and characters may take several.
-_CONTEXT_TOKENS = 16
 
 OnText = Callable[[str], object]
 
@@ -123,14 +121,8 @@ class Decoder:
         An encoder-decoder's answer does not continue its prompt.
         """
         if self.model.config.is_encoder_decoder:
-            return self._decode(answer.tokens)
-        # SentencePiece decoders leave out the space before the first token, unless it follows another.
-        last = list(prompt[-_CONTEXT_TOKENS:])
-        before, text = self._decode(last), self._decode(last + answer.tokens)
-        return text[len(before) :] if text.startswith(before) else self._decode(answer.tokens)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+            prompt = ()
+        return continued_text(self.tokenizer, prompt, answer.tokens)
 
     def _generate(
         self,
@@ -269,23 +261,36 @@ def _own_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
         model.generation_config = before
 
 
-class _Streamer(transformers.TextStreamer):
-    """Emits text as soon as no later token can change it."""
+class _Streamer(BaseStreamer):
+    """Emits the words of a single row's answer as they are completed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._before: list[int] = []  # the prompt, and the lines of the answer that are complete
+        self._line: list[int] = []
+        self._emitted = ""  # of the line
 
     def put(self, value: torch.Tensor) -> None:
-        """Emit what the tokens make final; they are the prompt's first."""
-        is_prompt = self.next_tokens_are_prompt
-        super().put(value)  # type: ignore[no-untyped-call]  # transformers does not annotate it
-        if is_prompt or not self.token_cache:  # after a line ends, transformers would decode the next one alone
-            self.token_cache = value.flatten().tolist()[-_CONTEXT_TOKENS:]
-            self.print_len = len(self.tokenizer.decode(self.token_cache, skip_special_tokens=True))
+        """Take the prompt's tokens, then each new one."""
+        if not self._before:
+            self._before = value.flatten().tolist()
+            return
+        self._line += value.flatten().tolist()
+        text = continued_text(self._tokenizer, self._before, self._line)
+        # The next token may change a word, or complete a character; scripts after U+2E80 have no spaces.
+        is_final = text[-1:] == "\n" or "\u2e80" <= text[-1:] < "\ufffd"
+        self._emit(text if is_final else text[: text.rfind(" ") + 1])
+        if text.endswith("\n"):
+            self._before, self._line, self._emitted = self._before + self._line, [], ""
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._on_text(text)
+    def end(self) -> None:
+        """Emit the rest."""
+        self._emit(continued_text(self._tokenizer, self._before, self._line))
+
+    def _emit(self, text: str) -> None:
+        if text.startswith(self._emitted) and text != self._emitted:
+            self._on_text(text[len(self._emitted) :])
+            self._emitted = text
 
 
 class _FiniteLogits(transformers.LogitsProcessor):

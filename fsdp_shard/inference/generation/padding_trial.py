@@ -62,9 +62,17 @@ def reads_padding(
 
 def _counts_padding(config: GenerationConfig) -> bool:
     """Return whether a decoding option takes the padding before a prompt for a part of it."""
-    # transformers before 5.23; the padding is often the token that ends a text.
-    penalizes = config.repetition_penalty not in (None, 1.0) and Version(transformers.__version__) < Version("5.23")
-    return bool(config.min_length) or config.no_repeat_ngram_size == 1 or penalizes
+    penalties = [config.encoder_repetition_penalty]  # the padding is often the token that ends a text
+    if Version(transformers.__version__) < Version("5.23"):
+        penalties.append(config.repetition_penalty)
+    return (
+        any(penalty not in (None, 1.0) for penalty in penalties)
+        or config.no_repeat_ngram_size == 1
+        or config.encoder_no_repeat_ngram_size == 1
+        or bool(config.min_length)
+        or config.forced_bos_token_id is not None
+        or config.watermarking_config is not None
+    )
 
 
 def _ignores_padding(model: PreTrainedModel, pad: int) -> bool:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_shard.data import encode_prompts
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import ContextLength, end_tokens, kv_cache_of, until_end
+from fsdp_shard.models import ContextLength, continued_text, end_tokens, kv_cache_of, until_end
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loss.custom_functions import SamplesFunction
@@ -39,8 +39,8 @@ def sample_completions(
         ends = end_tokens(model.module, tokenizer)
         answers = complete_greedily(model, prompts, num_new, ends, context)
         return [
-            (text, str(tokenizer.decode(ids, skip_special_tokens=True)))
-            for text, ids in zip(texts, answers, strict=True)
+            (text, continued_text(tokenizer, prompt, answer))
+            for text, prompt, answer in zip(texts, prompts, answers, strict=True)
         ]
 
     return samples
