@@ -126,15 +126,11 @@ def convert(
         target: The directory to create.
         format: `huggingface` (whole tensors), `sharded` (one file per rank) or `dcp` (torch.distributed.checkpoint).
         max_shard_size: Largest file of the format `huggingface`, such as "2GB".
-        ranks: Number of ranks that `sharded` or `dcp` are written for.
+        ranks, nest: Number of ranks that `sharded` or `dcp` are written for; key to put the tensors of `dcp` under.
         dtype: Type to cast floating-point tensors to, a name such as "bfloat16" or a torch dtype; None to keep theirs.
-        verify: Read the target back and compare it.
+        verify, sync: Read the target back and compare it; wait until everything is on the disk.
         overwrite: Replace an existing checkpoint at `target`.
-        nest: Key to put the tensors of `dcp` under.
-        sync: Wait until everything is on the disk.
-        base: Model directory or hub id of an adapter's base model, instead of the one that it names.
-        config: Model directory or hub id with the config to use.
-        tokenizer: Model directory or hub id with the tokenizer to use.
+        base, config, tokenizer: Model directories or hub ids to use instead of the source's.
         dequantize: Write fp8 weights with block scales, and MXFP4, in floating point: in `dtype`, or config.json's.
 
     Returns:

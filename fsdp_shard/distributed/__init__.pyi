@@ -42,4 +42,4 @@ from .signals import (
     noting_ctrl_c as noting_ctrl_c,
     stop_signals as stop_signals,
 )
-from .started_ranks import is_allocation_only as is_allocation_only
+from .started_ranks import contradiction_of_srun as contradiction_of_srun, is_allocation_only as is_allocation_only

@@ -40,7 +40,8 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ConfigError: RANK or WORLD_SIZE contradicts srun, which would leave tasks out of the run.
     """
-    _refuse_other_numbers(environment)
+    if (contradiction := contradiction_of_srun(environment)) is not None:
+        raise ConfigError(contradiction)
     if _inside_torchrun(environment):
         return {}
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
@@ -61,20 +62,22 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment.get(name, value) for name, value in variables.items()}
 
 
-def _refuse_other_numbers(environment: Mapping[str, str]) -> None:
-    num_tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+def contradiction_of_srun(environment: Mapping[str, str]) -> str | None:
+    """Describe a RANK or WORLD_SIZE that would leave tasks of srun out of the run; None without one."""
+    num_tasks, task = environment.get("SLURM_STEP_NUM_TASKS", "1"), environment.get("SLURM_PROCID", "0")
     if num_tasks == "1" or "TORCHELASTIC_RUN_ID" in environment:
-        return
-    world_size, task = environment.get("WORLD_SIZE", num_tasks), environment.get("SLURM_PROCID")
+        return None
+    rank, world_size = environment.get("RANK", task), environment.get("WORLD_SIZE", num_tasks)
     if _inside_torchrun(environment):  # a launcher in each task may have started several ranks
-        wrong = "WORLD_SIZE" if int(world_size) < int(num_tasks) else None
+        wrong = "WORLD_SIZE" if world_size.isdecimal() and int(world_size) < int(num_tasks) else None
     else:
-        wrong = "WORLD_SIZE" if world_size != num_tasks else "RANK" if environment.get("RANK", task) != task else None
-    if wrong is not None:
-        raise ConfigError(
-            f"{wrong}={environment[wrong]} is set in the environment, but srun has started this process as task "
-            f"{task} of {num_tasks}; unset {wrong}."
-        )
+        wrong = "WORLD_SIZE" if world_size != num_tasks else "RANK" if rank != task else None
+    if wrong is None:
+        return None
+    return (
+        f"{wrong}={environment[wrong]}, but srun started SLURM_STEP_NUM_TASKS={num_tasks} tasks, and this is task "
+        f"{task}; unset {wrong}."
+    )
 
 
 def _num_local_tasks(environment: Mapping[str, str]) -> int | None:

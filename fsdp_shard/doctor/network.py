@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from fsdp_shard.distributed import (
     LaunchConfig,
+    contradiction_of_srun,
     is_allocation_only,
     is_joined_rank,
     is_this_machine,
@@ -73,15 +74,8 @@ def _wrong_numbers(environment: Mapping[str, str]) -> Iterator[Finding]:
                 f"{names[0]}={given[names[0]]} is not below {names[1]}={given[names[1]]}, so this cannot be one of the "
                 f"ranks: one of the two is of another job. Unset it, or start the ranks anew."
             )
-    started = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if started == "1" or "TORCHELASTIC_RUN_ID" in environment:
-        return
-    for name, of_srun in (("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"), ("RANK", "SLURM_PROCID")):
-        if environment.get(name, environment.get(of_srun)) != environment.get(of_srun):
-            yield problem(
-                f"{name}={environment[name]}, but srun started this process with {of_srun}={environment.get(of_srun)}. "
-                f"Unset {name}."
-            )
+    if (contradiction := contradiction_of_srun(environment)) is not None:
+        yield problem(contradiction)
 
 
 def _ignored_variables(settings: LaunchConfig, environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -1,4 +1,7 @@
-"""All private names of transformers that the package uses; CONTRIBUTING.md lists where each would break."""
+"""All private names of transformers that the package uses, and public ones that differ between its versions.
+
+CONTRIBUTING.md lists where each private name would break.
+"""
 
 from __future__ import annotations
 

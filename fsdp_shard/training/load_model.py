@@ -194,8 +194,7 @@ def unfilled_model(
         base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
         is_read = resumed is not None and not isinstance(adapter, LoraConfig)
         head, matched = run_on_all(context, lambda: match_weights(model, config, index, head_is_read=is_read))
-        blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
-        names = matched.stored
+        blocks, aliases, names = no_split_blocks(model, shard.blocks), tied_names(model), matched.stored
         if isinstance(adapter, LoraConfig):
             assert base is not None
             if head is not None:
@@ -208,18 +207,18 @@ def unfilled_model(
                 earlier = run_on_all(context, lambda: locate_earlier(adapter, model_name(config)))
         # The adapter may add an output head.
         run_on_all(context, lambda: chunk_loss(model, config, shard, any_vocabulary=chunks_any_vocabulary))
-        largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
         drawn = str(head or "") if earlier is None else f"the adapter begins with the values of {earlier.weights}"
-        notes = [matched.note or "", drawn, *layer_drop_notes(config, source)]
         described = ModelDescription(
             num_params=sum(block.num_params for block in blocks), num_blocks=len(blocks), aliases=aliases,
-            tree=unit_tree(model, shard, context.world_size) if shard.explain else [],
-            adapter=added, num_fused=num_fused, config=model.config, base=base, notes=list(filter(None, notes)),
+            tree=unit_tree(model, shard, context.world_size) if shard.explain else [], adapter=added, base=base,
+            num_fused=num_fused, config=model.config,
+            notes=[note for note in (matched.note, drawn, *layer_drop_notes(config, source)) if note],
         )  # fmt: skip
         yield UnfilledModel(
             module=model, index=index, names=names, quantized=quantized, resumed=resumed, context=context,
-            largest_block_bytes=largest, described=described, head=head, earlier=earlier, before_bytes=resident_bytes(),
+            largest_block_bytes=max(block.num_bytes for block in no_split_blocks(model, shard.blocks)),
+            described=described, head=head, earlier=earlier, before_bytes=resident_bytes(),
         )  # fmt: skip
 
 

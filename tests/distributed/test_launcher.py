@@ -135,7 +135,9 @@ def test_slurm_variables_become_those_of_torchrun() -> None:
     assert slurm_variables(slurm | {"WORLD_SIZE": "8", "RANK": "3"})["LOCAL_RANK"] == "1"
     lone = {**_TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}
     for name, variables in (("WORLD_SIZE", {"WORLD_SIZE": "2"}), ("RANK", {"RANK": "0"}), ("WORLD_SIZE", lone)):
-        with pytest.raises(ConfigError, match=f"{name}=[012] is set .* as task 3 of 8; unset {name}"):
+        with pytest.raises(
+            ConfigError, match=f"{name}=[012], but srun started .*=8 tasks, and this is task 3; unset {name}"
+        ):
             slurm_variables(slurm | variables)
     assert slurm_variables(slurm | lone | {"WORLD_SIZE": "32"}) == {}, "each task has started some of them"
     # Of an allocation, in which srun has started nothing.

@@ -57,7 +57,7 @@ def test_a_scheduler_that_counts_machines(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"RANK": "x"}, "RANK=x is not a number"),
         ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
-        ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, "started this process with SLURM_STEP_NUM_TASKS=2"),
+        ({"WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, "srun started SLURM_STEP_NUM_TASKS=2 tasks"),
     ],
     ids=["word", "rank", "slurm"],
 )

@@ -67,9 +67,8 @@ def complete_prompts(
     if beyond := check_room(prompts, encoded, sampling.max_new_tokens, room, has_encoder=config.is_encoder_decoder):
         log(f"warning: {beyond}")
 
-    budget = kv_cache_size.kv_cache_budget(encoded, sampling)
     start = time.perf_counter()
-    model = _load(settings, config, budget, log, context)
+    model = _load(settings, config, kv_cache_size.kv_cache_budget(encoded, sampling), log, context)
     load_seconds = time.perf_counter() - start
     decoder = Decoder(model, tokenizer, sampling)
     file = open_completions(settings, run_dir, prompts, seed) if is_main and not settings.is_conversation else None
@@ -85,9 +84,8 @@ def complete_prompts(
     now = f" ({len(prompts) - num_done} by this run)" if num_done else ""
     log(
         f"\n{format_count(result['num_prompts'], 'completion')}{now}, {format_count(num_tokens, 'new token')}; "
-        f"loaded in {load_seconds:.1f} s, "
-        f"{figures.tokens_per_second:.1f} tokens/s, peak memory {format_size(peak_bytes)}, "
-        f"{format_size(figures.disk_bytes_per_token)} read from disk per token"
+        f"loaded in {load_seconds:.1f} s, {figures.tokens_per_second:.1f} tokens/s, "
+        f"peak memory {format_size(peak_bytes)}, {format_size(figures.disk_bytes_per_token)} read from disk per token"
     )
     names = ("first_token_seconds", "tokens_per_second", "disk_bytes_per_token")
     result |= {"num_new_tokens": num_tokens} | {name: getattr(figures, name) for name in names}
