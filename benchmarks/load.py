@@ -108,7 +108,7 @@ def rank_main(side: str, source: Path) -> None:
         names = ("seconds", "growth_bytes", "shard_bytes", "block_bytes", "sum")
         print(json.dumps(dict(zip(names, [*worst.tolist(), block, float(sums)], strict=True))), flush=True)
     dist.destroy_process_group()
-    # A thread of gloo that frees the last tensors while Python ends would abort it (torch 2.13): all figures are there.
+    # A thread of gloo that frees its last tensors while Python exits would abort the process (torch 2.13).
     sys.stdout.flush()
     os._exit(0)
 

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 examples/dcp_loop.py CHECKPOINT_TO_LOAD|- CHECKPOINT
     fsdp-shard convert source=MODEL target=CHECKPOINT format=dcp nest=app.model    # its input, weights only
 """
 
+import os
 import sys
 from typing import Any
 
@@ -50,10 +51,11 @@ def main(loaded: str, saved: str, source: str, num_steps: int = 3) -> None:
         optimizer.step()
         optimizer.zero_grad()
     dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=saved)
-    # Gives gloo's threads time to free the last tensors: doing so while Python exits would abort it (torch 2.13).
-    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    # A thread of gloo that frees its last tensors while Python exits would abort the process (torch 2.13).
+    sys.stdout.flush()
+    os._exit(0)

@@ -10,6 +10,7 @@ are those of the trained model, here a transformers model. torchtitan's own Llam
 layers.0.attention.wq.weight, and rotary weights in another order; see docs/coming-from/dcp.md.
 """
 
+import os
 import sys
 
 import torch
@@ -28,10 +29,11 @@ def main(loaded: str, source: str, saved: str) -> None:
     fully_shard(model)
     dcp.load(model.state_dict(), checkpoint_id=loaded)
     dcp.save(model.state_dict(), checkpoint_id=saved)
-    # Gives gloo's threads time to free the last tensors: doing so while Python exits would abort it (torch 2.13).
-    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    # A thread of gloo that frees its last tensors while Python exits would abort the process (torch 2.13).
+    sys.stdout.flush()
+    os._exit(0)
