@@ -81,7 +81,7 @@ def generate(settings: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         The figures of result.json, and `completions`: a dict for each prompt, in order, with `prompt`, `completion` and
-        `num_new_tokens`.
+        `num_new_tokens`. `output` is the file of completions, empty if none is left.
 
     Raises:
         FsdpShardError: What the command would report.
@@ -94,8 +94,12 @@ def generate(settings: Sequence[str]) -> dict[str, Any]:
     """
     with TemporaryDirectory(prefix="fsdp-shard-") as directory:
         figures = _figures(_run("generate", settings, directory))
-        rows = Path(figures["output"]).read_text(encoding="utf-8").splitlines() if figures else []
-        return figures | {"completions": [json.loads(row) for row in rows]}
+        if not figures:
+            return {"completions": []}
+        file = Path(figures["output"])
+        rows = [json.loads(row) for row in file.read_text(encoding="utf-8").splitlines()]
+        kept = "" if file.is_relative_to(directory) else figures["output"]
+        return figures | {"output": kept, "completions": rows}
 
 
 def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> RunConfig:

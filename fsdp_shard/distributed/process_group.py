@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from fsdp_shard.distributed.config import LONGEST_TIMEOUT_SECONDS
 from fsdp_shard.distributed.hardware import init_device
+from fsdp_shard.distributed.started_ranks import number_in
 from fsdp_shard.errors import ConfigError
 
 # For ranks that wait while one of them tokenizes, or reads all weights. The death of a rank is noticed at once, and a
@@ -291,7 +292,7 @@ def init_distributed(
         >>> with fsdp_shard.init_distributed() as context:  # doctest: +SKIP
         ...     print(context.rank, context.world_size, context.device)
     """
-    rank, world_size, local_rank = (_number(name, default) for name, default in _SINGLE_RANK.items())
+    rank, world_size, local_rank = (number_in(os.environ, name, default) for name, default in _SINGLE_RANK.items())
     if is_joined := dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
@@ -411,24 +412,16 @@ def _own_group(lines: list[list[int]], timeout: timedelta) -> Any:
 _SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
-def _number(name: str, default: str) -> int:
-    """The number in an environment variable."""
-    text = os.environ.get(name, default)
-    if not text.isdecimal():
-        raise ConfigError(f"{name}={text} is not a number, as torchrun would set it; correct it, or unset it.")
-    return int(text)
-
-
 def _refuse_unnumbered() -> None:
     """Raise ConfigError for one of several processes whose environment does not say which rank it is."""
     if "RANK" in os.environ:
         return
-    if _number("WORLD_SIZE", "1") > 1:
+    if number_in(os.environ, "WORLD_SIZE", "1") > 1:
         raise ConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but RANK is not set; start the ranks with torchrun, or unset "
             f"WORLD_SIZE for a single one."
         )
-    if (num_tasks := _number("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if (num_tasks := number_in(os.environ, "SLURM_STEP_NUM_TASKS", "1")) > 1:
         raise ConfigError(
             f"srun has started {num_tasks} tasks, but RANK is not set, so that each would be the only rank; start the "
             f"program with torchrun on each machine, or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
@@ -449,8 +442,17 @@ def join_store(rendezvous: str, timeout_seconds: float) -> Store:
 
     Returns:
         The store of this attempt.
+
+    Raises:
+        ConfigError: The environment does not say at which address the ranks meet.
     """
-    # If one is missing, torch raises an error.
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if rendezvous == "env://" and missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot meet; start "
+            f"them with torchrun, or set both to an address and a free port of the machine of rank 0."
+        )
+    # A method such as file:// may bring both numbers itself; otherwise torch raises an error without them.
     rank, world_size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
     timeout = timedelta(seconds=timeout_seconds)
     store, _, _ = next(torch_rendezvous(rendezvous, rank, world_size, timeout=timeout))

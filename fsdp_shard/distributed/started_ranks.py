@@ -29,9 +29,21 @@ def _inside_srun(settings: LaunchConfig, environment: Mapping[str, str]) -> bool
     """
     if "SLURM_PROCID" not in environment:
         return False
-    if (of_step := environment.get("SLURM_STEP_NUM_TASKS")) is not None:
-        return int(of_step) > 1
-    return int(environment.get("SLURM_NTASKS", 1)) > 1 and settings.ranks == settings.max_nodes == 1
+    if "SLURM_STEP_NUM_TASKS" in environment:
+        return number_in(environment, "SLURM_STEP_NUM_TASKS") > 1
+    return number_in(environment, "SLURM_NTASKS", "1") > 1 and settings.ranks == settings.max_nodes == 1
+
+
+def number_in(environment: Mapping[str, str], name: str, default: str = "0") -> int:
+    """Return the number in an environment variable.
+
+    Raises:
+        ConfigError: It is not a number of zero or more.
+    """
+    text = environment.get(name, default)
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text} is not a number, as torchrun or srun sets it; correct it, or unset it.")
+    return int(text)
 
 
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -47,7 +59,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
     # Jobs on one machine must not meet at the same port, nor steps of one job that run at the same time.
-    job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (number_in(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = 20000 + (job + 101 * step) % 10000
     variables = {
         "RANK": environment["SLURM_PROCID"],

@@ -58,6 +58,14 @@ def test_scores_are_in_the_completions(tiny_model: Path) -> None:
     assert len(row["log_probabilities"]) == row["num_new_tokens"]
 
 
+def test_the_file_of_completions_is_named_if_it_is_kept(tiny_model: Path, tmp_path: Path) -> None:
+    made = [f"checkpoint={tiny_model}", "prompt=Once", "generation.max_new_tokens=2"]
+    assert fs.generate(made)["output"] == ""
+    file = fs.generate([*made, f"run_dir={tmp_path}/kept"])["output"]
+    assert Path(file).parent == tmp_path / "kept"
+    assert len(Path(file).read_text().splitlines()) == 1
+
+
 @pytest.mark.long
 def test_what_a_run_leaves_is_evaluated_and_generated_from(
     tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

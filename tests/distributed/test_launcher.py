@@ -131,6 +131,8 @@ def test_slurm_variables_become_those_of_torchrun() -> None:
     }
     assert slurm_variables(slurm | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] == "22446"  # beside step 0 of the same job
     assert slurm_variables(slurm | {"MASTER_PORT": "5"})["MASTER_PORT"] == "5"
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID=x is not a number"):
+        slurm_variables(slurm | {"SLURM_JOB_ID": "x"})
     assert slurm_variables(slurm | _TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}) == {}
     assert slurm_variables(slurm | {"WORLD_SIZE": "8", "RANK": "3"})["LOCAL_RANK"] == "1"
     lone = {**_TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}

@@ -118,13 +118,14 @@ def test_ranks_per_machine_are_those_that_were_started_there(monkeypatch: pytest
         ({}, {"replicas": 0}, "numbers of at least 1"),
         ({"RANK": "abc"}, {}, "RANK=abc is not a number"),
         ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE=2, but RANK is not set; start the ranks with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, {}, "MASTER_PORT is not set, so the ranks cannot meet"),
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, {}, "srun has started 2 tasks, but RANK is not set"),
     ],
 )
 def test_ranks_that_cannot_be_are_an_error(
     variables: dict[str, str], arguments: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
