@@ -91,6 +91,7 @@ from .model_files import (
     set_classes as set_classes,
     with_dtype as with_dtype,
 )
+from .open import is_module_path as is_module_path
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
 from .remote.hub_push import (
@@ -121,6 +122,7 @@ from .sharded_state.load_shards import (
     READ_STAGE_BYTES as READ_STAGE_BYTES,
     encode_shards as encode_shards,
     load_shards as load_shards,
+    may_cast as may_cast,
 )
 from .sharded_state.optimizer_state import (
     check_slots as check_slots,

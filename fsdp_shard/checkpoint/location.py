@@ -115,7 +115,13 @@ class Location:
             raise CheckpointError(
                 f"{self.weights} is an adapter of {path}, which is an adapter itself; convert that to a model first."
             )
-        return dataclasses.replace(found, config_path=self.config_path)
+        found = dataclasses.replace(found, config_path=self.config_path)
+        return found.absolute() if self.weights.is_absolute() else found
+
+    def absolute(self) -> Location:
+        """Return this location for a process that changes its working directory."""
+        side = None if self.side is None else self.side.absolute()
+        return dataclasses.replace(self, weights=self.weights.absolute(), side=side)
 
     def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
         file = self.weights / peft.ADAPTER_CONFIG

@@ -53,10 +53,15 @@ def open_weights(weights: Path, side: Path | None = None, step: int | None = Non
     return dataclasses.replace(index, aliases=index.aliases or usual_ties(index))
 
 
+def is_module_path(name: str) -> bool:
+    """Return whether a tensor's name may be a path of modules: checkpoints with longer names are not opened."""
+    return len(name) <= _MAX_NAME and name.count(".") <= _MAX_PARTS
+
+
 def _refuse_names(index: TensorIndex) -> None:
     """Reject names that are not module paths: processing their parts would take forever, or nest too deeply."""
     for name in (*index.tensors, *index.aliases):
-        if len(name) > _MAX_NAME or name.count(".") > _MAX_PARTS:
+        if not is_module_path(name):
             raise CheckpointError(
                 f"{index.path} has a tensor whose name is no path of modules: it has {len(name)} characters and "
                 f"{name.count('.')} dots; it begins with {name[:100]!r}."

@@ -97,7 +97,7 @@ def generate(settings: Sequence[str]) -> dict[str, Any]:
         if not figures:
             return {"completions": []}
         file = Path(figures["output"])
-        rows = [json.loads(row) for row in file.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(row) for row in file.read_bytes().splitlines()]  # text has other ends of lines, too
         kept = "" if file.is_relative_to(directory) else figures["output"]
         return figures | {"output": kept, "completions": rows}
 

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self
@@ -65,6 +65,12 @@ class Communicator:
         """Return the same ranks with a gloo group and timeout of their own, for use by another thread. A collective."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         return replace(self, group=group)
+
+    def destroy_group(self) -> None:
+        """Destroy the group that `with_new_group` made, after its last use; its threads end with the last reference."""
+        if dist.is_initialized():
+            with suppress(ValueError):  # it was destroyed with all others
+                dist.destroy_process_group(self.group)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -127,6 +133,9 @@ class SendsNothing(Communicator):
 
     def with_new_group(self, timeout_seconds: float) -> Self:
         return self
+
+    def destroy_group(self) -> None:
+        return
 
     def barrier(self) -> None:
         return

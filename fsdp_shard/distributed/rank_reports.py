@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -143,8 +144,13 @@ class AttemptDirectory:
         return {int(file.stem.removeprefix("rank-")) for file in self.path.glob("rank-*.done")}
 
     def write(self, report: RankFailure) -> None:
-        """Save the report of a rank."""
-        (self.path / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+        """Save the report of a rank; on a full disk, print it."""
+        new = self.path / f"rank-{report.rank}.new"  # the launcher may kill this rank at any moment
+        try:
+            new.write_text(json.dumps(asdict(report)), encoding="utf-8")
+            new.rename(self.path / f"rank-{report.rank}.json")
+        except OSError as error:
+            print(f"Rank {report.rank}: {report.kind}: {report.message} (not reported: {error})", file=sys.stderr)
 
     def reports(self) -> list[RankFailure]:
         """Return the reports of all ranks that left one, the first to fail first."""

@@ -100,7 +100,7 @@ def load_dispatched(
     """
     _check_names(options)
     located = locate_adapters(parse_adapters(options.get("adapters")))
-    others: Any = {name: value for name, value in options.items() if name != "adapters"}
+    others: Any = {name: value for name, value in options.items() if name != "adapters" and value is not None}
     settings = DispatchConfig(
         dict(device_map) if isinstance(device_map, Mapping) else device_map,
         dict(max_memory) if isinstance(max_memory, Mapping) else max_memory,
@@ -109,14 +109,19 @@ def load_dispatched(
     )
     check(settings)
     # Blocks on disk are read throughout the model's life, even if the working directory changes.
-    local = checkpoint.local_path(path)
-    source = locate(local.absolute() if local.exists() else path, base=base, config=config)
+    source = locate(_fixed(path), base=None if base is None else _fixed(base), config=config)
     settings = with_adapters(settings, source, located) if located else settings
     with torch.device("cpu"):  # for tensors created without a device; torch.set_default_device may name another
         model = dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
         if located:
             add_adapters(model, located, source)
     return model
+
+
+def _fixed(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return the absolute path of a local one, and anything else as it is."""
+    local = checkpoint.local_path(path)
+    return local.absolute() if local.exists() else path
 
 
 def _check_names(options: Iterable[str]) -> None:

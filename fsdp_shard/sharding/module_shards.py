@@ -58,8 +58,8 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
         contiguous in memory (`fill_copied_buffers`).
 
     Raises:
-        ModelError: A parameter is on meta, is not contiguous in memory, or is kept in a way that does not say which
-            part a rank has; or elements of a buffer share memory.
+        ModelError: A parameter is on meta, is quantized, is not contiguous in memory, or is kept in a way that does not
+            say which part a rank has; or elements of a buffer share memory.
     """
     if not isinstance(module, nn.Module) and not isinstance(getattr(module, "module", None), nn.Module):
         raise ModelError(f"{module!r} is no torch.nn.Module, nor what `shard` returns.")
@@ -90,6 +90,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
             _refuse_partial(name, param)
             shards[name] = shard_of(param, writes=is_first(param.device_mesh, param.placements), box=box)
         else:
+            _refuse_quantized(name, param)
             _refuse_strided(name, param)
             replicated.append(name)
             shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # the ranks divide the work
@@ -167,6 +168,15 @@ def _flat_shards(module: nn.Module) -> dict[int, LocalShard]:
         id(param): LocalShard(param, data, start, shape, writes=0 in ranks)
         for param, data, start, shape, ranks in flat_parameter_shards(module)
     }
+
+
+def _refuse_quantized(name: str, param: nn.Parameter) -> None:
+    """Reject a parameter whose elements are not all of its value: those of bitsandbytes and torchao."""
+    if getattr(param, "quant_state", None) is not None or hasattr(param, "__tensor_flatten__"):
+        raise ModelError(
+            f"{name} is a {type(param).__name__}, a quantized weight, of which only the packed numbers would be saved "
+            f"or filled; give the modules that are trained over it, such as an adapter's, or weights that are whole."
+        )
 
 
 def _refuse_strided(name: str, param: nn.Parameter) -> None:

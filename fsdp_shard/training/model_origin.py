@@ -25,6 +25,7 @@ from fsdp_shard.data import ROWS, DataConfig, Task, with_chat_template
 from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import SEQ2SEQ, ModelConfig, build_on_meta, classifier_name, load_config, load_tokenizer
+from fsdp_shard.training.checkpoints.run_lock import RunLock
 from fsdp_shard.training.config import ModelSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
 from fsdp_shard.training.seeding import derived_seed
@@ -42,6 +43,7 @@ class RunStart:
         step: The directory of the step to resume from, if any.
         is_finished: Whether the run has already ended, so that nothing is left to do.
         stop: The signals that ask the run to stop.
+        lock: The lock of the run directory.
         note: A line if the model that the run began from could not be compared with `model.path`.
         trust_remote_code: Whether code that comes with the model may run.
     """
@@ -51,6 +53,7 @@ class RunStart:
     step: Path | None = None
     is_finished: bool = False
     stop: StopSignal = field(default_factory=StopSignal)
+    lock: RunLock = field(default_factory=RunLock)
     note: str | None = None
     trust_remote_code: bool = False
 

@@ -22,7 +22,7 @@ from fsdp_shard.models import load_context_length
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.recorded_settings import changed_values
 from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
-from fsdp_shard.training.checkpoints.run_lock import run_lock
+from fsdp_shard.training.checkpoints.run_lock import RunLock, run_lock
 from fsdp_shard.training.checkpoints.saver import Saver
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.dataset_figures import data_figures, describe_streams
@@ -76,16 +76,16 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
             expert_parallel=shard.expert_parallel,
             context_parallel=shard.context_parallel,
         ) as context,
-        run_lock(config.run_dir, context),
+        run_lock(config.run_dir, context) as lock,
         StopSignal() as stop,
     ):
         if context.device.type == "cpu":
             keep_freed_memory()  # a tenth of a step's time
         reset_device_peak(context.device.type)  # of an earlier run of this process
-        yield _find_start(config, context, stop)
+        yield _find_start(config, context, stop, lock)
 
 
-def _find_start(config: FinetuneSettings, context: DistributedContext, stop: StopSignal) -> RunStart:
+def _find_start(config: FinetuneSettings, context: DistributedContext, stop: StopSignal, lock: RunLock) -> RunStart:
     """Find the step to resume from and verify it; a collective."""
     remote, trust = config.checkpoint.remote, config.model.trust_remote_code
     # Rank 0 may download a step. Without a remote store nothing takes long, and no other group is needed.
@@ -100,7 +100,7 @@ def _find_start(config: FinetuneSettings, context: DistributedContext, stop: Sto
         return RunStart(context, source, step, is_finished=True)
     run_on_main(context, lambda: check_same_teacher(config, step))
     resume.verify_resumed(step, config.checkpoint, context)
-    return RunStart(context, source, step, stop=stop, note=note, trust_remote_code=trust)
+    return RunStart(context, source, step, stop=stop, lock=lock, note=note, trust_remote_code=trust)
 
 
 def open_data(config: FinetuneSettings, start: RunStart) -> Samples:
@@ -297,7 +297,7 @@ def open_saver(config: FinetuneSettings, run: TrainingRun, start: RunStart, load
     files |= average_files(files) if run.average is not None else {}
     files |= run_files(config, loaded) | run_on_main(run.context, lambda: teacher_record(config))
     saver = Saver(config.run_dir, config.checkpoint, run.context, loaded, run.optimizer, files, log)
-    saver.average = run.average
+    saver.average, saver.lock = run.average, start.lock
     return saver
 
 

@@ -39,7 +39,7 @@ class TrainerState:
         samples_per_epoch: Number of samples in an epoch; None for streams and mixtures, and in older checkpoints.
         owes_evaluation: Whether an evaluation due after this step is missing: the run was interrupted before it, or a
             resume made this step the last.
-        evaluated_step: The latest evaluated step; 0 without one, and in older checkpoints.
+        evaluated_step: The latest evaluated or sampled step; 0 without one, and in older checkpoints.
         latest_loss: The held-out loss of that step.
         held_out: Identity of the held-out samples evaluated so far; empty without any, and in older checkpoints.
         loss_before: Held-out loss before the first step, on the same samples; None if unknown.
@@ -96,7 +96,9 @@ class TrainerState:
         had_best = self.best_step is not None
         if is_other:
             self.best_loss, self.best_step, self.reference_loss, self.num_stale = None, None, None, 0
-            self.loss_before, self.latest_loss, self.evaluated_step = None, None, 0
+            self.loss_before, self.latest_loss = None, None
+        if self.latest_loss is None:
+            self.evaluated_step = 0
         self.held_out = held_out
         return is_other and had_best
 

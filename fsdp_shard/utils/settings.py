@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Generic, Self, TypeVar, overload
 
 from fsdp_shard.errors import ConfigError
@@ -21,6 +21,9 @@ _RANGES: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("above", operator.gt, "more than"),
     ("maximum", operator.le, "at most"),
 )
+
+_INT = (int, "int", int | None, "int | None")
+_FLOAT = (float, "float", float | None, "float | None")
 
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that the user must set
 
@@ -147,15 +150,17 @@ def check(config: Any) -> None:
 
 
 def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """Check the value of one setting; ConfigError if it is missing, out of range, no choice, no bool or no int."""
+    """Check the value of one setting; ConfigError if it is missing, out of range, no choice, or of another type."""
     if value == REQUIRED:
         raise ConfigError(f"{name} is not set: {field.metadata.get('help', 'it is required')} Add {name}=VALUE.")
     if value is None:
         return
     if field.type in (bool, "bool") and not isinstance(value, bool):  # from Python: any string would be truthy
         raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected a bool: True or False.")
-    if field.type in (int, "int") and (isinstance(value, bool) or not isinstance(value, Integral)):
+    if field.type in _INT and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected an int, such as 2.")
+    if field.type in _FLOAT and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected a float, such as 0.5.")
     rules = field.metadata
     choices = rules.get("choices")
     if choices is not None and value not in choices:

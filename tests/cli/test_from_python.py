@@ -58,6 +58,12 @@ def test_scores_are_in_the_completions(tiny_model: Path) -> None:
     assert len(row["log_probabilities"]) == row["num_new_tokens"]
 
 
+def test_other_line_ends_within_a_prompt_end_no_row(tiny_model: Path) -> None:
+    given = [f"checkpoint={tiny_model}", "generation.max_new_tokens=2", "prompt=a\u2028b\x85c"]
+    (row,) = fs.generate(given)["completions"]
+    assert row["prompt"] == "a\u2028b\x85c"
+
+
 def test_the_file_of_completions_is_named_if_it_is_kept(tiny_model: Path, tmp_path: Path) -> None:
     made = [f"checkpoint={tiny_model}", "prompt=Once", "generation.max_new_tokens=2"]
     assert fs.generate(made)["output"] == ""

@@ -292,11 +292,11 @@ def test_a_bad_row_ends_all_ranks(tmp_path: Path, bad: str, workers: int) -> Non
 def _kill_a_worker(context: DistributedContext, config: DataConfig) -> str:
     dataset = prepare_on_ranks(config, tokenizer, context, seed=SEED).train
     dataset.prepare(0, BATCH)
-    psutil.Process().children()[0].kill()
-    try:
+    try:  # torch may raise the error from a signal handler, at any moment from here on
+        psutil.Process().children()[0].kill()
         for first in range(BATCH, 100_000, BATCH):
             dataset.prepare(first, BATCH)
-    except (DataError, RuntimeError) as error:  # torch may raise it from a signal handler, between two steps
+    except (DataError, RuntimeError) as error:
         return str(error)
     return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,7 +32,7 @@ from fsdp_shard.distributed import (
 )
 from fsdp_shard.distributed.launcher import check_machine
 from fsdp_shard.distributed.local_workers import numa_options
-from fsdp_shard.distributed.rank_reports import RankFailure, first_cause, reports_directory
+from fsdp_shard.distributed.rank_reports import AttemptDirectory, RankFailure, first_cause, reports_directory
 from fsdp_shard.distributed.signals import Stopped
 from fsdp_shard.distributed.started_ranks import first_node, joins, slurm_variables
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError, RunError
@@ -306,6 +307,17 @@ def test_what_binding_raises_before_a_rank_works_is_said(tmp_path: Path, monkeyp
 
 def _report(rank: int, kind: str, message: str, when: float, status: int = 1) -> RankFailure:
     return RankFailure(rank, kind, message, status, f"Traceback of {rank}", when)
+
+
+def test_a_report_is_whole_or_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank may be killed while it writes it, and its disk may be full."""
+    directory, report = AttemptDirectory.create(tmp_path, "1"), _report(1, "StorageError", "Make room.", 2.0)
+    directory.write(report)
+    (directory.path / "rank-0.new").write_text("{")
+    assert directory.reports() == [report]
+    shutil.rmtree(directory.path)
+    directory.write(report)
+    assert "Rank 1: StorageError: Make room. (not reported: " in capsys.readouterr().err
 
 
 _LOST = "[gloo] Connection closed by peer [127.0.0.1]:35435"

@@ -79,7 +79,7 @@ def save_on(
 ) -> None:
     """Save `steps` one after the other, and delete old ones; `saved(step)` is called when one is said to be safe."""
     store, state, staging = Store(root), State(context.rank, small=small), Staging()
-    beside = context.with_new_group(60)
+    beside = context.with_new_group(20)  # gloo may not notice at once that a rank was killed
     run_on_main(context, store.clean_leftovers)
 
     def write(step: int, whole: StepContent) -> Path:

@@ -23,7 +23,7 @@ _WAYS = [("sharded", False), ("gathered", False), ("sharded", True), ("gathered"
 _REACHED = [point for point in POINTS if point not in ("verified", "slimmed")]
 _MAIN_POINTS = ("begun", "manifest-written", "directory-synced", "renamed", "committed", "pointed", "hidden", "deleted")
 _RANDOM_KILLS = 59 if LONG else 9  # each way
-_SECONDS_TO_END = 20.0
+_SECONDS_TO_END = 40.0  # more than the timeout of the group that saves
 
 
 def _trial(place: Path, layout: str, asynchronous: bool, kill: Callable[[Ranks, Path], None]) -> list[str]:

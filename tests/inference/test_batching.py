@@ -150,6 +150,14 @@ def test_options_of_the_model_do_not_count_padding(options: dict[str, Any]) -> N
     assert [one.num_new_tokens for one in found] == [len(answer.tokens) for answer in alone]
 
 
+@pytest.mark.parametrize(("end", "depends"), [(256, False), (37, True)])
+def test_padding_that_may_be_generated_counts_as_repeated(end: int, depends: bool) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=257, **sizes))
+    config = GenerationConfig(no_repeat_ngram_size=2, eos_token_id=[3, end])
+    assert reads_padding(model, config, 256, [[3, 4]]) is depends
+
+
 def _completions(context: DistributedContext, fails: bool) -> list[str]:
     """Those of two prompts, of which that of rank 1 takes longer than a collective may, or fails."""
     impatient = replace(context, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=1)))

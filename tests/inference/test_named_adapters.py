@@ -52,6 +52,20 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: save(root / name, base, **settings) for name, settings in ADAPTERS.items()}
 
 
+def test_its_base_has_a_relative_path(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks are read throughout the model's life, whatever the working directory is by then."""
+    config = save(tmp_path / "adapter", base) / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": base.name}))
+    monkeypatch.chdir(base.parent)
+    models = [
+        load_dispatched(tmp_path / "adapter", "disk", dtype="float32"),
+        load_dispatched(tmp_path / "adapter", "disk", dtype="float32", base=base.name),
+    ]
+    monkeypatch.chdir(tmp_path)
+    whole = load_dispatched(tmp_path / "adapter", "cpu", dtype="float32", base=str(base))
+    assert all(torch.equal(logits_of(model), logits_of(whole)) for model in models)
+
+
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(token_batch(5)).logits.clone()  # type: ignore[no-any-return]  # untyped in transformers

@@ -8,11 +8,8 @@ import json
 import math
 import os
 import signal
-import sys
 import threading
-import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +29,7 @@ import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
-from fsdp_shard.training.checkpoints import step_saver
 from fsdp_shard.training.checkpoints.loop_state import bits_sum
-from tests.support.commands import run as run_command
 from tests.support.ranks import on_ranks
 from tests.support.stateful import Stateful
 from tests.support.tiny import byte_tokenizer, llama, token_batch
@@ -383,6 +378,18 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
     return work
 
 
+class Params4bit(nn.Parameter):
+    """As those of bitsandbytes, which has its scales beside the packed weights."""
+
+    quant_state = "scales"
+
+
+def _quantized() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight = Params4bit(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    return model
+
+
 def _expanded() -> nn.Module:
     model = nn.Linear(4, 4)
     model.register_buffer("mask", torch.ones(4)[None].expand(3, -1))
@@ -402,6 +409,7 @@ def _expanded() -> nn.Module:
         ("extra.path is a pathlib.*which is no data", {"extra": {"path": Path("x")}}),
         ("extra.w is a tensor that is on the meta device", {"extra": {"w": torch.ones(2, device="meta")}}),
         ("extra.w is a tensor that is sparse", {"extra": {"w": torch.eye(2).to_sparse()}}),
+        (r"extra\.xx.* is a tensor whose keys, joined by dots, have", {"extra": {"x" * 1000: torch.ones(1)}}),
         (
             "odd.w is a tensor that is nested",
             {"odd": Stateful({"w": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)})},
@@ -416,6 +424,7 @@ def _expanded() -> nn.Module:
         ("is on the meta device", {"model": lambda context: Net().to("meta"), "optimizer": None}),
         ("None is no torch.nn.Module", {"model": None}),
         ("mask .* is a buffer whose elements share memory", {"model": lambda _: _expanded(), "optimizer": None}),
+        ("weight is a Params4bit, a quantized weight, of which", {"model": lambda _: _quantized(), "optimizer": None}),
         (
             "a.b.weight is the name of a parameter or buffer of both models 'a' and 'a.b'",
             {"model": {"a": nn.ModuleDict({"b": nn.Linear(2, 1)}), "a.b": nn.Linear(2, 1)}, "optimizer": None},
@@ -482,6 +491,12 @@ def test_a_digest_on_a_gpu_is_a_sum_of_bits(dtype: torch.dtype) -> None:
     other[3] = 7.0
     assert bits_sum(data) == bits_sum(data.clone()) != bits_sum(other)
     assert 0 <= bits_sum(torch.full((8,), -1.0).to(dtype)) < 2**64
+
+
+@pytest.mark.parametrize("keep_last", ["3", 1.5, True])
+def test_a_number_of_steps_is_a_whole_number(keep_last: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"keep_last={keep_last!r} is .*, expected an int"):
+        fs.Checkpointer(tmp_path, keep_last=keep_last)
 
 
 def test_settings_that_a_loop_does_not_have(tmp_path: Path) -> None:
@@ -640,83 +655,3 @@ def test_a_rank_without_a_process_group(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"one of 2 ranks .* no process group yet; call"):
         fs.Checkpointer(tmp_path)
-
-
-def test_two_at_once(tmp_path: Path) -> None:
-    with fs.Checkpointer(tmp_path), pytest.raises(ConfigError, match="in use by another run"):
-        fs.Checkpointer(tmp_path)
-    with fs.Checkpointer(tmp_path) as checkpointer:
-        pass
-    with pytest.raises(ConfigError, match="is closed"):
-        checkpointer.wait()
-
-
-_FORGETFUL = """
-import time, torch, fsdp_shard as fs
-from fsdp_shard.checkpoint import FAULTS
-
-FAULTS.hook = lambda point: time.sleep(point == "staged")
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.AdamW(model.parameters())
-
-
-def train():
-    checkpointer = fs.Checkpointer("run")
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    restored = checkpointer.restore(model, optimizer)
-    checkpointer.save(restored.step + 1 if restored else 1, model, optimizer)
-    return checkpointer
-
-
-train()
-train()
-print(fs.Checkpointer("run").steps)
-kept = train()
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_save_of_what_nobody_closes_ends(fails: bool, tmp_path: Path) -> None:
-    """Where the Checkpointer is collected, before another one uses the directory, and at the end of the process."""
-    script = _FORGETFUL + ("raise ValueError('x')" if fails else "")
-    done = run_command([sys.executable, "-c", script], tmp_path)
-    assert done.out.splitlines()[0] == "[1, 2]"
-    assert done.status == int(fails)
-    with fs.Checkpointer(tmp_path / "run") as checkpointer:
-        assert checkpointer.steps == [1, 2, 3]
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_save_that_collects_its_checkpointer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The garbage collector runs in the thread of the save, which cannot wait for itself."""
-    model = nn.Linear(2, 2)
-    kept = [fs.Checkpointer(tmp_path)]
-    forgotten, is_dropped = weakref.ref(kept[0]), threading.Event()
-
-    def drop(point: str) -> None:
-        if point == "staged":
-            is_dropped.wait(10)
-            kept.clear()
-
-    monkeypatch.setattr(FAULTS, "hook", drop)
-    kept[0].save(1, model, torch.optim.AdamW(model.parameters()))
-    is_dropped.set()
-    for name in ("save-step-1", "end-checkpointer"):  # the first starts the second
-        for thread in [one for one in threading.enumerate() if one.name == name]:
-            thread.join(10)
-    assert forgotten() is None
-    with fs.Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.steps == [1]
-
-
-def test_an_earlier_error_at_a_prompt_ends_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(sys, "last_value", ValueError("x"), raising=False)
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    monkeypatch.setattr(FAULTS, "hook", lambda point: time.sleep(0.5 * (point == "staged")))
-    model = nn.Linear(2, 2)
-    fs.Checkpointer(tmp_path).save(1, model, torch.optim.AdamW(model.parameters()))
-    with fs.Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.steps == [1]

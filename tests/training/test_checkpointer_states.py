@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import torch
 from torch import nn
 
 import fsdp_shard as fs
+from fsdp_shard.checkpoint import FAULTS
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError, SaveError
 from tests.support.ranks import on_ranks
 from tests.support.stateful import Stateful
+from tests.support.tiny import token_batch
 from tests.support.wrapped_net import WRAPPERS, Net
 
 
@@ -181,3 +185,114 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
         ):
             with pytest.raises(ModelError, match=r"weight of shape \[4, 3, 3, 3\] is not contiguous.*param.data = "):
                 use(model)
+
+
+class _CountingSGD(torch.optim.Optimizer):
+    """States that are not tensors, of which one exists from the first step and one from the second."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it has no closure
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                if "step" in state:
+                    state["late"] = state.get("late", 0) + 1
+                state["step"] = state.get("step", 0) + 1
+                param.add_(param.grad, alpha=-0.1 / (state["step"] + state.get("late", 0)))
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+    losses = []
+    for number in numbers:
+        loss = model(token_batch(number, 2, 3, 13)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("wrapper", ["by_nobody", "by_fully_shard", "by_fsdp"])
+def test_states_that_are_no_tensors_come_back(wrapper: str, tmp_path: Path) -> None:
+    def work(context: DistributedContext) -> tuple[list[float], list[float]]:
+        model = WRAPPERS[wrapper](Net(), context)
+        optimizer = _CountingSGD(model.parameters())
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            _steps(model, optimizer, range(3))
+            checkpointer.save(3, model, optimizer)
+            expected = _steps(model, optimizer, range(3, 6))
+            model = WRAPPERS[wrapper](Net(), context)
+            optimizer = _CountingSGD(model.parameters())
+            assert checkpointer.restore(model, optimizer) is not None
+            return expected, _steps(model, optimizer, range(3, 6))
+
+    for expected, found in on_ranks(1 if wrapper == "by_nobody" else 2, work):
+        assert found == expected
+
+
+def test_tensors_within_a_state_are_refused(tmp_path: Path) -> None:
+    """On each of several ranks they may be others; they were lost."""
+    model = Net()
+    optimizer = _CountingSGD(model.parameters())
+    optimizer.state[next(model.parameters())]["factors"] = [torch.ones(2)]
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(SaveError, match=r"'factors' has tensors in it, .* state_of__countingsgd=optimizer"):
+            checkpointer.save(1, model, optimizer)
+        checkpointer.save(1, model, state_of_sgd=optimizer)
+
+
+def test_a_rate_may_become_a_tensor(tmp_path: Path) -> None:
+    model = Net()
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, torch.optim.AdamW(model.parameters(), lr=0.25))
+        other = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+        checkpointer.restore(model, other)
+    assert float(other.param_groups[0]["lr"]) == 0.25
+
+
+def test_states_that_change_while_they_are_saved_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    monkeypatch.setattr(FAULTS, "hook", lambda point: point == "staged" and held.wait(60))
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _steps(model, optimizer, range(1))
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+        held.set()
+        with pytest.raises(SaveError, match="exp_avg was changed in place while it was being saved"):
+            checkpointer.wait()
+        assert checkpointer.steps == []
+
+
+class _Lookahead(torch.optim.Optimizer):
+    """Has slow weights beside the states of another optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__([param for group in optimizer.param_groups for param in group["params"]], {})
+
+
+def test_an_optimizer_within_another_is_refused(tmp_path: Path) -> None:
+    """Only the states of one of them were saved."""
+
+    def work(context: DistributedContext) -> list[str]:
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in the import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        model = nn.parallel.DistributedDataParallel(Net())
+        divided = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+        said = []
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            for optimizer in (divided, _Lookahead(torch.optim.AdamW(model.parameters()))):
+                with pytest.raises(SaveError) as raised:
+                    checkpointer.save(1, model, optimizer)
+                said.append(str(raised.value))
+        return said
+
+    for kind, said in zip(("ZeroRedundancyOptimizer", "_Lookahead"), on_ranks(2, work)[0], strict=True):
+        assert f"{kind} cannot be saved as an optimizer: there is another optimizer in it" in said

@@ -97,6 +97,30 @@ def test_weights_of_another_module(stored: dict[str, torch.Tensor], words: str, 
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted", "words"),
+    [
+        (torch.int64, torch.bool, "I64, expected torch.bool"),
+        (torch.int64, torch.uint8, "I64, expected torch.uint8"),
+        (torch.complex64, torch.int64, "C64, expected torch.int64"),
+        (torch.int32, torch.int64, None),
+        (torch.uint8, torch.int16, None),
+    ],
+)
+def test_integers_are_cast_only_where_all_fit(
+    stored: torch.dtype, wanted: torch.dtype, words: str | None, tmp_path: Path
+) -> None:
+    save_file({"count": torch.tensor([200, 2]).to(stored)}, tmp_path / "x.safetensors")
+    model = nn.Module()
+    model.register_buffer("count", torch.zeros(2, dtype=wanted))
+    if words is None:
+        fs.load_weights(model, tmp_path / "x.safetensors")
+        assert model.get_buffer("count").tolist() == [200, 2]
+    else:
+        with pytest.raises(CheckpointError, match=f"count is stored as {words}"):
+            fs.load_weights(model, tmp_path / "x.safetensors")
+
+
 def test_a_directory_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(SaveError, match="model exists already"):

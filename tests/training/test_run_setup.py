@@ -17,6 +17,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.training import run_setup
 from fsdp_shard.training.checkpoints import resume
+from fsdp_shard.training.checkpoints.run_lock import RunLock
 from fsdp_shard.training.stop_signal import StopSignal
 from tests.support.commands import run
 from tests.support.ranks import on_ranks
@@ -24,7 +25,7 @@ from tests.support.ranks import on_ranks
 
 def _start(context: DistributedContext, config: FinetuneConfig) -> Path | None:
     impatient = replace(context, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=1)))
-    return run_setup._find_start(config, impatient, StopSignal()).step
+    return run_setup._find_start(config, impatient, StopSignal(), RunLock()).step
 
 
 def test_ranks_wait_for_one_that_downloads_a_step(

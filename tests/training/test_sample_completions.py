@@ -165,6 +165,9 @@ def test_a_run_shows_and_keeps_them(tmp_path: Path) -> None:
     assert rows[4]["completion"] == "cabcab", "what it was trained on"
     assert f'sample after step 60: "ab" -> {json.dumps(rows[4]["completion"])}' in done.out + done.err
 
+    (tmp_path / "run/result.json").unlink()  # as if killed before it
+    same = fsdp_shard("finetune", *settings, "train.steps=60", cwd=tmp_path)
+    assert (same.status, _samples(tmp_path)) == (0, rows), "once each"
     (tmp_path / "run/result.json").unlink()
     again = fsdp_shard("finetune", *settings, "train.steps=62", cwd=tmp_path)
     assert again.status == 0, again

@@ -75,6 +75,9 @@ def test_the_held_out_loss_is_of_this_step() -> None:
     assert state.held_out_loss == 4.0, "the first that are named"
     state.record_held_out("b")
     assert state.held_out_loss is None
+    sampled = TrainerState(seed=0, data="", step=4, evaluated_step=4)  # completions only
+    sampled.record_held_out("a")
+    assert sampled.evaluated_step == 0, "its loss is still to be computed"
 
 
 def test_small_falls_add_up() -> None:

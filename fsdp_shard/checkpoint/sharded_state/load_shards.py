@@ -15,6 +15,16 @@ READ_STAGE_BYTES = 16 << 20  # read at a time if the dtype or the device differs
 ENCODED_AT_ONCE = 1 << 20  # weights; encoding needs up to 20 bytes each
 
 
+def may_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether values may be cast: among floating-point types, or to an integer type that has all of them."""
+    if stored == wanted or (stored.is_floating_point and wanted.is_floating_point):
+        return True
+    if any(kind.is_floating_point or kind.is_complex or kind == torch.bool for kind in (stored, wanted)):
+        return False
+    few, many = torch.iinfo(stored), torch.iinfo(wanted)
+    return many.min <= few.min and few.max <= many.max
+
+
 def load_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: Mapping[str, str] | None = None) -> None:
     """Fill each shard's own memory with its range, cast if the dtypes differ; read nothing else of the files.
 

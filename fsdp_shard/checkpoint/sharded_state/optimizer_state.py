@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import to_torch
+from fsdp_shard.checkpoint.sharded_state.load_shards import may_cast
 from fsdp_shard.distributed import LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import CheckpointError
 
@@ -111,7 +112,7 @@ def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], extra: S
             raise CheckpointError(
                 f"{index.root}: state {name} has shape {list(entry.shape)}, expected {list(shard.shape)}."
             )
-        if to_torch(entry.dtype).is_floating_point != shard.data.dtype.is_floating_point:
+        if not may_cast(to_torch(entry.dtype), shard.data.dtype):
             raise CheckpointError(
                 f"{index.root}: state {name} is stored as {entry.dtype}, expected {shard.data.dtype}."
             )

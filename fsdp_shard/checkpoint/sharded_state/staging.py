@@ -6,11 +6,11 @@ the copy is settled, before the weights change. The memory of the copies is allo
 pages cost several times as much as the copy. Buffers, which a forward pass may change, are copied immediately. Tensors
 on a GPU are copied to pinned memory on a separate stream.
 
-Other changes to parameters, such as swapping in averages, are not known in advance. In host memory, torch's count of
-in-place changes reveals them, and the save fails. The count is that of the optimizer's own parameter, which no
-wrapper's gather changes; a shard's memory may have another count. Changes through `.data` and by torch's foreach
-operators on DTensors are not counted. On a GPU, the transfer may already be complete when a change is seen, so changes
-cannot be detected.
+Other changes, such as swapping in averages or clearing an optimizer's state, are not known in advance. In host memory,
+torch's count of in-place changes reveals them, and the save fails. The count is that of the optimizer's own parameter
+or state, which no wrapper's gather changes; a shard's memory may have another count. Changes through `.data` and by
+torch's foreach operators on DTensors are not counted. On a GPU, the transfer may already be complete when a change is
+seen, so changes cannot be detected.
 """
 
 import threading
@@ -35,10 +35,10 @@ Job = tuple[torch.Tensor, torch.Tensor]  # (host memory, source), flat, with equ
 class StagedCopy:
     """The source of a save. `settle` is called before the weights change, in a thread other than the readers."""
 
-    def __init__(self, jobs: list[Job], weights: Mapping[str, LocalShard]) -> None:
-        params = {id(shard.data): (name, shard.tensor) for name, shard in weights.items()}
+    def __init__(self, jobs: list[Job], shards: Mapping[str, LocalShard]) -> None:
+        tensors = {id(shard.data): (name, shard.tensor) for name, shard in shards.items()}
         self._parts = {
-            id(source): _Part(host, source, *params.get(id(source), ("", None)))
+            id(source): _Part(host, source, *tensors.get(id(source), ("", None)))
             for host, source in jobs
             if source.device.type == "cpu"
         }
@@ -84,7 +84,7 @@ class StagedCopy:
 class _Part:
     """A shard in host memory: `source`, the memory `host` to copy it to, and the number of bytes not read yet.
 
-    `tensor` is its parameter, called `name`, or None.
+    `tensor` is its parameter or optimizer state, called `name`, or None.
     """
 
     def __init__(self, host: torch.Tensor, source: torch.Tensor, name: str, tensor: torch.Tensor | None) -> None:
@@ -102,11 +102,12 @@ class _Part:
         self.is_copied = True
 
     def require_unchanged(self) -> None:
-        """Raise SaveError if the parameter was changed in place before it was copied, or if it is not copied."""
+        """Raise SaveError if the tensor was changed in place before it was copied, or if it is not copied."""
         if self._is_spoiled or (not self.is_copied and self._count() != self._version):
             raise SaveError(
-                f"{self._name} was changed in place while it was being saved, and not by the optimizer. Call wait() "
-                f"before weights are loaded or swapped, or save with asynchronous=False."
+                f"{self._name} was changed in place while it was being saved, and not by optimizer.step(). Call wait() "
+                f"before weights are loaded or swapped, optimizer states changed, or a compiled step is taken, or save "
+                f"with asynchronous=False."
             )
 
     def _count(self) -> int:
@@ -153,7 +154,7 @@ class Staging:
             for part in (state.weights, state.average)
         )
         optimizer = {name: staged(shard, is_buffer=False) for name, shard in state.optimizer.items()}
-        copy = StagedCopy(jobs, state.weights)
+        copy = StagedCopy(jobs, {**state.weights, **state.optimizer})
         return replace(state, weights=weights, optimizer=optimizer, average=average, reading=copy.reading), copy
 
     def _get_memory(self, num_bytes: int, gpu: torch.device | None) -> torch.Tensor:

@@ -4,6 +4,7 @@ Models receive a mask with padded prompts. Some ignore it where they number posi
 by means other than attention, and no config reports this.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ def reads_padding(
         return True
     if all(len(set(lengths)) == 1 for lengths in batches) or model.config.is_encoder_decoder:
         return False
-    if _counts_padding(config):
+    if _counts_padding(config, pad):
         return True
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if any("linear" in kind for kind in kinds):  # MiniMax's have a state, which a trial with many layers misses
@@ -60,15 +61,18 @@ def reads_padding(
     return bool(found)
 
 
-def _counts_padding(config: GenerationConfig) -> bool:
+def _counts_padding(config: GenerationConfig, pad: int) -> bool:
     """Return whether a decoding option takes the padding before a prompt for a part of it."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     penalties = [config.encoder_repetition_penalty]  # the padding is often the token that ends a text
     if Version(transformers.__version__) < Version("5.23"):
         penalties.append(config.repetition_penalty)
+    # Of longer ones, a token that ends a text is never a part but the last.
+    longest = 1 if pad in ends else math.inf
     return (
         any(penalty not in (None, 1.0) for penalty in penalties)
-        or config.no_repeat_ngram_size == 1
-        or config.encoder_no_repeat_ngram_size == 1
+        or 0 < (config.no_repeat_ngram_size or 0) <= longest
+        or 0 < (config.encoder_no_repeat_ngram_size or 0) <= longest
         or bool(config.min_length)
         or config.forced_bos_token_id is not None
         or config.watermarking_config is not None

@@ -136,17 +136,24 @@ class Checkpointer:
         processor: Any = None,
         **settings: Any,
     ) -> None:
-        self.path, self._config = Path(path), check_settings(settings, mode)
+        if "://" in os.fspath(path):
+            raise ConfigError(
+                f"path={path} is not a local directory; give one, and remote={path} to have its steps uploaded."
+            )
+        # Absolute, so that a loop may change its working directory.
+        self.path, self._config = Path(path).absolute(), check_settings(settings, mode)
         self._monitor, self._sign, self._processor = monitor, 1 if mode == "min" else -1, processor
         self._ranks = current_ranks(self._config.timeout_seconds)
         self._store = Store(self.path / CHECKPOINTS)
         with ExitStack() as opening:
-            opening.enter_context(run_lock(os.fspath(self.path), self._ranks))
+            lock = opening.enter_context(run_lock(os.fspath(self.path), self._ranks))
             run_on_main(self._ranks, self._clean)
             self._committer = StepCommitter(self._ranks, self._store, self._config, is_adapter=False)
             self._committer.upload_missing()
             self._log = _Log(self._ranks)
             self._saver = StepSaver(self._ranks, self._config, self._committer, self._log, prefix="")
+            self._saver.lock = lock
+            opening.callback(_destroy_groups, self._saver, self._committer, self._ranks)
             self._opened = opening.pop_all()
         self._forgotten = weakref.finalize(self, _end_forgotten, self._saver, self._opened, os.getpid())
         self._signal: StopSignal | None = None
@@ -288,6 +295,9 @@ class Checkpointer:
             self._is_closed = True
             self._saver.__exit__(kind, error, trace)
             self._opened.close()
+            # The threads of its groups end with the last reference. One that frees the tensors of the last collectives
+            # while Python exits would abort the process (torch 2.13).
+            del self._saver, self._committer, self._ranks, self._log
 
     # ---- restoring
 
@@ -450,6 +460,13 @@ def check_settings(
     config = CheckpointConfig(**{"max_failures": 1, **settings, "every": 1})
     check(config)
     return config
+
+
+def _destroy_groups(saver: StepSaver, committer: StepCommitter, ranks: Communicator) -> None:
+    """Destroy the groups of a Checkpointer, unless a save still uses them."""
+    if not saver.is_saving:
+        committer.close()
+        ranks.destroy_group()
 
 
 def _end_forgotten(saver: StepSaver, opened: ExitStack, process: int) -> None:

@@ -14,6 +14,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import TensorIndex
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.utils import tree_leaves
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
@@ -28,6 +29,8 @@ def bare_optimizers(given: Optimizers) -> dict[str, Optimizer]:
     found = {}
     for name, one in ({} if given is None else by_name(given)).items():
         while isinstance(inner := getattr(one, "optimizer", None), Optimizer):  # of accelerate
+            if getattr(one, "state", inner.state) is not inner.state:
+                break  # it adds states of its own, as Lookahead does
             one = inner
         if not isinstance(one, Optimizer):
             raise ConfigError(
@@ -46,11 +49,24 @@ def check_savable(optimizers: Mapping[str, Optimizer]) -> None:
             why = "restore() has its states made by a step with gradients of zeros, which it does not take"
         elif other := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
             why = f"it has a state under the key {other[0]!r}, and only those of parameters are saved"
+        elif any(isinstance(one, Optimizer) and one.state is not optimizer.state for one in vars(optimizer).values()):
+            why = "there is another optimizer in it, and only its own states would be saved"
+        elif (slot := _nested_tensor(optimizer)) is not None:
+            why = f"its state {slot!r} has tensors in it, and how the ranks divide them is not known"
         if why is not None:
             raise SaveError(
                 f"{kind} cannot be saved as an optimizer: {why}. Give it to save() and restore() by a name of its own "
                 f"instead, such as state_of_{kind.lower()}=optimizer: then its state_dict() is saved."
             )
+
+
+def _nested_tensor(optimizer: Optimizer) -> str | None:
+    """The name of a state that is no tensor but has tensors in it, if any: each rank may have other ones."""
+    for state in optimizer.state.values():
+        for slot, value in state.items():
+            if not isinstance(value, torch.Tensor) and any(torch.is_tensor(leaf) for leaf in tree_leaves(value)):
+                return str(slot)
+    return None
 
 
 def optimizer_parts(
@@ -159,16 +175,25 @@ def set_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             if key != "params":
-                group[key] = value.to(group[key].device) if isinstance(group[key], torch.Tensor) else value
+                are_tensors = isinstance(group[key], torch.Tensor) and isinstance(value, torch.Tensor)
+                group[key] = value.to(group[key].device) if are_tensors else value
 
 
 def set_values(optimizer: Optimizer, prefix: str, shards: Mapping[str, LocalShard], values: Mapping[str, Any]) -> None:
-    """Set the non-tensor entries of the states to those of a step."""
+    """Make the non-tensor entries of the states those of a step, also where a state has no others."""
+    members = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for name, shard in shards.items():
-        state = optimizer.state.get(shard.tensor, {})
-        for slot in [slot for slot, now in state.items() if not isinstance(now, torch.Tensor)]:
-            if (key := f"{prefix}{name}.{slot}") in values:
-                state[slot] = values[key]
+        # Under FSDP1, a rank may hold no elements of a parameter.
+        if id(shard.tensor) not in members or not shard.tensor.numel():
+            continue
+        start = f"{prefix}{name}."
+        saved = {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
+        if not saved and shard.tensor not in optimizer.state:
+            continue
+        state = optimizer.state[shard.tensor]
+        for slot in [slot for slot, now in state.items() if not torch.is_tensor(now) and slot not in saved]:
+            del state[slot]
+        state.update(saved)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -1,9 +1,10 @@
 """A lock on a run directory, so that two runs never write to the same one.
 
 Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock as long as its process lives. The system releases the lock
-however the process ends, so it is never stale. The lock is on a file rather than the directory because on NFS other
-machines see only locks of files that are open for writing. The content of the file is for people. On a file system
-without locks, other runs are not kept out (`doctor` warns).
+however the process ends, so it is never stale: processes that rank 0 forks, such as data workers, close their copy of
+it. A save that outlives its run, as after an interrupt in a notebook, keeps the lock until it has ended. The lock is on
+a file rather than the directory because on NFS other machines see only locks of files that are open for writing. The
+content of the file is for people. On a file system without locks, other runs are not kept out (`doctor` warns).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import ConfigError
@@ -28,16 +31,63 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 
 
+_held: set[int] = set()  # open files of this process whose locks no forked process may keep
+
+
+class RunLock:
+    """The lock of one run; on ranks other than 0 it locks nothing.
+
+    Args:
+        file: The locked file, as an absolute path.
+        handle: Its open file; None if this rank holds no lock.
+    """
+
+    def __init__(self, file: Path = Path(LOCK), handle: int | None = None) -> None:
+        self._file, self._handle = file, handle
+        self._work: Future[Any] | None = None
+
+    def release_after(self, work: Future[Any]) -> None:
+        """Keep the lock until `work`, which writes to the run directory, has ended, even if the run ends before."""
+        self._work = work
+
+    def end(self) -> None:
+        """Release the lock, now or when the work has ended."""
+        if self._work is None:
+            self._release()
+        else:
+            self._work.add_done_callback(lambda _: self._release())
+
+    def _release(self) -> None:
+        if (
+            self._handle is not None and self._handle in _held
+        ):  # else it is not locked here, or a forked process has closed its copy
+            self._file.unlink(missing_ok=True)
+            _held.remove(self._handle)
+            os.close(self._handle)
+
+
 @contextmanager
-def run_lock(run_dir: str, context: Communicator) -> Iterator[None]:
+def run_lock(run_dir: str, context: Communicator) -> Iterator[RunLock]:
     """Lock `run_dir` against other runs within the block; raise ConfigError on all ranks if another run holds it."""
+    path = Path(run_dir).absolute()
     handle = run_on_all(context, lambda: _acquire(Path(run_dir)) if context.is_main else None)
+    lock = RunLock(path / LOCK, handle)
     try:
-        yield
+        yield lock
     finally:
-        if handle is not None:
-            (Path(run_dir) / LOCK).unlink(missing_ok=True)
+        lock.end()
+
+
+@cache
+def _close_in_forks() -> None:
+    """Have forked processes close their copies of locked files, which would stay locked after this process's end."""
+
+    def close() -> None:
+        for handle in _held:
             os.close(handle)
+        _held.clear()
+
+    os.register_at_fork(after_in_child=close)
 
 
 def holder(run_dir: Path) -> str | None:
@@ -81,11 +131,15 @@ def _acquire(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     while not _is_current(handle := _open(run_dir), run_dir):
         os.close(handle)  # the run that had it has just ended and deleted it
+    _close_in_forks()
+    _held.add(handle)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
     except OSError as error:  # errors of a handle name no file
+        _held.remove(handle)
+        os.close(handle)
         raise OSError(error.errno, error.strerror, str(run_dir / LOCK)) from error
     return handle
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fsdp_shard.checkpoint import is_module_path
 from fsdp_shard.errors import CheckpointError, SaveError
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -42,6 +43,11 @@ def flatten_state(state: Any, name: str, taken: Container[str] = ()) -> tuple[An
     def add(key: str, tensor: torch.Tensor) -> str:
         while key in tensors or key in taken:  # {"a": {"b": x}, "a.b": y}
             key += "~"
+        if not is_module_path(key):
+            raise SaveError(
+                f"{_shown(key)[:100]}... is a tensor whose keys, joined by dots, have {len(key):,} characters and "
+                f"{key.count('.')} dots, with which it could not be read again; shorten them."
+            )
         tensors[key] = tensor
         return key
 

@@ -45,6 +45,10 @@ class StepCommitter:
         self.not_fetched: int | None = None
         self._run_id: bytes | None = None
 
+    def close(self) -> None:
+        """Destroy the group of the saves, after the last one."""
+        self._context.destroy_group()
+
     def commit(self, step: int, state: StepContent, *, is_best: bool) -> SavedStep:
         """Commit a step, apply retention (`checkpoint.keep_*`), then upload the step and do the same there.
 

@@ -17,6 +17,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import CheckpointConfig, StepContent
 from fsdp_shard.distributed import Communicator, run_on_all
 from fsdp_shard.errors import FsdpShardError, Interrupted, RemoteError, SaveError, StorageError
+from fsdp_shard.training.checkpoints.run_lock import RunLock
 from fsdp_shard.training.checkpoints.step_committer import SavedStep, StepCommitter
 
 _GRACE_SECONDS = 10.0  # for a save to end when another rank may be lost
@@ -66,7 +67,7 @@ class StepSaver:
     """Saves steps of one run; every method is a collective.
 
     A context manager: if the block raises, it waits for the background save, unless a second signal asks to end at
-    once.
+    once. A save that goes on keeps the run's lock.
 
     Args:
         context: The ranks.
@@ -74,6 +75,9 @@ class StepSaver:
         committer: Commits a step.
         log: Reports saves.
         prefix: Prefix of the settings in messages.
+
+    Attributes:
+        lock: The lock of the run, if it has one.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class StepSaver:
         prefix: str = "checkpoint.",
     ) -> None:
         self._context, self._config, self._committer, self._log = context, config, committer, log
+        self.lock = RunLock()
         self._prefix = prefix
         self._staging = checkpoint.Staging()
         self._running: BackgroundSave[SavedStep] | None = None
@@ -150,7 +155,7 @@ class StepSaver:
         """
         if (running := self._running) is None:
             return
-        concurrent.futures.wait([running.outcome], _GRACE_SECONDS if is_failing else None)
+        self._wait_for(running, _GRACE_SECONDS if is_failing else None)
         if not running.outcome.done():
             self._log.warn(
                 f"Step {running.step} was not saved: it took longer than the process waits for it at its end."
@@ -160,6 +165,11 @@ class StepSaver:
         else:
             self._log.saved(running.outcome.result().directory)
         self._running = None
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a background save has not ended."""
+        return self._running is not None and not self._running.outcome.done()
 
     @property
     def is_saving_here(self) -> bool:
@@ -209,11 +219,21 @@ class StepSaver:
     ) -> None:
         for remove in self._hooked.values():
             remove()
-        if self._running is None or isinstance(error, Interrupted) or not isinstance(error, Exception | None):
+        if (running := self._running) is None:
             return
-        # An FsdpShardError is raised on all ranks, so all of them wait here; with other errors, a rank may be lost.
-        is_shared = error is None or isinstance(error, FsdpShardError)
-        outcome = self._running.outcome
-        concurrent.futures.wait([outcome], None if is_shared else _GRACE_SECONDS)
-        if outcome.done() and outcome.exception() is None:
-            self._log.saved(outcome.result().directory)
+        # An FsdpShardError is raised on all ranks, so all of them wait here, as they do after sys.exit(); with other
+        # errors, a rank may be lost.
+        is_shared = error is None or isinstance(error, FsdpShardError) or _is_success(error)
+        self._wait_for(running, 0 if isinstance(error, Interrupted) else None if is_shared else _GRACE_SECONDS)
+        if running.outcome.done() and running.outcome.exception() is None:
+            self._log.saved(running.outcome.result().directory)
+
+    def _wait_for(self, running: BackgroundSave[SavedStep], seconds: float | None) -> None:
+        """Wait for a save, which keeps the lock of the run for as long as it goes on."""
+        self.lock.release_after(running.outcome)
+        concurrent.futures.wait([running.outcome], seconds)
+
+
+def _is_success(error: BaseException) -> bool:
+    """Whether `error` ends the process with status 0."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)

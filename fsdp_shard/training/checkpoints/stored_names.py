@@ -1,6 +1,6 @@
 """Checks that the tensors of a checkpoint match a module in names, shapes and kinds of numbers."""
 
-from fsdp_shard.checkpoint import TensorIndex, has_same_bytes, to_torch
+from fsdp_shard.checkpoint import TensorIndex, has_same_bytes, may_cast, to_torch
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.sharding import ModuleShards
 
@@ -20,7 +20,7 @@ def check_tensors(index: TensorIndex, shards: ModuleShards) -> None:
         entry = index.entry(name)
         if entry.shape != shard.shape:
             raise CheckpointError(f"{index.root}: {name} has shape {list(entry.shape)}, expected {list(shard.shape)}.")
-        if to_torch(entry.dtype).is_floating_point != shard.data.dtype.is_floating_point:
+        if not may_cast(to_torch(entry.dtype), shard.data.dtype):
             raise CheckpointError(f"{index.root}: {name} is stored as {entry.dtype}, expected {shard.data.dtype}.")
     for alias, kept in shards.aliases.items():
         if alias in index.tensors and not has_same_bytes(index, kept, alias):

@@ -122,6 +122,8 @@ class HeldOutEvaluator:
             else:
                 state.loss_before = report.loss
             self._log.evaluation(state.step, report, state)
+        else:
+            state.evaluated_step = state.step  # else a run that is over would sample again
         if run.functions.samples is not None:
             with evaluating(run.model), attending_alone(run.model.module):
                 samples = run.functions.samples(run.model)

@@ -1,0 +1,186 @@
+"""How a `Checkpointer` ends: closed, forgotten, by an error or with the process; and who may use its directory then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_shard as fs
+from fsdp_shard.checkpoint import FAULTS
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.training.checkpoints import step_saver
+from tests.support.commands import run as run_command
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path), pytest.raises(ConfigError, match="in use by another run"):
+        fs.Checkpointer(tmp_path)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        pass
+    with pytest.raises(ConfigError, match="is closed"):
+        checkpointer.wait()
+
+
+_FORGETFUL = """
+import time, torch, fsdp_shard as fs
+from fsdp_shard.checkpoint import FAULTS
+
+FAULTS.hook = lambda point: time.sleep(point == "staged")
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+def train():
+    checkpointer = fs.Checkpointer("run")
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    restored = checkpointer.restore(model, optimizer)
+    checkpointer.save(restored.step + 1 if restored else 1, model, optimizer)
+    return checkpointer
+
+
+train()
+train()
+print(fs.Checkpointer("run").steps)
+kept = train()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_of_what_nobody_closes_ends(fails: bool, tmp_path: Path) -> None:
+    """Where the Checkpointer is collected, before another one uses the directory, and at the end of the process."""
+    script = _FORGETFUL + ("raise ValueError('x')" if fails else "")
+    done = run_command([sys.executable, "-c", script], tmp_path)
+    assert done.out.splitlines()[0] == "[1, 2]"
+    assert done.status == int(fails)
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.steps == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_save_that_collects_its_checkpointer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector runs in the thread of the save, which cannot wait for itself."""
+    model = nn.Linear(2, 2)
+    kept = [fs.Checkpointer(tmp_path)]
+    forgotten, is_dropped = weakref.ref(kept[0]), threading.Event()
+
+    def drop(point: str) -> None:
+        if point == "staged":
+            is_dropped.wait(10)
+            kept.clear()
+
+    monkeypatch.setattr(FAULTS, "hook", drop)
+    kept[0].save(1, model, torch.optim.AdamW(model.parameters()))
+    is_dropped.set()
+    for name in ("save-step-1", "end-checkpointer"):  # the first starts the second
+        for thread in [one for one in threading.enumerate() if one.name == name]:
+            thread.join(10)
+    assert forgotten() is None
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps == [1]
+
+
+def test_an_earlier_error_at_a_prompt_ends_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "last_value", ValueError("x"), raising=False)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(FAULTS, "hook", lambda point: time.sleep(0.5 * (point == "staged")))
+    model = nn.Linear(2, 2)
+    fs.Checkpointer(tmp_path).save(1, model, torch.optim.AdamW(model.parameters()))
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps == [1]
+
+
+def _save_and(path: Path, error: BaseException | None) -> None:
+    model = nn.Linear(2, 2)
+    with fs.Checkpointer(path) as checkpointer:
+        checkpointer.save(1, model, torch.optim.AdamW(model.parameters()))
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("error", [SystemExit(), SystemExit(0), KeyboardInterrupt(), ValueError("x")])
+def test_what_ends_the_block_loses_no_save(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(error, SystemExit):  # however long it takes
+        monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(FAULTS, "hook", lambda point: time.sleep(0.5 * (point == "staged")))
+    with pytest.raises(type(error)):
+        _save_and(tmp_path, error)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps == [1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
+def test_a_save_that_outlives_its_block_keeps_others_out(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a new one would write to the files of the same step."""
+    may_go_on = threading.Event()
+    monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(FAULTS, "hook", lambda point: point == "staged" and may_go_on.wait(60))
+    with pytest.raises(type(error)):
+        _save_and(tmp_path, error)
+    (thread,) = [one for one in threading.enumerate() if one.name == "save-step-1"]
+    with pytest.raises(ConfigError, match=f"in use by another run .process {os.getpid()} on"):
+        fs.Checkpointer(tmp_path)
+    may_go_on.set()
+    thread.join(60)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps == [1]
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_loop_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 2)
+    with fs.Checkpointer("run") as checkpointer:
+        checkpointer.save(1, model)
+        os.chdir("elsewhere")
+        checkpointer.save(2, model)
+    assert not any((tmp_path / "elsewhere").iterdir())
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.steps == [1, 2]
+
+
+def test_an_address_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="s3://bucket/run is not a local directory; give one, and remote=s3://buck"):
+        fs.Checkpointer("s3://bucket/run")
+    assert not any(tmp_path.iterdir())
+
+
+_FORKING = """
+import os, time, fsdp_shard as fs
+
+checkpointer = fs.Checkpointer("run")
+child = os.fork()
+if child == 0:
+    os.closerange(1, 3)  # or the output would not end with this process
+    time.sleep(600)
+print(child, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.long
+def test_a_forked_process_does_not_keep_the_directory(tmp_path: Path) -> None:
+    """A data worker may outlive a process that was killed."""
+    done = run_command([sys.executable, "-c", _FORKING], tmp_path)
+    try:
+        fs.Checkpointer(tmp_path / "run").close()
+    finally:
+        os.kill(int(done.out), signal.SIGKILL)
