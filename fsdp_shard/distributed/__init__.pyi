@@ -33,6 +33,7 @@ from .process_group import (
     current_ranks as current_ranks,
     init_distributed as init_distributed,
     is_restarted as is_restarted,
+    temporary_ranks as temporary_ranks,
 )
 from .rendezvous import is_this_machine as is_this_machine
 from .signals import (

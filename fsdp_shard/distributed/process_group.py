@@ -185,6 +185,16 @@ def current_ranks(timeout_seconds: float) -> Communicator:
     return OnlyRank()
 
 
+@contextmanager
+def temporary_ranks(timeout_seconds: float) -> Iterator[Communicator]:
+    """`current_ranks`, whose group is destroyed when the block ends; a collective."""
+    ranks = current_ranks(timeout_seconds)
+    try:
+        yield ranks
+    finally:
+        ranks.destroy_group()
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistributedContext(Communicator):
     """The device of this rank and the meshes that divide a model over the ranks.

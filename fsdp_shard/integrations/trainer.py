@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.import_utils import is_peft_available
 
 from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, RemoteStore, Store, fetch_latest
-from fsdp_shard.distributed import current_ranks, run_on_main
+from fsdp_shard.distributed import run_on_main, temporary_ranks
 from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError
 from fsdp_shard.integrations.resumption import (
     check_every,
@@ -127,7 +127,8 @@ class CheckpointerCallback(TrainerCallback):
             self._path, monitor=self._monitor, processor=_StepFiles(trainer), **self._settings
         )
         try:
-            found = run_on_main(current_ranks(CheckpointConfig().timeout_seconds), self._find)
+            with temporary_ranks(CheckpointConfig().timeout_seconds) as ranks:
+                found = run_on_main(ranks, self._find)
             self._step = self._position = None if found is None else found["global_step"]
             if found is None:
                 return None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_shard.errors import ConfigError, ModelError
@@ -115,6 +115,11 @@ def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Ten
 
 def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of `grads`, all on one mesh, over all ranks."""
+    by_placements: dict[tuple[Placement, ...], list[torch.Tensor]] = {}
+    for grad in grads:
+        by_placements.setdefault(grad.placements if isinstance(grad, DTensor) else (), []).append(grad)
+    if len(by_placements) > 1:  # under tensor parallelism; torch's norm would warn that ranks may have other results
+        return torch.stack([_squared_local_norm(its) for its in by_placements.values()]).sum()
     norm = torch.nn.utils.get_total_norm(grads)
     if not isinstance(norm, DTensor):
         return norm.square()
@@ -122,6 +127,17 @@ def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     for dim, placement in enumerate(norm.placements):  # like `full_tensor`, but without its warning
         if placement.is_partial():
             dist.all_reduce(square, group=norm.device_mesh.get_group(dim))
+    return square
+
+
+def _squared_local_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of `grads`, DTensors that are divided in the same way, over all ranks."""
+    first = grads[0]
+    assert isinstance(first, DTensor)
+    square = torch.nn.utils.get_total_norm([g.to_local() for g in grads if isinstance(g, DTensor)]).square()
+    for dim, placement in enumerate(first.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(square, group=first.device_mesh.get_group(dim))
     return square
 
 

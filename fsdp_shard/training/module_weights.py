@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import StepContent, Store, TensorIndex, locate
-from fsdp_shard.distributed import current_ranks, run_on_all, run_on_main
+from fsdp_shard.distributed import Communicator, run_on_all, run_on_main, temporary_ranks
 from fsdp_shard.errors import ConfigError, SaveError, StorageError
 from fsdp_shard.sharding import (
     ModuleShards,
@@ -65,7 +65,17 @@ def load_weights(
     """
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"load_weights takes the path or hub id of a checkpoint as source, not {source!r}.")
-    ranks = current_ranks(timeout_seconds)
+    with temporary_ranks(timeout_seconds) as ranks:
+        return _load(model, source, base, ranks)
+
+
+def _load(
+    model: nn.Module | ShardedModel,
+    source: str | os.PathLike[str],
+    base: str | None,
+    ranks: Communicator,
+) -> str:
+    """Load the weights, and return the note about skipped tensors."""
     shards = run_on_all(ranks, lambda: shards_of(model, ranks))
     location = run_on_all(ranks, lambda: locate(source, base=base))
     with run_on_all(ranks, lambda: location.model_index) as index:
@@ -121,19 +131,23 @@ def save_pretrained(
         'model'
     """
     target, size = Path(directory), parse_size(max_shard_size, "max_shard_size")
-    ranks = current_ranks(timeout_seconds)
+    with temporary_ranks(timeout_seconds) as ranks:
+        shards = run_on_all(ranks, lambda: shards_of(model, ranks))
+        files = run_on_all(ranks, lambda: side_files(model, processor) if ranks.is_main else {})
+        run_on_main(ranks, lambda: _refuse_existing(target))
+        _save(target, StepContent(shards.shards, shards.aliases, model_files=files), size, ranks)
+    return target
+
+
+def _save(target: Path, state: StepContent, size: int, ranks: Communicator) -> None:
+    """Write a model beside `target`, then rename it."""
     store = Store(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # rank 0's is used
-    shards = run_on_all(ranks, lambda: shards_of(model, ranks))
-    files = run_on_all(ranks, lambda: side_files(model, processor) if ranks.is_main else {})
-    run_on_main(ranks, lambda: _refuse_existing(target))
-    state = StepContent(shards.shards, shards.aliases, model_files=files)
     try:
         step = checkpoint.save_step(ranks, store, 0, state, layout="gathered", max_shard_bytes=size)
         run_on_main(ranks, lambda: _rename(step, target))
     finally:
         if ranks.is_main:
             shutil.rmtree(store.root, ignore_errors=True)
-    return target
 
 
 def _refuse_existing(target: Path) -> None:

@@ -59,7 +59,7 @@ def _on_ranks(
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
     context_parallel: int = 1,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float = 200.0,
     device: str = "cpu",
 ) -> list[Any]:
     with TemporaryDirectory() as directory:

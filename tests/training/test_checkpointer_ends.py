@@ -16,9 +16,11 @@ from torch import nn
 
 import fsdp_shard as fs
 from fsdp_shard.checkpoint import FAULTS
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.checkpoints import step_saver
 from tests.support.commands import run as run_command
+from tests.support.ranks import on_ranks
 
 
 def test_two_at_once(tmp_path: Path) -> None:
@@ -161,6 +163,30 @@ def test_an_address_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="s3://bucket/run is not a local directory; give one, and remote=s3://buck"):
         fs.Checkpointer("s3://bucket/run")
     assert not any(tmp_path.iterdir())
+
+
+def _num_gloo_threads() -> int:
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    return sum("gloo_runloop" in name for name in names)
+
+
+def test_no_threads_of_groups_are_left(tmp_path: Path) -> None:
+    """One that frees the tensors of the last collectives while Python exits would abort the process."""
+
+    def work(context: DistributedContext) -> list[int]:
+        model = nn.Linear(2, 2)
+        counts = [_num_gloo_threads()]
+        with fs.Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.save(1, model, torch.optim.AdamW(model.parameters()))
+            counts.append(_num_gloo_threads())
+        counts.append(_num_gloo_threads())
+        fs.save_pretrained(model, tmp_path / "model")
+        fs.load_weights(model, tmp_path / "model")
+        return [*counts, _num_gloo_threads()]
+
+    for before, during, *after in on_ranks(2, work):
+        assert during > before
+        assert after == [before, before]
 
 
 _FORKING = """

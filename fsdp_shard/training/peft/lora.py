@@ -198,7 +198,9 @@ def _inject(model: PreTrainedModel, settings: "peft.LoraConfig") -> None:
             with torch.device("meta"):  # else peft allocates each matrix before it moves it to meta
                 peft.inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}") from error
+        is_dora = "use_dora" in str(error)  # peft's word, for layers such as fused experts
+        hint = " Set adapter.dora=false, or adapter.target_modules to other modules." if is_dora else ""
+        raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}{hint}") from error
 
 
 def _filled(model: PreTrainedModel, stored: Mapping[int, str]) -> dict[str, str]:
