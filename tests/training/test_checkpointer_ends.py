@@ -144,6 +144,29 @@ def test_a_save_that_outlives_its_block_keeps_others_out(
     assert not (tmp_path / ".lock").exists()
 
 
+def test_an_interrupted_wait_keeps_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(FAULTS, "hook", lambda point: point == "staged" and may_go_on.wait(60))
+    model = nn.Linear(2, 2)
+
+    def save_and_wait() -> None:
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, model, torch.optim.AdamW(model.parameters()))
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            checkpointer.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        save_and_wait()
+    (thread,) = [one for one in threading.enumerate() if one.name == "save-step-1"]
+    with pytest.raises(ConfigError, match="in use by another run"):
+        fs.Checkpointer(tmp_path)
+    may_go_on.set()
+    thread.join(60)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps == [1]
+
+
 def test_a_loop_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -135,9 +135,11 @@ class StepSaver:
 
     def wait(self) -> None:
         """Wait for the background save, and log its outcome, or raise its error if the run must stop."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            self._conclude(running.step, running.outcome.result)
+        if (running := self._running) is not None:
+            try:
+                self._conclude(running.step, running.outcome.result)
+            finally:
+                self._forget(running)
 
     def finish(self) -> None:
         """Wait for the background save, and raise the error of the run's last save if it failed."""
@@ -164,7 +166,7 @@ class StepSaver:
             self._log.warn(f"Step {running.step} could not be saved. {error}")
         else:
             self._log.saved(running.outcome.result().directory)
-        self._running = None
+        self._forget(running)
 
     @property
     def is_saving(self) -> bool:
@@ -175,6 +177,11 @@ class StepSaver:
     def is_saving_here(self) -> bool:
         """Whether the background save runs in the current thread, which therefore cannot wait for it."""
         return self._running is not None and self._running.thread is threading.current_thread()
+
+    def _forget(self, running: BackgroundSave[SavedStep]) -> None:
+        """Forget a save, unless Ctrl-C or a limit of time has ended the wait for it."""
+        if running.outcome.done():
+            self._running = None
 
     def _conclude(self, step: int, result: Callable[[], SavedStep]) -> None:
         """Act on the outcome of a save on which all ranks agree."""
