@@ -1,6 +1,7 @@
 """Checks the settings of a run against its machine, its data and its model, before any rank starts."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,6 @@ from fsdp_shard.training.loss.custom_functions import find_loss
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
 from fsdp_shard.training.model_identity import check_base_model, model_name
 from fsdp_shard.training.model_origin import (
-    NewHead,
     check_classifier,
     decoder_start,
     empty_model,
@@ -138,7 +138,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     head_is_read = resumed is not None and not isinstance(adapter, LoraConfig)
     # Matching adds entries to an index, but the index of `source` must stay as stored for later comparisons.
     with replace(source).model_index as index:
-        match_weights(model, config.model, index, head_is_read=head_is_read)
+        head, _ = match_weights(model, config.model, index, head_is_read=head_is_read)
     context_length = models.context_length_of(model_config, config.model.trust_remote_code)
     settle_run_length(config.data, resumed, context_length)
     if (target := config.data.target_length) is not None:
@@ -156,7 +156,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     check_known(model_config, config.model.kernels)
     check_adapter_mesh(adapter, shard)
     if isinstance(adapter, LoraConfig):
-        _check_lora(config, adapter, model, source, resumed)
+        _check_lora(config, adapter, model, source, resumed, () if head is None else head.modules)
     config.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
     check_trained(model, shard, adapter)
     chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
@@ -168,9 +168,9 @@ def _check_lora(
     model: PreTrainedModel,
     source: checkpoint.Location,
     resumed: Path | None,
+    head: Sequence[str],
 ) -> None:
     """Inject the adapter into `model`, compare it with the adapter it continues from, and quantize the base."""
-    head = NewHead.of(model).modules if config.model.labels else ()
     added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, config.model.task, head)
     is_read = resumed is None or not is_gone(adapter)  # by a resumed run, too, as the reference
     if is_read and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:

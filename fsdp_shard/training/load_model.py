@@ -240,7 +240,7 @@ def match_weights(
         CheckpointError: The tensors do not belong to the model.
     """
     checkpoint.untie(model, index)
-    head = NewHead.of(model) if config.labels and not head_is_read else None
+    head = NewHead.of(model, index) if config.labels and not head_is_read else None
     if head is not None:
         head.add_to(index, seed=0)  # `load` uses the seed of the run
     return head, checkpoint.match_names(model, index)

@@ -1,7 +1,7 @@
 """Finds the model of a run: config, tokenizer and weights, and the files for its checkpoints."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from fsdp_shard.checkpoint import (
 )
 from fsdp_shard.data import ROWS, DataConfig, Task, with_chat_template
 from fsdp_shard.distributed import DistributedContext, run_on_all
-from fsdp_shard.errors import ModelError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import SEQ2SEQ, ModelConfig, build_on_meta, classifier_name, load_config, load_tokenizer
 from fsdp_shard.training.checkpoints.run_lock import RunLock
 from fsdp_shard.training.config import ModelSettings
@@ -100,22 +100,41 @@ class NewHead:
     Attributes:
         tensors: Its tensors by FQN, on the meta device.
         deviation: Standard deviation of the weights, the `initializer_range` of the model.
+        pooler: Those of them that are in the base model, a pooler that the checkpoint lacks.
     """
 
     tensors: Mapping[str, torch.Tensor]
     deviation: float
+    pooler: Sequence[str] = ()
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "NewHead":
-        """Return the head of `model`: all parameters outside its base model."""
+    def of(cls, model: PreTrainedModel, index: TensorIndex | None = None) -> "NewHead":
+        """Return the head of `model`: all parameters outside its base model, and a pooler that `index` lacks.
+
+        A BERT of masked_lm is saved without the pooler that a classifier needs.
+        """
         deviation = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
-        tensors = model.state_dict(keep_vars=True).items()
+        tensors = model.state_dict(keep_vars=True)
         prefix = f"{model.base_model_prefix}."
-        return cls({name: tensor for name, tensor in tensors if not name.startswith(prefix)}, deviation)
+        pooler = []
+        if index is not None:
+            stored = {*index.tensors, *(f"{prefix}{name}" for name in index.tensors)}
+            pooler = [name for name in tensors if name.startswith(f"{prefix}pooler.") and name not in stored]
+        outside = [name for name in tensors if not name.startswith(prefix)]
+        return cls({name: tensors[name] for name in [*pooler, *outside]}, deviation, pooler)
 
     @property
     def modules(self) -> list[str]:
-        """The names of its modules."""
+        """The names of its modules.
+
+        Raises:
+            ConfigError: One of them is in the base model, where an adapter does not train it.
+        """
+        if self.pooler:
+            raise ConfigError(
+                f"The checkpoint of model.path has no {self.pooler[0]}, which model.labels needs and an adapter does "
+                f"not train; give adapter=none, or a checkpoint with a pooler."
+            )
         return list(dict.fromkeys(name.partition(".")[0] for name in self.tensors))
 
     def add_to(self, index: TensorIndex, seed: int) -> None:

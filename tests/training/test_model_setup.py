@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -34,10 +35,12 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.finetune_checks import check_model
+from fsdp_shard.training.load_model import match_weights
 from fsdp_shard.training.model_origin import (
     check_classifier,
     collect_model_files,
     data_task,
+    empty_model,
     layer_drop_notes,
     origin_config,
 )
@@ -185,6 +188,26 @@ def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:
         look(none)
     with pytest.raises(ModelError, match=r"num_labels=1 in its config\.json"):
         look(one)
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert"])
+def test_a_pooler_that_masked_models_lack_is_part_of_a_new_head(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **SIZES, intermediate_size=8, embedding_size=8)
+    saved = save(tmp_path / "masked", config, AutoModelForMaskedLM)
+    model = replace(saved, task="sequence_classification", labels=["bad", "good"])
+    source = locate(model.path)
+    classifier = empty_model(model, source)
+    with source.model_index as index:
+        head, matched = match_weights(classifier, model, index, head_is_read=False)
+    assert head is not None
+    assert [name.split(".")[:2] for name in head.pooler] == [[kind, "pooler"]] * 2
+    assert {*head.tensors} == {*head.pooler, "classifier.weight", "classifier.bias"}
+    assert {*head.tensors} <= {*matched.stored.values()}
+    look(model)
+    with pytest.raises(ConfigError, match=r"has no bert\.pooler.*|has no albert\.pooler.*; give adapter=none"):
+        look(model, adapter=LoraConfig())
+    whole = save(tmp_path / "whole", config, AutoModelForSequenceClassification)
+    look(replace(model, path=whole.path), adapter=LoraConfig())
 
 
 def test_a_classifier_of_several_classes_a_text_needs_a_new_head(tmp_path: Path) -> None:
