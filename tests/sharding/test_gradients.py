@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import logging
 import math
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError
+from fsdp_shard.sharding.gradients import clip_grads
 from tests.support.ranks import on_ranks
 from tests.support.wrapped_net import WRAPPERS, Net, by_ddp, by_fsdp
 
@@ -119,6 +123,22 @@ def test_without_gradients_the_norm_is_zero() -> None:
         return float(fs.clip_grad_norm_(fully_shard(nn.Linear(4, 4), mesh=context.mesh), 1.0))
 
     assert on_ranks(2, work) == [0.0, 0.0]
+
+
+def _norm_of_mixed_placements(context: DistributedContext) -> tuple[float, list[str]]:
+    """As under tensor parallelism: some gradients are divided over both dimensions, others are whole in one."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    params, said = [], []
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Replicate()]):
+        params.append(nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements)))
+        params[-1].grad = distribute_tensor(torch.full((4, 4), 3.0), mesh, placements)
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addFilter(lambda record: said.append(record.getMessage()) is not None)
+    return float(clip_grads(params, math.inf)), said
+
+
+def test_a_norm_under_tensor_parallelism_is_exact_and_warns_of_nothing() -> None:
+    assert on_ranks(2, _norm_of_mixed_placements) == [(pytest.approx(32**0.5 * 3), [])] * 2
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "no_sync"])

@@ -182,18 +182,33 @@ def set_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
 def set_values(optimizer: Optimizer, prefix: str, shards: Mapping[str, LocalShard], values: Mapping[str, Any]) -> None:
     """Make the non-tensor entries of the states those of a step, also where a state has no others."""
     members = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    by_parameter = _by_parameter(prefix, shards, values)
     for name, shard in shards.items():
         # Under FSDP1, a rank may hold no elements of a parameter.
         if id(shard.tensor) not in members or not shard.tensor.numel():
             continue
-        start = f"{prefix}{name}."
-        saved = {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
+        saved = by_parameter.get(name, {})
         if not saved and shard.tensor not in optimizer.state:
             continue
         state = optimizer.state[shard.tensor]
         for slot in [slot for slot, now in state.items() if not torch.is_tensor(now) and slot not in saved]:
             del state[slot]
         state.update(saved)
+
+
+def _by_parameter(
+    prefix: str, shards: Mapping[str, LocalShard], values: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The entries of one optimizer's states as parameter -> slot -> value."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        path = key.removeprefix(prefix)
+        for parts in range(1, path.count(".") + 1):  # a slot may have dots, too
+            name, *slot = path.rsplit(".", parts)
+            if key.startswith(prefix) and name in shards:
+                found.setdefault(name, {})[".".join(slot)] = value
+                break
+    return found
 
 
 def listed(names: Iterable[str]) -> str:

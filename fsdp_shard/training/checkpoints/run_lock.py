@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 
-
 _held: set[int] = set()  # open files of this process whose locks no forked process may keep
 
 
@@ -58,9 +57,8 @@ class RunLock:
             self._work.add_done_callback(lambda _: self._release())
 
     def _release(self) -> None:
-        if (
-            self._handle is not None and self._handle in _held
-        ):  # else it is not locked here, or a forked process has closed its copy
+        # Other ranks have no handle, and a forked process has closed its copy.
+        if self._handle is not None and self._handle in _held:
             self._file.unlink(missing_ok=True)
             _held.remove(self._handle)
             os.close(self._handle)
