@@ -363,6 +363,15 @@ def test_a_damaged_cache_is_named(settings: list[str], tmp_path: Path) -> None:
     assert f"{file} is damaged" in ended.err
 
 
+def test_steps_that_contradict_the_data_are_refused_before_the_pass(settings: list[str], tmp_path: Path) -> None:
+    epochs = ["train.steps=null", "train.epochs=1", "train.patience=2", "train.eval_every=1000"]
+    cache = tmp_path / "cache"
+    ended = run_recipe("finetune", tmp_path / "run", *settings, "objective=dpo", *epochs, f"data.cache_dir={cache}")
+    assert ended.status == 2
+    assert "there are none before the last of" in ended.err
+    assert not list(cache.glob("reference-*")), "the reference was not computed"
+
+
 def test_another_objective_is_another_run(settings: list[str], tmp_path: Path) -> None:
     _done(tmp_path / "run", *settings, "objective=simpo", "train.steps=2")
     ended = run_recipe("finetune", tmp_path / "run", *settings, "objective=orpo")

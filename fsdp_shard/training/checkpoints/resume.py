@@ -18,6 +18,7 @@ from fsdp_shard.checkpoint import (
     Store,
     read_manifest,
 )
+from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.checkpoints.optimizer_groups import load_slots
@@ -116,6 +117,17 @@ def open_trainer(step_directory: Path | None, config: FinetuneSettings, data: st
     state = read_trainer(step_directory)
     state.check_continues(config.seed, data, str(step_directory), lambda: _changed_data(config, step_directory))
     return state
+
+
+def train_on(data: Dataset, config: FinetuneSettings, step_directory: Path | None) -> tuple[TrainConfig, TrainerState]:
+    """The loop settings with `epochs` as a number of steps, and the trainer state, before the run is created.
+
+    Raises:
+        ConfigError: Other settings contradict the number of steps, or the step has another seed or other data.
+    """
+    state = open_trainer(step_directory, config, data.identity)
+    num_samples = None if data.source_names else data.num_samples
+    return config.train.for_data(num_samples, state.step, state.num_samples), state
 
 
 def _changed_data(config: FinetuneSettings, step_directory: Path) -> list[str]:

@@ -24,6 +24,7 @@ from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on
 from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel, free_gathered
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, read_batch, to_device
+from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.device_batch import DeviceBatch
@@ -171,6 +172,7 @@ def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> S
         data: The samples.
 
     Raises:
+        ConfigError: On all ranks: settings contradict the number of steps, which may depend on the data.
         Interrupted: On all ranks: a signal came during the pass.
         DataError: On all ranks: the cache cannot be read or written.
 
@@ -181,6 +183,7 @@ def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> S
         return add_targets(config, config.objective, start, data)
     if reference_kind(config) != PRECOMPUTED:
         return data
+    run_on_main(start.context, lambda: resume.train_on(data.train, config, start.step))  # refuses before the long pass
     if data.held_out is not None:
         data = replace(data, held_out=data.held_out.head(config.train.eval_windows))
     cached = _CachedReference(config, start)

@@ -140,9 +140,7 @@ def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[
 
 def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[npt.NDArray[np.bool_]]:
     """Return which samples of each source are evaluated, or trained after the step to resume from."""
-    state = resume.open_trainer(step, config, data.train.identity)
-    num_samples = None if data.train.source_names else data.train.num_samples
-    train = config.train.for_data(num_samples, state.step, state.num_samples)
+    train, state = resume.train_on(data.train, config, step)
     num_left = max(0, train.num_steps - state.step) * train.global_batch_size
     positions = range(state.num_samples, state.num_samples + num_left)
     return used_samples(data.train, positions, data.held_out, train.eval_windows)
