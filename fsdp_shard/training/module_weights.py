@@ -130,7 +130,7 @@ def save_pretrained(
         >>> fs.save_pretrained(torch.nn.Linear(2, 1), tmp_path / "model").name
         'model'
     """
-    target, size = Path(directory), parse_size(max_shard_size, "max_shard_size")
+    target, size = Path(directory).expanduser(), parse_size(max_shard_size, "max_shard_size")
     with temporary_ranks(timeout_seconds) as ranks:
         shards = run_on_all(ranks, lambda: shards_of(model, ranks))
         files = run_on_all(ranks, lambda: side_files(model, processor) if ranks.is_main else {})

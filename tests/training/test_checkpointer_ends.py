@@ -181,6 +181,16 @@ def test_a_loop_may_change_its_directory(tmp_path: Path, monkeypatch: pytest.Mon
         assert checkpointer.steps == [1, 2]
 
 
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with fs.Checkpointer("~/run") as checkpointer:
+        checkpointer.save(1, nn.Linear(2, 2))
+    fs.save_pretrained(nn.Linear(2, 2), "~/model")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["model", "run"]
+
+
 def test_an_address_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="s3://bucket/run is not a local directory; give one, and remote=s3://buck"):

@@ -141,7 +141,7 @@ class Checkpointer:
                 f"path={path} is not a local directory; give one, and remote={path} to have its steps uploaded."
             )
         # Absolute, so that a loop may change its working directory.
-        self.path, self._config = Path(path).absolute(), check_settings(settings, mode)
+        self.path, self._config = Path(path).expanduser().absolute(), check_settings(settings, mode)
         self._monitor, self._sign, self._processor = monitor, 1 if mode == "min" else -1, processor
         self._ranks = current_ranks(self._config.timeout_seconds)
         self._store = Store(self.path / CHECKPOINTS)
