@@ -145,6 +145,11 @@ def check_loadable(index: TensorIndex) -> None:
     This excludes quantized weights, and weights of a base model stored together with its LoRA.
     """
     refuse_quantized(index.path, quantization(index))
+    refuse_adapter_within(index)
+
+
+def refuse_adapter_within(index: TensorIndex) -> None:
+    """Raise CheckpointError if an adapter is stored together with its base, whose weights are then not the model's."""
     if ADAPTER in index.extras:
         found = format_count(index.extras[ADAPTER].num_tensors, "tensor")
         raise CheckpointError(

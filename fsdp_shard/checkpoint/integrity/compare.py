@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fsdp_shard.checkpoint.adapters.adapter_checks import refuse_adapter_within
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, read_chunks
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import Scan, position
@@ -51,7 +52,12 @@ def match(one: TensorIndex, two: TensorIndex) -> Matching:
     """Pair the tensors of two checkpoints by name, following ties.
 
     A name that is only an alias in one checkpoint, and missing in the other, is skipped: no content is lost.
+
+    Raises:
+        CheckpointError: One holds an adapter together with its base: without it, two models would look equal.
     """
+    refuse_adapter_within(one)
+    refuse_adapter_within(two)
     pairs: dict[tuple[str, str], Pair] = {}
     only: tuple[list[str], list[str]] = ([], [])
     for name in dict.fromkeys([*one.tensors, *two.tensors, *one.aliases, *two.aliases]):

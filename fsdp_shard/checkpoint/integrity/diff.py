@@ -38,7 +38,7 @@ def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
         The report, largest differences first.
 
     Raises:
-        CheckpointError: A checkpoint cannot be opened or read.
+        CheckpointError: A checkpoint cannot be opened or read, or holds an adapter together with its base.
     """
     start = time.perf_counter()
     located = [item if isinstance(item, Location) else locate(item) for item in (a, b)]

@@ -55,7 +55,8 @@ def verify(path: str | Path, against: str | Path | None = None, *, base: str | N
         The report. Its `problems` list every error with file, tensor and bytes.
 
     Raises:
-        CheckpointError: A path does not exist, or `base` has no effect. A damaged checkpoint raises nothing.
+        CheckpointError: A path does not exist, `base` has no effect, or a compared checkpoint holds an adapter together
+            with its base. A damaged checkpoint raises nothing.
 
     Example:
         >>> report = fsdp_shard.verify("runs/one")  # doctest: +SKIP

@@ -16,6 +16,7 @@ from fsdp_shard.checkpoint.integrity.diff_report import TensorDifference
 from fsdp_shard.checkpoint.integrity.numeric_errors import Errors, decode
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io.safetensors_format import from_torch_name
+from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import Tensors, random_tensor, raw_bytes, write_huggingface
 from tests.support.tiny import save_adapter
 
@@ -198,3 +199,17 @@ def test_tied_tensors_are_compared_once(tmp_path: Path) -> None:
     twice = write_huggingface(tmp_path / "twice", {"embed": tensor, "head": tensor.clone()})
     assert diff(tied, twice).is_equal
     assert diff(tied, tied).num_equal == 1
+
+
+def test_an_adapter_beside_its_base_is_not_passed_over(tmp_path: Path) -> None:
+    """What a wrapper of peft has in its state dict; only the adapters of the two differ."""
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        adapted = {"lora_A.default.weight": torch.full((2, 4), factor), "lora_B.default.weight": torch.ones(4, 2)}
+        (tmp_path / name).mkdir()
+        tensors = {"base_model.model.q.base_layer.weight": torch.ones(4, 4)}
+        tensors |= {f"base_model.model.q.{key}": value for key, value in adapted.items()}
+        torch.save(tensors, tmp_path / name / "pytorch_model.bin")
+    for compare in (diff, verify):
+        with pytest.raises(CheckpointError, match="a holds 2 tensors of an adapter together with the weights of its"):
+            compare(tmp_path / "a", tmp_path / "b")
+    assert verify(tmp_path / "a").is_sound, "alone, nothing is compared"
