@@ -89,7 +89,8 @@ class CheckpointerCallback(TrainerCallback):
                 "processor is not a setting of CheckpointerCallback: it saves the Trainer's processing_class."
             )
         check_settings(settings, mode, kind="CheckpointerCallback", own=("every", "monitor", "mode"))
-        self._path, self._every, self._monitor, self._settings = Path(path), every, monitor, {"mode": mode, **settings}
+        self._path, self._settings = Path(path).expanduser().absolute(), {"mode": mode, **settings}
+        self._every, self._monitor = every, monitor
         self._trainer: Trainer | None = None
         self._checkpointer: Checkpointer | None = None
         self._prepared: TemporaryDirectory[str] | None = None

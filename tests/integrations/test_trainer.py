@@ -57,7 +57,7 @@ def train(context: DistributedContext, run_dir: Path, source: str, *options: str
     assert spec.loader is not None
     example = module_from_spec(spec)
     spec.loader.exec_module(example)
-    place = run_dir.parent
+    place = run_dir.expanduser().parent
     try:
         example.main(str(run_dir), str(place / source), str(place / "text.txt"), *options)
     except FsdpShardError as error:
@@ -133,11 +133,14 @@ def test_a_model_that_transformers_shards_is_resumed_which_the_trainer_itself_ca
     assert losses(place / "fsdp-on-one") == pytest.approx(losses(place / "fsdp-whole"), abs=2e-6)
 
 
-def test_a_finished_run_stays_as_it_is(place: Path) -> None:
+def test_a_finished_run_stays_as_it_is(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Trainer alone would do one step more with each start."""
-    for _ in range(2):
-        assert on_ranks(1, train, place / "finished", "model", "ddp", "max_steps=13") == [""]
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.chdir(tmp_path)
+    for run_dir in (place / "finished", Path("~/finished")):
+        assert on_ranks(1, train, run_dir, "model", "ddp", "max_steps=13") == [""]
         assert len(losses(place / "finished")) == store(place / "finished").latest() == 13
+    assert not any(tmp_path.iterdir()), "~ is the home directory"
 
 
 def misuse(context: DistributedContext, place: Path) -> list[str]:
