@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
 
 from fsdp_shard.checkpoint import convert
-from tests.support.runs import Started, run_recipe
+from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
+from tests.support.runs import run_recipe
 from tests.support.tiny import byte_tokenizer, llama_config
 
 # Of 25 rows: the chosen and the rejected answer are equal in one, in another once cut; one has an empty answer, and
@@ -195,18 +196,24 @@ def changed(model: Path, tmp_path: Path, weight: float) -> Path:
     return directory
 
 
+def _append_and_die(log: BatchLog, batch: BatchValues, append: Callable[..., None] = BatchLog.append) -> None:
+    append(log, batch)
+    if len(log.finished) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.long
-def test_an_evaluation_that_is_killed_goes_on(reward_model: Path, rows: Path, tmp_path: Path) -> None:
+def test_an_evaluation_that_is_killed_goes_on(
+    reward_model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = [*given(reward_model, rows, tmp_path), "batch_size=1"]
     whole = run_recipe("evaluate", tmp_path / "whole", *settings)
     run_dir, file = tmp_path / "killed", tmp_path / "killed" / "rewards.jsonl"
     run_dir.mkdir()
     (run_dir / "predictions.jsonl").write_text("{}\n")
-    run, deadline = Started("evaluate", run_dir, *settings), time.monotonic() + 60
-    while time.monotonic() < deadline and not (file.exists() and file.read_bytes().count(b"\n") > 3):
-        time.sleep(0.001)
-    os.kill(run.pid, signal.SIGKILL)
-    assert run.wait().status == -signal.SIGKILL
+    with monkeypatch.context() as patch:  # the run is a fork of this process
+        patch.setattr(BatchLog, "append", _append_and_die)
+        assert run_recipe("evaluate", run_dir, *settings).status == -signal.SIGKILL
     assert not (run_dir / "predictions.jsonl").exists()
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:3]) + lines[3][:-9])  # as if it had been killed in the third batch
