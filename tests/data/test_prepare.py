@@ -118,10 +118,10 @@ def _prepare_slowly(context: DistributedContext, config: DataConfig) -> Any:
     """With a rank 0 that takes longer than the others wait for anything else."""
 
     def open_tokenizer() -> Any:
-        time.sleep(2.5)
+        time.sleep(6)
         return byte_tokenizer()
 
-    hurried = replace(context, group=context.with_new_group(1.0).group)
+    hurried = replace(context, group=context.with_new_group(4.0).group)
     return np.asarray(prepare_on_ranks(config, open_tokenizer, hurried).train.dataset.tokens).tolist()
 
 

@@ -160,12 +160,12 @@ def test_padding_that_may_be_generated_counts_as_repeated(end: int, depends: boo
 
 def _completions(context: DistributedContext, fails: bool) -> list[str]:
     """Those of two prompts, of which that of rank 1 takes longer than a collective may, or fails."""
-    impatient = replace(context, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=1)))
+    impatient = replace(context, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=4)))
 
     def run(ids: list[list[int]], on_text: object) -> list[Answer]:
         if fails and context.rank == 1:
             raise LossError("The logits are not finite.")
-        time.sleep(3.0 * context.rank)
+        time.sleep(6 * context.rank)
         return [Answer(list(own)) for own in ids]
 
     decoder: Any = SimpleNamespace(

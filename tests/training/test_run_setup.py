@@ -24,7 +24,7 @@ from tests.support.ranks import on_ranks
 
 
 def _start(context: DistributedContext, config: FinetuneConfig) -> Path | None:
-    impatient = replace(context, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=1)))
+    impatient = replace(context, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=4)))
     return run_setup._find_start(config, impatient, StopSignal(), RunLock()).step
 
 
@@ -32,7 +32,7 @@ def test_ranks_wait_for_one_that_downloads_a_step(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large step comes from a remote store in more than `launch.timeout_seconds`."""
-    monkeypatch.setattr(resume, "find_step", lambda *_, **__: time.sleep(3))
+    monkeypatch.setattr(resume, "find_step", lambda *_, **__: time.sleep(6))
     config = FinetuneConfig(
         model=ModelConfig(path=str(tiny_model)),
         run_dir=str(tmp_path),

@@ -235,13 +235,13 @@ def test_older_steps_stay_as_weights_and_new_ones_are_read_back(tmp_path: Path) 
 
 
 def late(context: DistributedContext, run_dir: Path) -> None:
-    run = Training(context, run_dir, timeout_seconds=1.0)
+    run = Training(context, run_dir, timeout_seconds=4.0)
     if context.rank == 1:
-        FAULTS.hook = lambda point: time.sleep(3) if point == "created" else None
+        FAULTS.hook = lambda point: time.sleep(6) if point == "created" else None
     run.step()
     run.saver.save(run.state)
     run.step()  # training's own group has another timeout
-    with pytest.raises(SaveError, match=r"checkpoint\.timeout_seconds=1"):
+    with pytest.raises(SaveError, match=r"checkpoint\.timeout_seconds=4"):
         run.saver.finish()
     assert run.store.steps() == []
 
