@@ -50,11 +50,19 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
 
     Raises:
         ModelError: The config is missing, transformers cannot use it, it requires a download, or building the model
-            takes too much time or memory, even without weights.
+            takes too much time or memory, even without weights; or the directory was deleted meanwhile.
     """
-    _check_files(directory, trust_remote_code)
-    with model_errors(f"The config in {directory} cannot be used"):
-        config = _read_config(directory, trust_remote_code)
+    try:
+        _check_files(directory, trust_remote_code)
+        with model_errors(f"The config in {directory} cannot be used"):
+            config = _read_config(directory, trust_remote_code)
+    except ModelError:
+        if directory.exists():
+            raise
+        raise ModelError(
+            f"{directory} was deleted while it was read, as a running training deletes old steps "
+            f"(checkpoint.keep_last). Read a step that is kept, such as RUN@latest or RUN@best."
+        ) from None
     _check_values(config)
     return config
 

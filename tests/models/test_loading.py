@@ -81,6 +81,11 @@ def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path) -> None
         load_tokenizer(tmp_path)
 
 
+def test_a_directory_that_a_training_has_deleted(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"step-00000002 was deleted while it was read, .*keep_last"):
+        load_config(tmp_path / "step-00000002")
+
+
 @pytest.mark.parametrize("name", ["text_config", "decoder"])
 def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path, name: str) -> None:
     config = llama_config().to_dict() | {name: 5}
