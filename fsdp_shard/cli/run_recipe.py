@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -249,24 +250,25 @@ def _refuse_unused(config: configs.RunConfig) -> None:
 def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
     if recipe.file.parent != shipped("recipes").resolve():
         config.own_recipe = recipe.file.name
-    missing = _missing_directories(Path(config.run_dir).absolute())
+    named = config.run_dir
+    missing = _missing_directories(Path(named).absolute())
     before = _last_write(config)
     if joined_rank() == 0:
         remove_error(config.run_dir)
     try:
         if config.ranks_are == "started":
-            begin = _make_run_dir if recipe.writes_config else configs.write_config
+            begin = partial(_make_run_dir, writes_config=recipe.writes_config)
             check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
             launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)
         else:
             if not recipe.writes_config:
-                configs.write_config(config)
+                _make_run_dir(config)
             recipe.perform(config)
     except Interrupted:
         raise
     except Exception as error:
         if isinstance(error, InputError) and joined_rank() == 0:
-            _remove_made(missing)
+            _remove_made(missing if config.run_dir == named else [Path(config.run_dir).absolute()])
         if not isinstance(error, InputError) or _last_write(config) != before:  # unless it was rejected at once
             write_error(config.run_dir, error)
         raise
@@ -297,11 +299,33 @@ def _remove_made(directories: Sequence[Path]) -> None:
             directory.rmdir()
 
 
-def _make_run_dir(config: configs.RunConfig) -> None:
+def _make_run_dir(config: configs.RunConfig, *, writes_config: bool = False) -> None:
+    """Create the run directory, with its config.yaml unless the recipe `writes_config` later."""
     try:
-        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        # With several machines, ranks that are restarted continue in the directory named after the time of the start.
+        if config.is_default_run_dir and config.kept_run_dir is not None and config.launch.max_nodes == 1:
+            config.run_dir = _new_directory(config.run_dir)
+        if writes_config:
+            Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        else:
+            configs.write_config(config)
     except OSError as error:
         raise configs.not_writable(config.run_dir, error) from error
+
+
+def _new_directory(path: str) -> str:
+    """Create `path`, or `path`_2 and so on if another run began in the same second; return the created one."""
+    created, number = Path(path), 1
+    while True:
+        try:
+            created.mkdir(parents=True)
+        except FileExistsError:
+            if not created.is_dir():
+                raise
+            number += 1
+            created = Path(f"{path}_{number}")
+        else:
+            return str(created)
 
 
 _loaded: dict[Path, Recipe[Any]] = {}

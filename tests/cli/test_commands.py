@@ -528,3 +528,19 @@ def test_a_refused_conversion_leaves_nothing(checkpoint: Path, tmp_path: Path, r
     assert not (tmp_path / "outputs").exists()
     assert (tmp_path / "kept").exists()
     assert [name for name in _left(tmp_path) if not name.startswith("kept/")] == before
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_runs_of_the_same_second_have_their_own_directories(checkpoint: Path, tmp_path: Path, is_refused: bool) -> None:
+    now = time.time()
+    for second in range(120):  # as if another run had begun in each
+        taken = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now + second))
+        (tmp_path / "outputs" / "convert" / taken).mkdir(parents=True)
+    wrong = ("dtype=bfloat16", f"config={checkpoint}") if is_refused else ()
+    done = fsdp_shard("convert", f"source={checkpoint}", f"target={tmp_path}/t", *wrong, cwd=tmp_path)
+    assert done.status == (2 if is_refused else 0), done.err
+    others = [path for path in (tmp_path / "outputs" / "convert").iterdir() if path.name.endswith("_2")]
+    assert len(others) == (0 if is_refused else 1)
+    assert _left(tmp_path / "outputs") == [
+        f"convert/{each.name}/{n}" for each in others for n in ("config.yaml", "result.json")
+    ]
