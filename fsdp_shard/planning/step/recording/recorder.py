@@ -41,6 +41,8 @@ class Recorder(TorchDispatchMode):
         self._then = self._gradients_then = 0  # at the last event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # torchao's quantized states run operators on their parts, which then come here
         self._num_operators += 1
         if self._num_operators > _MAX_OPERATORS:
             raise RuntimeError(f"a micro-batch of this size is more than {_MAX_OPERATORS:,} operators on three blocks")

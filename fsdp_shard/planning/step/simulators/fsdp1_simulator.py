@@ -1,5 +1,6 @@
 """Simulates the memory of FullyShardedDataParallel, as in `_runtime_utils.py` and `_flat_param.py` of torch 2.13."""
 
+from fsdp_shard.planning.step.recording.events import ENTER, Recordings
 from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
 from fsdp_shard.planning.step.simulators.step_simulator import Key
 from fsdp_shard.planning.step.snapshot import BUFFERS, EVALUATION, GATHERED, GRADIENTS, UNREDUCED
@@ -9,17 +10,23 @@ from fsdp_shard.planning.step.unit_bytes import UnitBytes
 class Fsdp1Simulator(FsdpSimulator):
     """FullyShardedDataParallel: a unit's parameters form one flat parameter, with one flat gradient."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._entered: list[str] = []  # the units in forward order; empty without prefetching
+        self._late: UnitBytes | None = None
+
+    def step(self, recordings: Recordings) -> None:
+        if self.rules.prefetch_forward:  # torch has recorded the order in the first micro-batch of the run
+            entered = (event.module for event in recordings.training if event.kind == ENTER)
+            self._entered = [name for name in dict.fromkeys(entered) if name in self.by_fqn]
+        super().step(recordings)
+
     def enter(self, key: Key, unit: UnitBytes) -> None:
         self.unshard(key, unit)
-        if self.in_backward:
-            return
-        if self.rules.prefetch_forward:
-            names = [*self.entered]
-            at = names.index(unit.fqn) if unit.fqn in names else len(names)
-            for name in names[at + 1 : at + 2]:
+        if not self.in_backward and unit.fqn in self._entered:
+            after = self._entered.index(unit.fqn) + 1
+            for name in self._entered[after : after + 1]:
                 self.unshard((key[0], name), self.by_fqn[name])
-        if self.micro_batch == 0:
-            self.entered.setdefault(unit.fqn)
 
     def leave(self, key: Key, unit: UnitBytes) -> None:
         if self.in_backward:
@@ -34,6 +41,20 @@ class Fsdp1Simulator(FsdpSimulator):
             self.unshard_one_before(key)
 
     def finish(self, unit: UnitBytes) -> None:
+        if not self.rules.prefetch_forward or not unit.fqn or not unit.gradients:
+            self._finish(unit)
+            return
+        # A unit that was gathered ahead was split into its parameters before the unit in front of it ran. Autograd goes
+        # in reverse, and completes its flat gradient only after the backward pass of the unit in front.
+        self._finish_late()
+        self._late = unit
+
+    def _finish_late(self) -> None:
+        if self._late is not None:
+            self._finish(self._late)
+        self._late = None
+
+    def _finish(self, unit: UnitBytes) -> None:
         key = (False, unit.fqn)
         frees = self.is_synced or self.rules.reshard is not False or unit.num_shards == 1
         if not unit.gradients:
@@ -70,9 +91,10 @@ class Fsdp1Simulator(FsdpSimulator):
         self.receive(unit)
 
     def end_backward(self) -> None:
+        self._finish_late()
         for unit in self.units:
             if unit.fqn not in self.finished:
-                self.finish(unit)
+                self._finish(unit)
             self.free((False, unit.fqn), unit)
         self.order.clear()
 

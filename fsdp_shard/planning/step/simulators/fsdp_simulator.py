@@ -13,7 +13,6 @@ class FsdpSimulator(StepSimulator):
         self.gathered: set[Key] = set()
         self.order: list[Key] = []  # in which modules were left, for prefetching
         self.has_sharded: set[str] = set()  # units with a gradient of an earlier micro-batch
-        self.entered: dict[str, None] = {}
 
     def unshard(self, key: Key, unit: UnitBytes) -> None:
         """Gather the parameters of a unit."""
