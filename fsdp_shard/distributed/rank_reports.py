@@ -6,6 +6,7 @@ A rank touches a heartbeat file while it works, marks that it has finished, and 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -109,17 +110,28 @@ class AttemptDirectory:
         return self.path / f"rank-{rank}.alive"
 
     def start_heartbeat(self, rank: int) -> None:
-        """Touch the heartbeat of this rank every second from a thread, as long as the process runs."""
+        """Touch the heartbeat of this rank every second from a thread, as long as the process runs.
+
+        If the launcher dies, as by SIGKILL, the rank is asked to stop, and ends after its work: torch would then wait
+        for the launcher forever. (torch has the kernel send SIGINT, which jobs in the background ignore.) With ranks
+        on other machines it ends at once, so that those can go on without it.
+        """
         file = self.heartbeat(rank)
         file.touch()
 
         def touch() -> None:
-            while True:
+            while _has_launcher():
                 time.sleep(_HEARTBEAT_SECONDS)
                 try:
                     os.utime(file)
                 except OSError:  # the launcher and its directory are gone
                     return
+            is_only_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+            os.kill(os.getpid(), signal.SIGTERM if is_only_machine else signal.SIGKILL)
+            while True:
+                time.sleep(_HEARTBEAT_SECONDS)
+                if rank in self.finished():
+                    os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=touch, name="heartbeat", daemon=True).start()
 
@@ -129,10 +141,9 @@ class AttemptDirectory:
 
     def wait_for_release(self) -> None:
         """Wait for `release`; raise RankError if the launcher dies before it."""
-        launcher = os.getppid()
         while not (self.path / "all-started").exists():
             time.sleep(0.005)
-            if os.getppid() != launcher:
+            if not _has_launcher():
                 raise errors.RankError("The process that started the ranks has died.")
 
     def mark_finished(self, rank: int) -> None:
@@ -158,6 +169,12 @@ class AttemptDirectory:
             RankFailure(**json.loads(file.read_text(encoding="utf-8"))) for file in self.path.glob("rank-*.json")
         ]
         return sorted(reports, key=lambda report: report.time)
+
+
+def _has_launcher() -> bool:
+    """Whether the process that started this rank is alive."""
+    launcher = multiprocessing.parent_process()
+    return launcher is None or launcher.pid == os.getppid()
 
 
 @contextmanager

@@ -6,19 +6,21 @@ import json
 import math
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
 import fsdp_shard as fs
-from fsdp_shard.checkpoint import open_checkpoint
+from fsdp_shard.checkpoint import Store, open_checkpoint
 from fsdp_shard.training import StepReport, TrainingRun
 from tests.support.digests import tensor_digests
 from tests.support.event_files import scalars
-from tests.support.runs import run_recipe
+from tests.support.runs import Started, run_recipe
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,33 @@ def test_a_signal_in_the_last_step_costs_no_evaluation(
     assert other.status == 0, other.err
     assert other.result["tokens"] == 3 * ended.result["tokens"] // 4
     assert "perplexity_before" not in other.result, "it was not measured before training"
+
+
+@pytest.mark.long
+def test_ranks_whose_launcher_was_killed_save_and_end(settings: list[str], tmp_path: Path) -> None:
+    """As the kernel's OOM killer may choose the process that started them, they would train on unseen.
+
+    torch has the kernel send them SIGINT, which is ignored by jobs in the background of a script.
+    """
+    given = [*settings, "train.steps=100000", "optim.lr=1e-3", "launch.ranks=2", "train.log_every=1000"]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    started = Started("finetune", tmp_path, *given)
+    signal.signal(signal.SIGINT, before)
+    launcher, metrics, deadline = psutil.Process(started.pid), tmp_path / "metrics.jsonl", time.monotonic() + 100
+    while not (metrics.exists() and metrics.read_text().count("\n")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = launcher.children()
+    launcher.kill()
+    assert started.wait().status == -signal.SIGKILL
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    for rank in alive:
+        rank.kill()
+    assert (len(ranks), alive) == (2, [])
+    steps = Store(tmp_path / "checkpoints")
+    assert steps.latest() == metrics.read_text().count("\n") > 0
+    given[given.index("train.steps=100000")] = f"train.steps={(steps.latest() or 0) + 1}"
+    again = run_recipe("finetune", tmp_path, *given)
+    assert again.status == 0, again.err
 
 
 @pytest.mark.long
