@@ -26,7 +26,7 @@ from fsdp_shard.checkpoint.integrity.step_integrity import check_side_files
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.kept_dtypes import FLOAT32, kept_in_float32
-from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
+from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization, torchao_metadata
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, may_contradict, stored_twice, with_own_head
 from fsdp_shard.checkpoint.location import Location, locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
@@ -317,10 +317,16 @@ def plan_conversion(index: TensorIndex, settings: ConvertSettings) -> Conversion
         settings: What to write.
 
     Raises:
-        CheckpointError: The source has no tensors.
+        CheckpointError: The source has no tensors, or some that the target's format cannot describe.
     """
     if not index.tensors:
         raise CheckpointError(f"{index.root} has no tensors, so there is nothing to convert.")
+    metadata = torchao_metadata(index)
+    if metadata and settings.format != "huggingface":
+        raise CheckpointError(
+            f"{index.path} is quantized by torchao, whose description of each tensor format={settings.format} cannot "
+            f"keep; use format=huggingface."
+        )
     aliases = _ties(index, settings.format)
     kept = [entry for name, entry in index.tensors.items() if name not in aliases]
     in_float32, note = kept_in_float32(index, settings.dtype)
@@ -333,6 +339,7 @@ def plan_conversion(index: TensorIndex, settings: ConvertSettings) -> Conversion
         aliases=aliases,
         nest=settings.nest,
         phases={spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)},
+        metadata=metadata,
     )
     target = writer(settings.format).plan(specs, request)
     moves = tuple(Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs)

@@ -3,7 +3,10 @@
 Handlers can only be installed in the main thread.
 """
 
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,6 +27,8 @@ class Stopped(BaseException):
         return Interrupted(f"Stopped by {signal.Signals(self.number).name}.", signal_number=self.number)
 
 
+_SECONDS_TO_SEND_AGAIN = 0.05  # a finalizer takes less
+
 # Slurm sends SIGUSR1 before a time limit if requested.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -34,10 +39,27 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def interrupt_on_signals(*, ctrl_c: bool) -> None:
-    """Raise Stopped on stop signals; on Ctrl-C only if `ctrl_c`, else it stays Python's KeyboardInterrupt."""
+    """Raise Stopped on stop signals; on Ctrl-C only if `ctrl_c`, else it stays Python's KeyboardInterrupt.
+
+    A signal whose exception Python swallows, as it does in finalizers and around a fork, is sent again.
+    """
     for number in stop_signals():
         if ctrl_c or number != signal.SIGINT:
             signal.signal(number, _hang_up if number == signal.SIGHUP else _stop)
+    sys.unraisablehook = _send_again
+
+
+def _send_again(swallowed: "sys.UnraisableHookArgs") -> None:
+    error = swallowed.exc_value
+    number = error.number if isinstance(error, Stopped) else getattr(error, "sigval", None)  # of torch's launcher
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.SIGINT
+    if number is None:
+        sys.__unraisablehook__(swallowed)
+        return
+    later = threading.Timer(_SECONDS_TO_SEND_AGAIN, os.kill, (os.getpid(), number))
+    later.daemon = True
+    later.start()
 
 
 @contextmanager

@@ -5,14 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
 from fsdp_shard.checkpoint import conversion as convert_module, transfer
 from fsdp_shard.checkpoint.conversion import convert
@@ -672,3 +674,42 @@ def test_yes_and_no_are_no_text(tmp_path: Path) -> None:
     for name in ("overwrite", "verify", "dequantize"):
         with pytest.raises(ConfigError, match=f"{name}='false' is str, expected a bool"):
             convert(tmp_path, tmp_path / "target", **{name: "false"})  # type: ignore[arg-type]  # what people give
+
+
+def test_the_description_of_torchaos_tensors_is_kept(tmp_path: Path) -> None:
+    """As transformers writes it, into every header."""
+    described = {"tensor_names": json.dumps(["a.weight", "b.weight"]), "a.weight": '{"_type": "Int8Tensor"}'}
+    described["b.weight"] = '{"_type": "Tensor"}'
+    tensors = {"a.weight:qdata": torch.ones(4, 4, dtype=torch.int8), "a.weight:scale": torch.ones(4)}
+    (tmp_path / "model").mkdir()
+    save_file(
+        {**tensors, "b.weight": torch.ones(4)}, tmp_path / "model/model.safetensors", described | {"format": "pt"}
+    )
+    convert(tmp_path / "model", tmp_path / "target", max_shard_size="400B")
+    files = sorted((tmp_path / "target").glob("*.safetensors"))
+    assert len(files) > 1
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == described | {"format": "pt"}
+    assert verify(tmp_path / "target", tmp_path / "model").is_sound
+    with pytest.raises(CheckpointError, match="is quantized by torchao, whose description of each tensor format=dcp"):
+        convert(tmp_path / "model", tmp_path / "dcp", format="dcp")
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+def test_a_converted_model_of_torchao_computes_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    settings = TorchAoConfig(Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="bfloat16", quantization_config=settings)
+    model.save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "target", max_shard_size="40KB")
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert torch.equal(converted(torch.arange(9)[None]).logits, model(torch.arange(9)[None]).logits)
+
+
+def test_a_header_entry_of_that_name_may_be_anything(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for number, entry in enumerate(("a, b", "{}", "[1, null]", '"x"')):
+        save_file({"w": torch.ones(4)}, tmp_path / "model/model.safetensors", {"tensor_names": entry})
+        convert(tmp_path / "model", tmp_path / f"target-{number}")

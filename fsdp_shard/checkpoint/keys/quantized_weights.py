@@ -8,6 +8,7 @@ from typing import Any
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.model_files import read_config
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import parse_json
 
 # Tensors that only quantized models have, under the names of transformers' quantizers and their libraries.
 _MARKS = {
@@ -33,6 +34,7 @@ _IN_FORWARD: dict[str, dict[str, Any]] = {
     "fp_quant": {"store_master_weights": True},
     "fouroversix": {"keep_master_weights": True},
 }
+_TORCHAO_NAMES = "tensor_names"
 _TEXT_CONFIGS = ("text_config", "decoder", "generator")  # where transformers looks next
 
 
@@ -76,6 +78,22 @@ def quantization_settings(directory: Path) -> Mapping[str, Any]:
         if found and isinstance(found, Mapping):
             return found
     return {}
+
+
+def torchao_metadata(index: TensorIndex) -> dict[str, str]:
+    """Return the header entries without which torchao's tensors cannot be loaded; empty if there are none.
+
+    Each tensor of torchao is stored in parts, and transformers describes it in the headers of all files. Source:
+    `torchao/prototype/safetensors/safetensors_utils.py`.
+    """
+    try:
+        names = parse_json(index.metadata.get(_TORCHAO_NAMES, "null").encode(), "the header")
+    except CheckpointError:  # an entry of something else
+        return {}
+    if not isinstance(names, list):
+        return {}
+    kept = [_TORCHAO_NAMES, *(name for name in names if isinstance(name, str))]
+    return {name: index.metadata[name] for name in kept if name in index.metadata}
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:

@@ -59,6 +59,7 @@ class WriteRequest:
 
     `ranks` is None if the user gave no number. `nest` holds the keys under which tensors are nested (`app.model`).
     `phases` holds the offset in the source file of each tensor that is copied unchanged (see `build_header`).
+    `metadata` holds entries for the headers of format=huggingface.
     """
 
     max_shard_bytes: int | None
@@ -67,6 +68,7 @@ class WriteRequest:
     aliases: Mapping[str, str]
     nest: str | None = None
     phases: Mapping[str, int] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def plan_gathered(
     aliases: Mapping[str, str] | None = None,
     single_file: str = SINGLE_FILE,
     phases: Mapping[str, int] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[list[FilePlan], bytes | None]:
     """Plan the files of a Hugging Face directory.
 
@@ -101,6 +104,7 @@ def plan_gathered(
         aliases: {tied name: kept name}, for the metadata, as safetensors' `save_model` writes them.
         single_file: Name of the file if there is only one.
         phases: See `WriteRequest`.
+        metadata: More entries for the header of each file.
 
     Returns:
         The files, and the content of `model.safetensors.index.json` if there are several.
@@ -111,7 +115,7 @@ def plan_gathered(
         name = single_file if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         kept = {spec.name for spec in group}
         tied = {alias: target for alias, target in (aliases or {}).items() if target in kept}
-        plans.append(_plan_file(name, group, {"format": "pt", **tied}, phases or {}))
+        plans.append(_plan_file(name, group, {**(metadata or {}), "format": "pt", **tied}, phases or {}))
     if len(plans) == 1:
         return plans, None
     weight_map = {name: plan.name for plan in plans for name in plan.tensors}
