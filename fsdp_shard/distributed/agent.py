@@ -20,6 +20,7 @@ from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.elastic_private import OverridableAgent
 from fsdp_shard.distributed.process_group import ATTEMPT, ATTEMPT_KEY, wait_for_members
 from fsdp_shard.distributed.rank_reports import AttemptDirectory
+from fsdp_shard.distributed.signals import holding_signals
 from fsdp_shard.errors import InputError
 from fsdp_shard.utils import set_environment
 
@@ -110,7 +111,7 @@ class Agent(OverridableAgent):
         group: Any = worker_group  # torch annotates the fields only as they are before the rendezvous
         attempt = bytes(group.store.get(ATTEMPT_KEY)).decode()
         self._attempt = AttemptDirectory.create(self._reports, attempt)
-        with set_environment({ATTEMPT: attempt}):  # the ranks inherit it
+        with set_environment({ATTEMPT: attempt}), holding_signals():  # the ranks inherit both
             pids = super().start_workers(worker_group)
         self._pids = {int(worker.global_rank): pids[worker.local_rank] for worker in worker_group.workers}
         # A thread of one of the launchers serves the store, and resolves the name of each client: a rank forked at that

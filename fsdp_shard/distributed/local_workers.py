@@ -29,7 +29,7 @@ from fsdp_shard.distributed.rank_reports import (
     reports_directory,
 )
 from fsdp_shard.distributed.rendezvous import Rendezvous
-from fsdp_shard.distributed.signals import STOP_SIGNALS, interrupt_on_signals, stop_signals
+from fsdp_shard.distributed.signals import STOP_SIGNALS, interrupt_on_signals, release_signals, stop_signals
 from fsdp_shard.errors import FsdpShardError, RunError
 from fsdp_shard.utils import make_output_printable, set_environment
 
@@ -129,6 +129,7 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_thre
             # Its own process group: Ctrl-C then only signals the starting process, which passes it on once.
             os.setpgid(0, 0)
             interrupt_on_signals(ctrl_c=True)
+            release_signals()
             make_output_printable()
             torch.set_num_threads(num_threads)
             directory.start_heartbeat(rank)

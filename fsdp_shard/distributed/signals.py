@@ -63,6 +63,24 @@ def _send_again(swallowed: "sys.UnraisableHookArgs") -> None:
 
 
 @contextmanager
+def holding_signals() -> Iterator[None]:
+    """Deliver stop signals to processes that start in the block only once they call `release_signals`.
+
+    After a fork, libraries run callbacks in the new process in which the exception of a handler is swallowed.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release_signals() -> None:
+    """Deliver stop signals again, in a process that started within `holding_signals`."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextmanager
 def noting_ctrl_c() -> Iterator[Callable[[], bool]]:
     """Record the first Ctrl-C instead of raising KeyboardInterrupt; a second one raises it.
 

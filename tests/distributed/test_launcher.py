@@ -442,6 +442,16 @@ def test_a_stop_that_torch_sees_before_us_is_no_reason_to_restart(tmp_path: Path
     assert {file.name for file in tmp_path.glob("attempt-*")} == {"attempt-0-rank-0", "attempt-0-rank-1"}
 
 
+def test_a_stop_while_ranks_are_forked_is_not_lost(tmp_path: Path) -> None:
+    """Libraries close their connections around a fork, and Python swallows what a handler raises there."""
+    command = _program(tmp_path, "time.sleep(100)", "grace_seconds=1")
+    program = tmp_path / "program.py"
+    stop = "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))"
+    program.write_text(program.read_text().replace("def work(", f"import os, signal\n{stop}\n\ndef work(", 1))
+    done = run(command, tmp_path)
+    assert (done.status, done.out, done.err) == (0, "Interrupted: Stopped by SIGTERM.\n", "")
+
+
 @pytest.mark.long
 def test_ranks_can_be_spawned_as_gpus_need(tmp_path: Path) -> None:
     done = run(_program(tmp_path, "pass", "start_method='spawn'"), tmp_path)

@@ -124,6 +124,8 @@ _SETTINGS = {
     "average, saves": Setting(train={"ema_decay": 0.9}, saves=True),
     "muon, saves": Setting(optim="muon", rows=1, length=8, saves=True),
     "resharded over 2 of 4, saves": Setting(4, shard={"reshard_after_forward": 2}, saves=True),
+    "fsdp1, dora": Setting(2, "fsdp1", adapter=LoraConfig(rank=8, dora=True)),
+    "gpt2, dora": Setting(model=gpt2, adapter=LoraConfig(rank=8, dora=True)),
     "fsdp1, nf4, saves": Setting(2, "fsdp1", adapter=LoraConfig(rank=8, quantize="nf4"), saves=True),
     "kto, saves": Setting(objective=OBJECTIVES["kto"](), saves=True),
     "two ranks": Setting(),

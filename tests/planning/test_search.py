@@ -206,6 +206,19 @@ def test_more_ranks_get_a_batch_that_they_can_divide_and_it_is_said() -> None:
     )
 
 
+def test_another_wrapper_computes_in_the_same_dtype_or_says_so() -> None:
+    def wrappers(*typed: str) -> list[tuple[tuple[str, ...], str, str]]:
+        run, given = run_of(composed(typed)), {setting.partition("=")[0] for setting in typed}
+        options = [option for saver in memory_savers(run, given) for option in saver.options]
+        chosen = [(option, option.change(run)) for option in options if "shard=fsdp2" in option.overrides]
+        return [(option.overrides, one.shard.param_dtype, option.trains) for option, one in chosen if one is not None]
+
+    bfloat16 = (("shard=fsdp2",), "bfloat16", "computes in bfloat16")
+    same = (("shard=fsdp2", "shard.param_dtype=float32"), "float32", "")
+    assert wrappers("shard=ddp", "launch.ranks=2") == [same, bfloat16]
+    assert wrappers("shard=ddp", "launch.ranks=2", "shard.param_dtype=float32") == [(("shard=fsdp2",), "float32", "")]
+
+
 def test_activations_are_offloaded_where_blocks_are_recomputed_and_parameters_last() -> None:
     run = run_of(composed(["launch.ranks=1"]))
     options = [option for saver in memory_savers(run, set()) for option in saver.options]

@@ -130,8 +130,15 @@ def _choose(run: PlannedRun, section: str, kind: type, option: Option, given: Co
 
 
 def _wrappers(run: PlannedRun, given: Collection[str]) -> Iterator[Option]:
-    if not run.shard.is_sharded and run.num_ranks > 1:
-        yield from _choose(run, "shard", Fsdp2Config, Option(cost=15.0, overrides=("shard=fsdp2",)), given)
+    if run.shard.is_sharded or run.num_ranks == 1:
+        return
+    option, name, dtype = Option(cost=15.0, overrides=("shard=fsdp2",)), "shard.param_dtype", Fsdp2Config().param_dtype
+    if name in given or run.shard.param_dtype == dtype:
+        yield from _choose(run, "shard", Fsdp2Config, option, given)
+        return
+    same = replace(option, overrides=(*option.overrides, f"{name}={run.shard.param_dtype}"))
+    yield from _choose(run, "shard", Fsdp2Config, same, {*given, name})
+    yield from _choose(run, "shard", Fsdp2Config, replace(option, trains=f"computes in {dtype}"), given)
 
 
 def _ranks(run: PlannedRun, num_nodes: int) -> Iterator[Option]:

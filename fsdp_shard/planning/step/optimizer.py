@@ -76,12 +76,12 @@ def _alike(
     return [*found.values()]
 
 
-def _second_step(optimizer: torch.optim.Optimizer) -> int:
+def _second_step(optimizer: torch.optim.Optimizer, *, is_eager: bool = True) -> int:
     """Maximum temporary bytes of a step once the state exists."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         param.grad = torch.zeros_like(param)
-    recorder = Recorder()
+    recorder = Recorder(is_eager=is_eager)
     recorder.ignore([params, [param.grad for param in params], [*optimizer.state.values()]])
     with recorder, suppress(DataDependentOutputException):
         optimizer.step()
@@ -89,8 +89,12 @@ def _second_step(optimizer: torch.optim.Optimizer) -> int:
     return recorder.events[0].rise
 
 
-def whole_update_bytes(optim: OptimConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def whole_update_bytes(
+    optim: OptimConfig, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, on_gpu: bool
+) -> int:
     """Maximum temporary bytes of updating one whole parameter, besides its state.
+
+    On GPUs, torchao compiles its update, so the parts of its quantized states do not count (`adamw8bit.py`).
 
     Adafactor reads values, so this runs a step on small real tensors with the same number of dimensions, and scales up.
     """
@@ -101,7 +105,7 @@ def whole_update_bytes(optim: OptimConfig, name: str, shape: tuple[int, ...], dt
     like = like if needs_values else shape
     with one_thread(), nullcontext() if needs_values else FakeTensorMode():
         params = {name: nn.Parameter(torch.zeros(like, dtype=dtype))}
-        found = _second_step(_step(optim, params, {name: shape}))
+        found = _second_step(_step(optim, params, {name: shape}), is_eager=not on_gpu)
     return found * -(-size // max(1, prod(like)))
 
 
@@ -110,10 +114,12 @@ def whole_updates(
     trained: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
+    *,
+    on_gpu: bool,
 ) -> dict[str, int]:
     """Temporary bytes of updating each whole parameter; identical parameters are measured once."""
     alike = _alike({name: shapes[name] for name in trained}, shapes, dtypes)
-    sizes = [whole_update_bytes(optim, name, shapes[name], dtypes[name]) for name, *_ in alike]
+    sizes = [whole_update_bytes(optim, name, shapes[name], dtypes[name], on_gpu=on_gpu) for name, *_ in alike]
     return {name: size for names, size in zip(alike, sizes, strict=True) for name in names}
 
 

@@ -119,7 +119,7 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
     updates: dict[str, int] = {}
     if run.optim.needs_full_params:
         in_order = [name for name, param in part.model.named_parameters() if param.requires_grad]
-        updates = whole_updates(run.optim, in_order, shapes, dtypes)
+        updates = whole_updates(run.optim, in_order, shapes, dtypes, on_gpu=run.on_gpu)
 
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())

@@ -17,14 +17,19 @@ _MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by toke
 class Recorder(TorchDispatchMode):
     """Counts the live bytes that operators create, and writes the recording.
 
+    Args:
+        is_eager: Whether operators on the parts of a tensor subclass, such as torchao's quantized optimizer states, run
+            one by one; compiled ones create no such tensors.
+
     Attributes:
         events: The recording.
         is_reference: Whether an objective's reference model is running.
         most_chosen: Maximum number of rows selected by value, because fake tensors have no values; None for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_eager: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._is_eager = is_eager
         self.events: list[Event] = []
         self.is_reference = False
         self.most_chosen: int | None = None
@@ -41,8 +46,8 @@ class Recorder(TorchDispatchMode):
         self._then = self._gradients_then = 0  # at the last event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # torchao's quantized states run operators on their parts, which then come here
+        if self._is_eager and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the subclass runs operators on its parts, which then come here
         self._num_operators += 1
         if self._num_operators > _MAX_OPERATORS:
             raise RuntimeError(f"a micro-batch of this size is more than {_MAX_OPERATORS:,} operators on three blocks")
@@ -75,7 +80,7 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if self._born.get(storage_key(storage), -1) > self._entered[0]:
             self._saved[storage_key(storage)] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # with the tensor itself, autograd would keep the graphs of what it replaces
 
     def mark(self, kind: str, module: str) -> None:
         """Write an event."""
