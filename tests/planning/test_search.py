@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
     T5Config,
@@ -464,6 +465,15 @@ def test_what_finetune_would_refuse_is_not_advised(typed: list[str], says: str) 
     run = replace(run_of(config), is_packed=config.data.packing, is_streamed=config.data.streaming)
     with pytest.raises(InputError, match=says):
         Planner(llama_config()).check(run)
+
+
+def test_packing_is_refused_where_finetune_refuses_it() -> None:
+    run = replace(run_of(composed(["data.packing=true", "data.sequence_length=64"])), is_packed=True)
+    Planner(llama_config()).check_model(run)
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 257}
+    opt = OPTConfig(architectures=["OPTForCausalLM"], word_embed_proj_dim=32, **sizes)
+    with pytest.raises(InputError, match=r"OPTForCausalLM cannot .*Set data\.packing=false"):
+        Planner(opt).check_model(run)
 
 
 @pytest.mark.parametrize("offloads", ["shard.cpu_offload=true", "shard.activation_offload=true"])

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from fsdp_shard import sharding
+from fsdp_shard.data import PAIRS
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import check_packing, check_shared_prompts
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.costs.teacher_cost import with_teacher
@@ -98,3 +100,13 @@ class Planner:
         model, _, _ = built_model(self.config, run, self.cache)
         run.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
         check_trained(model, run.shard, run.adapter)
+        if run.is_packed:
+            packs_pairs = run.objective.samples == PAIRS
+            key = packs_pairs, run.model.attention, run.sequence_length if packs_pairs else None
+            self.cache.of("packing", key, lambda: self._check_packed(run, packs_pairs))
+
+    def _check_packed(self, run: PlannedRun, packs_pairs: bool) -> None:
+        if packs_pairs:
+            check_shared_prompts(self.config, run.model.attention, run.sequence_length)
+        else:
+            check_packing(self.config, run.model.attention)
