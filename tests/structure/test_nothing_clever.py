@@ -28,6 +28,7 @@ _ALLOWED = {
     ("data.tokenized.token_cache", "assigns os.environ"): "`datasets` puts a copy in its place; it is restored",
     ("cli.exit", "tunes gc"): "the command line's own start and end",
     ("cli.exit", "assigns an attribute of sys"): "outputs that the command line's own process was started without",
+    ("distributed.signals", "assigns sys.unraisablehook"): "in the command line's own process and its ranks",
     ("utils.limited_process", "tunes gc"): "in the process that it forked, which ends there",
     ("config.compose", "assigns sys.argv"): "hydra.main reads it; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.deterministic"): "a documented setting; it is restored",
