@@ -28,6 +28,8 @@ class UnitBytes:
         reduced: This rank's part of the reduction.
         kept: The same in the dtype of the parameters.
         stored: The shard in its stored dtype.
+        undivided: Elements of the gradient of an embedding, whose rows are divided over tensor-parallel ranks, beyond
+            this rank's part: torch computes it whole on each rank.
         last: Elements of its last trained parameter, whose unsharded gradient a loop in torch holds a little longer.
         is_kept: Whether the unit stays gathered after the forward pass regardless of settings.
         is_scaled: Whether its gradient is divided by a number other than its number of ranks.
@@ -43,6 +45,7 @@ class UnitBytes:
     reduced: int = 0
     kept: int = 0
     stored: int = 0
+    undivided: int = 0
     last: int = 0
     is_kept: bool = False
     is_scaled: bool = False
@@ -77,9 +80,19 @@ def unit_bytes(
         of_unit = measure(
             unit, params, shard, num_shards // shard.expert_parallel if is_divided else num_shards, is_kept
         )
-        found.append(replace(of_unit, is_scaled=is_divided))
+        undivided = sum(_missing_rows(model, name) for name in unit.parameters)
+        found.append(replace(of_unit, is_scaled=is_divided, undivided=undivided))
         held += of_unit.stored
     return found, held
+
+
+def _missing_rows(model: PreTrainedModel, name: str) -> int:
+    """Elements of a trained embedding on other tensor-parallel ranks; 0 if it is also the head, whose part is added."""
+    module, param = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+    head = model.get_output_embeddings()
+    if not isinstance(module, nn.Embedding) or not param.requires_grad or (head is not None and head.weight is param):
+        return 0
+    return (module.num_embeddings - len(param)) * module.embedding_dim
 
 
 def _rows_bytes(

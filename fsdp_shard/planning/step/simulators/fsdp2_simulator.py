@@ -17,6 +17,7 @@ class Fsdp2Simulator(FsdpSimulator):
         self.pending: UnitBytes | None = None  # its all-gather output stays during the next gather
         self.buffer = 0  # bytes of the last reduction's input
         self.accumulated: set[str] = set()
+        self.undivided: set[str] = set()  # units whose unreduced gradients are whole on each tensor-parallel rank
         names = [unit.fqn for unit in self.units if unit.fqn]
         self._position = {name: number for number, name in enumerate(names)}
         self._names = names
@@ -70,7 +71,11 @@ class Fsdp2Simulator(FsdpSimulator):
         if not unit.reduced_from:
             return
         self.add(BUFFERS, unit.reduced_from)
-        self.note(unit.fqn, "reduce")
+        undivided = unit.undivided * self.rules.gradient_itemsize
+        self.note(unit.fqn, "reduce", {UNREDUCED: 0 if unit.fqn in self.undivided else undivided})
+        if unit.fqn in self.undivided:
+            self.undivided.discard(unit.fqn)
+            self.add(UNREDUCED, -self._accumulated_bytes(unit.undivided))
         held, itemsize = unit.gradients, self.rules.gradient_itemsize
         if unit.fqn in self.accumulated:
             held, itemsize = unit.reduced_from, 4
@@ -109,6 +114,10 @@ class Fsdp2Simulator(FsdpSimulator):
         self.resharded -= self.stale
 
     def _keep_unreduced(self, unit: UnitBytes) -> None:
+        if unit.undivided and unit.fqn not in self.undivided:
+            self.undivided.add(unit.fqn)
+            self.add(UNREDUCED, self._accumulated_bytes(unit.undivided))
+            self.note(unit.fqn)
         if not self.rules.casts_gradients:
             return
         if unit.fqn not in self.accumulated:
@@ -116,6 +125,9 @@ class Fsdp2Simulator(FsdpSimulator):
             self.add(UNREDUCED, unit.reduced_from)
             self.note(unit.fqn)
         self.add(UNREDUCED, -unit.gradients)
+
+    def _accumulated_bytes(self, num_elements: int) -> int:
+        return num_elements * (4 if self.rules.casts_gradients else self.rules.gradient_itemsize)
 
     def _has_explicit(self, key: Key) -> bool:
         """Whether the settings name units to prefetch; torch's default is the unit that ran before."""
