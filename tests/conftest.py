@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +14,9 @@ from tests.support.tiny import save_model
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+# A job in the background of a script ignores Ctrl-C, and tests of it would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Forked ranks must not inherit a pool of OpenMP threads that does not exist on their side.
 torch.set_num_threads(1)
