@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import threading
@@ -136,8 +135,6 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
             )
     except SystemExit as leaving:
         raise RunError("Another rank has found what is wrong, and says it.") from leaving
-    finally:
-        gc.collect()  # reference cycles hold the model and the optimizer, and data workers
     return jobs[0].config
 
 
