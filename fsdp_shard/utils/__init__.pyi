@@ -93,6 +93,8 @@ from .torch_private import (
     FakeTensorMode as FakeTensorMode,
     TorchDispatchMode as TorchDispatchMode,
     changes_arguments as changes_arguments,
+    fake_all_reduce as fake_all_reduce,
+    fake_all_to_all as fake_all_to_all,
     fake_store as fake_store,
     flat_parameter_shards as flat_parameter_shards,
     free_flat_parameters as free_flat_parameters,

@@ -49,6 +49,18 @@ def is_costly_operator(operator: Any) -> bool:
     return str(operator.name()) in _COSTLY_OPERATORS
 
 
+def fake_all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what an all-reduce of a fake tensor returns, by the operator that selective checkpointing looks for."""
+    result: torch.Tensor = torch.ops._c10d_functional.all_reduce(tensor, "sum", "")
+    return result
+
+
+def fake_all_to_all(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return what an all-to-all of a fake tensor returns if this rank receives `num_rows`; see `fake_all_reduce`."""
+    result: torch.Tensor = torch.ops._c10d_functional.all_to_all_single(tensor, [num_rows], [len(tensor)], "")
+    return result
+
+
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
     """Yield (owner, name in owner, FQN, buffer) of each buffer that checkpoints store; shared ones under each name.
 

@@ -202,6 +202,9 @@ _SETTINGS = {
     "mixture, float32": Setting(model=mixture, shard={"param_dtype": "float32"}),
     "layers over 2": Setting(shard={"tensor_parallel": 2}),
     "layers over 2 of 4": Setting(4, shard={"tensor_parallel": 2}),
+    "layers over 2, selective recomputation": Setting(
+        shard={"tensor_parallel": 2, "activation_checkpointing": "selective"}, **_LONG
+    ),
     "layers over 2, accumulation": Setting(
         shard={"tensor_parallel": 2, "sync_every_micro_batch": False}, rows=1, length=32, micro_batches=3
     ),

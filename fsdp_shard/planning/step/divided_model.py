@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.models import keep_experts, parallel_plan, tied_names
 from fsdp_shard.sharding import SENDS_TO_EXPERTS, ShardConfig, Unit
+from fsdp_shard.utils import fake_all_reduce, fake_all_to_all
 
 _BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
 _UNEVEN = 16  # a rank's experts are assumed to receive one more token per this many
@@ -78,7 +79,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+        return fake_all_reduce(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -150,7 +151,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
         ctx.num_rows = len(tensor)
-        return tensor.new_empty((num_rows, *tensor.shape[1:]))
+        return fake_all_to_all(tensor, num_rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
