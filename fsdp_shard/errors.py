@@ -25,6 +25,7 @@ import errno
 import re
 import unicodedata
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 _LONGEST_MESSAGE = 2_000  # characters; a file may contain millions in place of a name or number
@@ -115,6 +116,14 @@ def os_error_text(error: OSError) -> str:
     """Return the file, reason and errno of an operating system error."""
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
+
+
+def deleted_meanwhile(path: Path) -> str:
+    """Return the error for a checkpoint that has been deleted since it was found."""
+    return (
+        f"{path} was deleted while it was read, as a running training deletes old steps (checkpoint.keep_last). Read a "
+        f"step that is kept, such as RUN@latest or RUN@best, or have the training keep more of them."
+    )
 
 
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:

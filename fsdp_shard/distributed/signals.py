@@ -50,10 +50,13 @@ def interrupt_on_signals(*, ctrl_c: bool) -> None:
 
 
 def _send_again(swallowed: "sys.UnraisableHookArgs") -> None:
-    error = swallowed.exc_value
-    number = error.number if isinstance(error, Stopped) else getattr(error, "sigval", None)  # of torch's launcher
-    if isinstance(error, KeyboardInterrupt):
-        number = signal.SIGINT
+    match swallowed.exc_value:
+        case Stopped() as stopped:
+            number: int | None = stopped.number
+        case KeyboardInterrupt():
+            number = signal.SIGINT
+        case error:
+            number = getattr(error, "sigval", None)  # of SignalException, which torch's launcher raises
     if number is None:
         sys.__unraisablehook__(swallowed)
         return

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_kernels_available
 
-from fsdp_shard.errors import ModelError
+from fsdp_shard.errors import ModelError, deleted_meanwhile
 from fsdp_shard.models.config import CAUSAL, MASKED_LM, SEQ2SEQ, SEQUENCE_CLASSIFICATION
 from fsdp_shard.models.file_errors import config_file, model_errors
 from fsdp_shard.models.model_directory import check_model_files
@@ -59,10 +59,7 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
     except ModelError:
         if directory.exists():
             raise
-        raise ModelError(
-            f"{directory} was deleted while it was read, as a running training deletes old steps "
-            f"(checkpoint.keep_last). Read a step that is kept, such as RUN@latest or RUN@best."
-        ) from None
+        raise ModelError(deleted_meanwhile(directory)) from None
     _check_values(config)
     return config
 

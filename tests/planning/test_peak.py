@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -207,9 +206,6 @@ _SETTINGS = {
     ),
     "layers over 2, accumulation": Setting(
         shard={"tensor_parallel": 2, "sync_every_micro_batch": False}, rows=1, length=32, micro_batches=3
-    ),
-    "layers over 2, large vocabulary": Setting(
-        shard={"tensor_parallel": 2}, model=partial(llama, 8192), rows=1, length=8
     ),
     "experts over 2": Setting(model=mixture, shard={"expert_parallel": 2}),
     "experts over 2 of 4": Setting(4, model=mixture, shard={"expert_parallel": 2}),

@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import xxhash
 
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.errors import CheckpointError, deleted_meanwhile
 from fsdp_shard.utils import limits, open_regular, read_range, refuse_excess
 
 _NOT_IN_NAMES = re.compile(r"[\0\\\ud800-\udfff]")  # a lone surrogate is not valid text
@@ -71,10 +71,7 @@ def member(root: Path, name: object) -> Path:
 def refuse_deleted(path: Path) -> None:
     """Raise CheckpointError if a checkpoint found earlier has been deleted."""
     if not path.exists():
-        raise CheckpointError(
-            f"{path} was deleted while it was read, as a running training deletes old steps (checkpoint.keep_last). "
-            "Read a step that is kept, such as RUN@latest or RUN@best, or have the training keep more of them."
-        )
+        raise CheckpointError(deleted_meanwhile(path))
 
 
 def _hub_base(root: Path) -> Path | None:

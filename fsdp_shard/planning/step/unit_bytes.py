@@ -80,7 +80,7 @@ def unit_bytes(
         of_unit = measure(
             unit, params, shard, num_shards // shard.expert_parallel if is_divided else num_shards, is_kept
         )
-        undivided = sum(_missing_rows(model, name) for name in unit.parameters)
+        undivided = sum(_missing_rows(model, name) for name in unit.parameters) if shard.tensor_parallel > 1 else 0
         found.append(replace(of_unit, is_scaled=is_divided, undivided=undivided))
         held += of_unit.stored
     return found, held
@@ -89,8 +89,8 @@ def unit_bytes(
 def _missing_rows(model: PreTrainedModel, name: str) -> int:
     """Elements of a trained embedding on other tensor-parallel ranks; 0 if it is also the head, whose part is added."""
     module, param = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
-    head = model.get_output_embeddings()
-    if not isinstance(module, nn.Embedding) or not param.requires_grad or (head is not None and head.weight is param):
+    is_head = getattr(model.get_output_embeddings(), "weight", None) is param
+    if not isinstance(module, nn.Embedding) or not param.requires_grad or is_head:
         return 0
     return (module.num_embeddings - len(param)) * module.embedding_dim
 

@@ -71,8 +71,7 @@ class Fsdp2Simulator(FsdpSimulator):
         if not unit.reduced_from:
             return
         self.add(BUFFERS, unit.reduced_from)
-        undivided = unit.undivided * self.rules.gradient_itemsize
-        self.note(unit.fqn, "reduce", {UNREDUCED: 0 if unit.fqn in self.undivided else undivided})
+        self.note(unit.fqn, "reduce")
         if unit.fqn in self.undivided:
             self.undivided.discard(unit.fqn)
             self.add(UNREDUCED, -self._accumulated_bytes(unit.undivided))
