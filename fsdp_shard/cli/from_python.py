@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
@@ -135,6 +136,9 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
             )
     except SystemExit as leaving:
         raise RunError("Another rank has found what is wrong, and says it.") from leaving
+    finally:
+        if COMMANDS[command].ranks_are == "started":
+            gc.collect()  # reference cycles hold the model, the optimizer, process groups and data workers
     return jobs[0].config
 
 

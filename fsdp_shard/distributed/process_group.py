@@ -23,6 +23,7 @@ from fsdp_shard.distributed.config import LONGEST_TIMEOUT_SECONDS
 from fsdp_shard.distributed.hardware import init_device
 from fsdp_shard.distributed.started_ranks import number_in
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import clear_sharding_caches
 
 # For ranks that wait while one of them tokenizes, or reads all weights. The death of a rank is noticed at once, and a
 # hang by the launcher.
@@ -331,6 +332,7 @@ def init_distributed(
     finally:
         if not is_joined and (is_done or world_size == 1):
             dist.destroy_process_group()
+            clear_sharding_caches()
 
 
 def _check_sizes(

@@ -93,6 +93,7 @@ from .torch_private import (
     FakeTensorMode as FakeTensorMode,
     TorchDispatchMode as TorchDispatchMode,
     changes_arguments as changes_arguments,
+    clear_sharding_caches as clear_sharding_caches,
     fake_all_reduce as fake_all_reduce,
     fake_all_to_all as fake_all_to_all,
     fake_store as fake_store,

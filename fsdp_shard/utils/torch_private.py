@@ -236,6 +236,17 @@ def fake_store() -> dist.Store:
     return FakeStore()
 
 
+def clear_sharding_caches() -> None:
+    """Delete this thread's caches of DTensor's shardings, which refer to meshes and so to their process groups.
+
+    A group would live as long as the thread. In a process forked by another thread, Python deletes this thread's
+    objects, and the group's destructor would join threads that are only in the parent.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def initialize_fsdp2(module: nn.Module) -> None:
     """Perform the initialization of the first forward pass of a module under `fully_shard`.
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -133,6 +134,15 @@ def test_ranks_of_torchrun_run_one_after_the_other(tiny_model: Path, texts: Path
     assert done.status == 0, done.err
     first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("first", "second"))
     assert first["final_loss"] == second["final_loss"]
+
+
+def test_no_data_worker_outlives_a_run(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    streamed = [f"data.path={texts}/train.txt", "data.streaming=true", "data.workers=2", "data.sequence_length=16"]
+    fs.finetune(
+        [f"model.path={tiny_model}", *streamed, "train.steps=1", f"run_dir={tmp_path}/run", "launch.device=cpu"]
+    )
+    assert psutil.Process().children() == before
 
 
 def test_in_a_thread_signals_stay_with_the_program(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
