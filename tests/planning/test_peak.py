@@ -207,6 +207,10 @@ _SETTINGS = {
     "layers over 2, accumulation": Setting(
         shard={"tensor_parallel": 2, "sync_every_micro_batch": False}, rows=1, length=32, micro_batches=3
     ),
+    "layers over 2, short": Setting(shard={"tensor_parallel": 2}, rows=1, length=8),
+    "layers over 2, tied, short": Setting(
+        model=lambda: llama(8192, tied=True), shard={"tensor_parallel": 2}, rows=1, length=32
+    ),
     "experts over 2": Setting(model=mixture, shard={"expert_parallel": 2}),
     "experts over 2 of 4": Setting(4, model=mixture, shard={"expert_parallel": 2}),
     "sequences over 2, ulysses": Setting(shard={"context_parallel": 2, "context_method": "ulysses"}, length=128),

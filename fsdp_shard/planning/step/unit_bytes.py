@@ -28,8 +28,9 @@ class UnitBytes:
         reduced: This rank's part of the reduction.
         kept: The same in the dtype of the parameters.
         stored: The shard in its stored dtype.
-        undivided: Elements of the gradient of an embedding, whose rows are divided over tensor-parallel ranks, beyond
-            this rank's part: torch computes it whole on each rank.
+        undivided: Elements of the gradient of an embedding whose rows are divided over tensor-parallel ranks: torch
+            computes it whole on each rank.
+        others_rows: Those of them that belong to other ranks, if the gradient is kept whole until it is reduced.
         last: Elements of its last trained parameter, whose unsharded gradient a loop in torch holds a little longer.
         is_kept: Whether the unit stays gathered after the forward pass regardless of settings.
         is_scaled: Whether its gradient is divided by a number other than its number of ranks.
@@ -46,6 +47,7 @@ class UnitBytes:
     kept: int = 0
     stored: int = 0
     undivided: int = 0
+    others_rows: int = 0
     last: int = 0
     is_kept: bool = False
     is_scaled: bool = False
@@ -80,19 +82,23 @@ def unit_bytes(
         of_unit = measure(
             unit, params, shard, num_shards // shard.expert_parallel if is_divided else num_shards, is_kept
         )
-        undivided = sum(_missing_rows(model, name) for name in unit.parameters) if shard.tensor_parallel > 1 else 0
-        found.append(replace(of_unit, is_scaled=is_divided, undivided=undivided))
+        if shard.tensor_parallel > 1:
+            undivided, others_rows = zip(*(_undivided(model, name) for name in unit.parameters), strict=True)
+            of_unit = replace(of_unit, undivided=sum(undivided), others_rows=sum(others_rows))
+        found.append(replace(of_unit, is_scaled=is_divided))
         held += of_unit.stored
     return found, held
 
 
-def _missing_rows(model: PreTrainedModel, name: str) -> int:
-    """Elements of a trained embedding on other tensor-parallel ranks; 0 if it is also the head, whose part is added."""
-    module, param = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+def _undivided(model: PreTrainedModel, name: str) -> tuple[int, int]:
+    """`undivided` and `others_rows` of a parameter; an embedding that is also the head keeps only its own rows."""
+    param = model.get_parameter(name)
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is param)
+    if not param.requires_grad or (embedding := next(embeddings, None)) is None:
+        return 0, 0
+    whole = embedding.num_embeddings * embedding.embedding_dim
     is_head = getattr(model.get_output_embeddings(), "weight", None) is param
-    if not isinstance(module, nn.Embedding) or not param.requires_grad or is_head:
-        return 0
-    return (module.num_embeddings - len(param)) * module.embedding_dim
+    return whole, 0 if is_head else whole - param.numel()
 
 
 def _rows_bytes(

@@ -1,5 +1,6 @@
 """Simulates the memory of `fully_shard`, as in `_fsdp_param_group.py` and `_fsdp_collectives.py` of torch 2.13."""
 
+from fsdp_shard.planning.step.recording.events import END, FINISH, Event
 from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
 from fsdp_shard.planning.step.simulators.step_simulator import Key
 from fsdp_shard.planning.step.snapshot import BUFFERS, GATHERED, GRADIENTS, UNREDUCED
@@ -74,7 +75,7 @@ class Fsdp2Simulator(FsdpSimulator):
         self.note(unit.fqn, "reduce")
         if unit.fqn in self.undivided:
             self.undivided.discard(unit.fqn)
-            self.add(UNREDUCED, -self._accumulated_bytes(unit.undivided))
+            self.add(UNREDUCED, -self._accumulated_bytes(unit.others_rows))
         held, itemsize = unit.gradients, self.rules.gradient_itemsize
         if unit.fqn in self.accumulated:
             held, itemsize = unit.reduced_from, 4
@@ -89,6 +90,13 @@ class Fsdp2Simulator(FsdpSimulator):
             self.add(BUFFERS, unit.reduced)
         self.receive(unit)
         self.buffer = unit.reduced_from
+
+    def note_rise(self, event: Event, rise: int) -> None:
+        """Count the whole gradients of embeddings, too; this rank's rows are copied from them."""
+        unit = self.by_fqn.get(event.module)
+        if unit is not None and event.kind in (FINISH, END) and self.is_synced:
+            rise += unit.undivided * self.rules.gradient_itemsize
+        super().note_rise(event, rise)
 
     def end_backward(self) -> None:
         for unit in (self.units[-1], *self.units[:-1]):
@@ -113,9 +121,9 @@ class Fsdp2Simulator(FsdpSimulator):
         self.resharded -= self.stale
 
     def _keep_unreduced(self, unit: UnitBytes) -> None:
-        if unit.undivided and unit.fqn not in self.undivided:
+        if unit.others_rows and unit.fqn not in self.undivided:
             self.undivided.add(unit.fqn)
-            self.add(UNREDUCED, self._accumulated_bytes(unit.undivided))
+            self.add(UNREDUCED, self._accumulated_bytes(unit.others_rows))
             self.note(unit.fqn)
         if not self.rules.casts_gradients:
             return
