@@ -108,19 +108,18 @@ def _cpu_limits(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
     num_ranks, named = local_ranks(launch)
     if num_ranks > num_cores():
         yield warning(f"{named} is more than the {format_count(num_cores(), 'core')} they run on.")
-    if shard.param_dtype != "float32" and not _computes_in(shard.param_dtype):
+    if shard.param_dtype != "float32" and not _computes_in_bfloat16():
         yield warning(
             f"this CPU has no instructions for shard.param_dtype={shard.param_dtype}, which is many times slower than "
             f"float32 here; set shard=float32."
         )
 
 
-def _computes_in(dtype: str) -> bool:
-    """Whether the CPU's flags include matrix products in `dtype`; True if the flags are unknown."""
-    wanted = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"amx_fp16", "avx512_fp16", "asimdhp"}}[dtype]
+def _computes_in_bfloat16() -> bool:
+    """Whether the CPU's flags include matrix products in bfloat16; True if the flags are unknown."""
     try:
         lines = _CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return True
     flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), None)
-    return flags is None or not wanted.isdisjoint(flags)
+    return flags is None or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import models, sharding
 from fsdp_shard.planning.memory_plan import MemoryPlan, RankMemory
 from fsdp_shard.planning.meta_model import build_planned
-from fsdp_shard.planning.plan_cache import PlanCache, of_one_rank, of_parameters, with_any_loss
+from fsdp_shard.planning.plan_cache import PlanCache, without_activations, without_loss, without_ranks
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.device_overhead import device_overhead
 from fsdp_shard.planning.step.shard_state import (
@@ -51,13 +51,15 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, cache: PlanCache | No
     check_adapter_mesh(run.adapter, run.shard)
     cache = PlanCache() if cache is None else cache
     model, blocks, units = built_model(config, run, cache)
-    of_model = (with_any_loss(run.model), run.adapter)
-    cache.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
+    of_model = (without_loss(run.model), run.adapter)
+    cache.get("check", (*of_model, without_ranks(run.shard)), lambda: sharding.check_shardable(model, run.shard))
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
-    part = cache.of("part", (*of_model, of_parameters(run.shard)), lambda: part_of_rank(config, run, units, model))
-    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
-    shards = cache.of("shards", of_state, lambda: unit_shards(part, run))
-    states = cache.of("state", of_state, lambda: shard_states(shards, part, run))
+    part = cache.get(
+        "part", (*of_model, without_activations(run.shard)), lambda: part_of_rank(config, run, units, model)
+    )
+    of_state = (*of_model, run.optim, run.train.ema_decay, without_activations(run.shard), run.num_shards, run.on_gpu)
+    shards = cache.get("shards", of_state, lambda: unit_shards(part, run))
+    states = cache.get("state", of_state, lambda: shard_states(shards, part, run))
     step = plan_step(config, part, run, cache)
     staged = staged_bytes(part, states, run) if run.saves_asynchronously else [0] * run.num_ranks
     per_rank = [
@@ -91,7 +93,7 @@ def built_model(
         ]
         return model, blocks, sharding.plan_units(model, run.shard)
 
-    return cache.of("model", (with_any_loss(run.model), run.adapter, of_parameters(run.shard)), build)
+    return cache.get("model", (without_loss(run.model), run.adapter, without_activations(run.shard)), build)
 
 
 def _num_weights(model: PreTrainedModel, block: models.Block) -> int:

@@ -32,7 +32,7 @@ class PlanCache:
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], Any] = {}
 
-    def of(self, kind: str, settings: tuple[object, ...], make: Callable[[], T]) -> T:
+    def get(self, kind: str, settings: tuple[object, ...], make: Callable[[], T]) -> T:
         """Return what `make` returned on the first call with these settings.
 
         Args:
@@ -55,21 +55,21 @@ class PlanCache:
         return found
 
 
-def of_one_rank(shard: ShardConfig) -> ShardConfig:
+def without_ranks(shard: ShardConfig) -> ShardConfig:
     """`shard` without the settings for how ranks work together."""
     return replace(shard, **_OF_RANKS)
 
 
-def of_parameters(shard: ShardConfig) -> ShardConfig:
-    """`shard` without the settings for how ranks work together and for activations."""
-    return replace(of_one_rank(shard), activation_checkpointing=False, activation_offload=False)
+def without_activations(shard: ShardConfig) -> ShardConfig:
+    """`shard` without the settings for activations, and for how ranks work together."""
+    return replace(without_ranks(shard), activation_checkpointing=False, activation_offload=False)
 
 
-def of_activations(model: ModelConfig) -> ModelConfig:
+def without_dtype(model: ModelConfig) -> ModelConfig:
     """`model` without the stored dtype; compute dtypes are those of the units."""
     return replace(model, dtype="float32")
 
 
-def with_any_loss(model: ModelConfig) -> ModelConfig:
+def without_loss(model: ModelConfig) -> ModelConfig:
     """`model` without the settings that do not affect its parameters."""
     return replace(model, chunked_loss="auto")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fsdp_shard.checkpoint import CHECKPOINTS, Store
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import check_model_config
-from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan
+from fsdp_shard.planning.plan_result import PlannedModel, PlannedSettings, PlanResult
 from fsdp_shard.planning.search.searched_plan import plan_search
 from fsdp_shard.planning.single_plan import plan_one
 from fsdp_shard.planning.unplanned import setting_at, unplanned_settings
@@ -46,7 +46,7 @@ def check_plan(config: PlannedSettings) -> None:
     source.check_dequantizable()
 
 
-def plan_run(config: PlannedSettings) -> RunPlan:
+def plan_run(config: PlannedSettings) -> PlanResult:
     """Plan the memory of each rank of `finetune`, and with `dispatch.device_map` the block placement of `generate`.
 
     Args:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import InputError
 from fsdp_shard.planning.devices import check_device
-from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings, switched_off
-from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
+from fsdp_shard.planning.plan_result import PlannedModel, PlannedSettings, PlanResult, chosen_settings, switched_off
+from fsdp_shard.planning.search.make_planner import planned_hardware, planner_for
 from fsdp_shard.training import DistillConfig
 from fsdp_shard.utils import format_size, say
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from fsdp_shard.planning.planned_run import PlannedRun
 
 
-def plan_one(config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun) -> RunPlan:
+def plan_one(
+    config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun
+) -> PlanResult:
     """Plan the run as configured, and find settings that would fit if it does not."""
     from fsdp_shard.planning.costs.step_report import step_figures, step_report
     from fsdp_shard.planning.costs.step_time import missing_figures
@@ -71,7 +73,7 @@ def plan_one(config: PlannedSettings, model: PlannedModel, model_config: Pretrai
         **dispatched,
     }
     text = "\n".join(lines) + trace_text + dispatch_text
-    return RunPlan(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes, host=host)
+    return PlanResult(model, text, all_figures, misfit, memory=plan, memory_bytes=memory_bytes, host=host)
 
 
 def _teacher_line(distill: DistillConfig) -> str:

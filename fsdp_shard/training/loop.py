@@ -129,6 +129,7 @@ class StepReport:
     total_tokens: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @property
     def row(self) -> dict[str, Any]:
         """The row of metrics.jsonl, with null in place of NaN and infinity, which JSON cannot represent."""
         apart = ("stop_signal", "fault", "sources", "metrics")

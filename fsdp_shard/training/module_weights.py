@@ -25,8 +25,8 @@ from fsdp_shard.sharding import (
     shards_of,
     transformers_model,
 )
+from fsdp_shard.training.checkpoints.check_tensors import check_tensors
 from fsdp_shard.training.checkpoints.side_files import side_files
-from fsdp_shard.training.checkpoints.stored_names import check_tensors
 from fsdp_shard.utils import fsync_path, parse_size
 
 _TIMEOUT_SECONDS = 1800.0

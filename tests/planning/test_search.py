@@ -35,8 +35,8 @@ from fsdp_shard.planning import (
 )
 from fsdp_shard.planning.search.advice import Candidate
 from fsdp_shard.planning.search.candidate_changes import memory_savers
+from fsdp_shard.planning.search.make_planner import planned_hardware, planner_for
 from fsdp_shard.planning.search.pareto_front import Front, Point, search_front
-from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import OBJECTIVES, AdamWConfig, TrainConfig
 from fsdp_shard.utils import parse_size

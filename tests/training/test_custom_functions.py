@@ -141,7 +141,7 @@ def test_whole_logits_where_the_head_would_compute_the_loss(alone: DistributedCo
     reports = Run(alone, model=Plain(model), data=uneven()).go(CONFIG, functions=CustomFunctions(None, accuracy))
     expected = Run(alone, model=Plain(llama(tied=False)), data=uneven()).go(CONFIG)
     assert losses(reports) == pytest.approx(losses(expected), rel=2e-6)
-    assert reports[0].row()["metrics"].keys() == {"accuracy", "ones"}
+    assert reports[0].row["metrics"].keys() == {"accuracy", "ones"}
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_reports(alone: DistributedContext) -> None:
     assert first.tokens_per_second == pytest.approx(51 / first.step_seconds)
     assert first.memory_bytes > 10 << 20
     assert (run.state.step, run.state.num_samples, run.state.num_tokens) == (2, 14, 102)
-    assert list(json.loads(json.dumps(first.row()))) == [
+    assert list(json.loads(json.dumps(first.row))) == [
         "step",
         "loss",
         "learning_rate",
@@ -218,7 +218,7 @@ def test_steps_that_are_not_finite_are_skipped(alone: DistributedContext) -> Non
     assert [report.step for report in reports if report.fault] == [3, 4, 6]
     assert [report.skipped for report in reports] == [0, 0, 1, 2, 2, 3]
     assert "not finite in the loss of samples" in reports[2].fault
-    assert [report.row()["loss"] is None for report in reports] == [False, False, True, True, False, True]
+    assert [report.row["loss"] is None for report in reports] == [False, False, True, True, False, True]
     assert (run.state.num_skipped, run.state.num_skipped_in_row, run.state.num_samples) == (3, 1, 24)
 
     plain = Run(alone, data=data)

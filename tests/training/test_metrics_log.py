@@ -118,7 +118,7 @@ def test_sources_of_a_mixture() -> None:
         "web": {"samples": 6, "tokens": 250, "epochs": 0.1},
     }
     mixed = replace(report(4), sources=counts)
-    assert mixed.row() == report(4).row() | {"sources": counts}
+    assert mixed.row == report(4).row | {"sources": counts}
     stream = io.StringIO()
     Progress(4, stream=stream).show(mixed)
     assert "epoch" not in stream.getvalue(), "each source has its own"

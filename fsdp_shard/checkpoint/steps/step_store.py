@@ -234,8 +234,15 @@ class Store:
             _remove_optimizer(self.path(step))
         return heavy
 
+    def recover(self) -> int | None:
+        """Undo what interrupted saves and deletions left, before a run writes; return the latest step, None if none."""
+        self.clean_leftovers()
+        if (latest := self.latest()) is not None:
+            self.set_latest(latest)
+        return latest
+
     def clean_leftovers(self) -> list[str]:
-        """Delete leftovers of interrupted saves and deletions, and return their names; call before a run writes."""
+        """Delete leftovers of interrupted saves and deletions, and return their names."""
         if not self.root.is_dir():
             return []
         names = sorted(entry.name for entry in self.root.iterdir())

@@ -12,7 +12,7 @@ from fsdp_shard import models, sharding
 from fsdp_shard.models import MASKED_LM
 from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
 from fsdp_shard.planning.meta_model import build_planned
-from fsdp_shard.planning.plan_cache import PlanCache, of_parameters
+from fsdp_shard.planning.plan_cache import PlanCache, without_activations
 from fsdp_shard.planning.step.optimizer import step_bytes
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN
 from fsdp_shard.training import AdapterConfig, OptimConfig, use_loss_head
@@ -66,7 +66,7 @@ class ModelFacts:
 
     def units(self, shard: sharding.ShardConfig) -> tuple[sharding.Unit, ...]:
         """The units of the model, computed once per combination of the settings that they depend on."""
-        return self.cache.of("units", (of_parameters(shard),), lambda: sharding.plan_units(self.model, shard))
+        return self.cache.get("units", (without_activations(shard),), lambda: sharding.plan_units(self.model, shard))
 
     def state_bytes(self, optim: OptimConfig) -> int:
         """Bytes of the state of `optim` for all trained parameters, computed once per config."""
@@ -77,7 +77,7 @@ class ModelFacts:
             trained = {name: shapes[name] for name, param in self.params.items() if param.is_trained}
             return step_bytes(optim, trained, shapes, dtypes)[0] if trained else 0
 
-        return self.cache.of("state", (optim,), measure)
+        return self.cache.get("state", (optim,), measure)
 
 
 def model_facts(

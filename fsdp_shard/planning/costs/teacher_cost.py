@@ -32,7 +32,7 @@ def with_teacher(cost: StepCost, run: PlannedRun, cache: PlanCache) -> StepCost:
         return cost
     assert isinstance(run.objective, DistillConfig)
     make = partial(_amounts, run.objective, trust_remote_code=run.model.trust_remote_code)
-    amounts, problem = cache.of("teacher amounts", (run.objective.teacher, run.model.trust_remote_code), make)
+    amounts, problem = cache.get("teacher amounts", (run.objective.teacher, run.model.trust_remote_code), make)
     num_passes = run.num_micro_batches
     flops = None
     if amounts is not None and cost.flops is not None:

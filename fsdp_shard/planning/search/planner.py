@@ -14,7 +14,7 @@ from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.costs.teacher_cost import with_teacher
 from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
-from fsdp_shard.planning.plan_cache import PlanCache, of_parameters, with_any_loss
+from fsdp_shard.planning.plan_cache import PlanCache, without_activations, without_loss
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.training import check_adapter_mesh, check_batch, check_inputs, check_objective, check_trained
 from fsdp_shard.utils import check
@@ -68,13 +68,13 @@ class Planner:
 
     def cost(self, run: PlannedRun) -> StepCost:
         """The computation and communication of a step of a run."""
-        shard = of_parameters(run.shard)
+        shard = without_activations(run.shard)
 
         def measure() -> ModelFacts:
             stored, _, _ = built_model(self.config, run, self.cache)
             return model_facts(self.config, stored, run.model, run.adapter, shard)
 
-        facts = self.cache.of("costs", (with_any_loss(run.model), run.adapter, shard), measure)
+        facts = self.cache.get("costs", (without_loss(run.model), run.adapter, shard), measure)
         return with_teacher(step_cost(facts, run), run, self.cache)
 
     def check(self, run: PlannedRun) -> None:
@@ -103,7 +103,7 @@ class Planner:
         if run.is_packed:
             packs_pairs = run.objective.samples == PAIRS
             key = packs_pairs, run.model.attention, run.sequence_length if packs_pairs else None
-            self.cache.of("packing", key, lambda: self._check_packed(run, packs_pairs))
+            self.cache.get("packing", key, lambda: self._check_packed(run, packs_pairs))
 
     def _check_packed(self, run: PlannedRun, packs_pairs: bool) -> None:
         if packs_pairs:

@@ -6,8 +6,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.planning.run_plan import PlannedModel, PlannedSettings, RunPlan, chosen_settings, switched_off
-from fsdp_shard.planning.search.planner_settings import planned_hardware, planner_for
+from fsdp_shard.planning.plan_result import PlannedModel, PlannedSettings, PlanResult, chosen_settings, switched_off
+from fsdp_shard.planning.search.make_planner import planned_hardware, planner_for
 from fsdp_shard.utils import format_count, format_size, say
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def plan_search(
     config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun
-) -> RunPlan:
+) -> PlanResult:
     """Find the fewest ranks that fit, and settings for them."""
     from fsdp_shard.planning.search.pareto_front import front_figures, front_text, search_front
 
@@ -40,4 +40,4 @@ def plan_search(
             f"Nothing fits in {format_size(hardware.memory_bytes)} with launch.ranks={launch.ranks}; give more ranks, "
             f"or GPUs with more memory."
         )
-    return RunPlan(model, front_text(front), front_figures(front), misfit, front)
+    return PlanResult(model, front_text(front), front_figures(front), misfit, front)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import sharding
 from fsdp_shard.planning.meta_model import build_planned
-from fsdp_shard.planning.plan_cache import PlanCache, of_activations, of_one_rank, with_any_loss
+from fsdp_shard.planning.plan_cache import PlanCache, without_dtype, without_loss, without_ranks
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
@@ -97,13 +97,13 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: 
     of_ranks = (run.shard.context_parallel, run.shard.context_method)
     extra, eva = _extra_passes(config, run)
     dtypes = [(unit.fqn, unit.dtype) for unit in part.units]
-    others = (run.adapter, of_one_rank(run.shard), *of_batch, run.mask_fraction, *of_ranks, run.on_gpu, extra, dtypes)
-    of_model = of_activations(run.model)
-    record, has_loss_head = cache.of("record", (of_model, *others), lambda: _record(config, run, part, extra))
-    of_recording = (with_any_loss(of_model), has_loss_head, *others)
+    others = (run.adapter, without_ranks(run.shard), *of_batch, run.mask_fraction, *of_ranks, run.on_gpu, extra, dtypes)
+    of_model = without_dtype(run.model)
+    record, has_loss_head = cache.get("record", (of_model, *others), lambda: _record(config, run, part, extra))
+    of_recording = (without_loss(of_model), has_loss_head, *others)
     try:
         with _math_attention() if _keeps_scores(config, run) else nullcontext():
-            recordings = cache.of("recording", of_recording, record)
+            recordings = cache.get("recording", of_recording, record)
     except CANNOT_RUN as error:
         return SimulatedStep((*before,), problem=what_failed(error))
     if run.on_gpu:

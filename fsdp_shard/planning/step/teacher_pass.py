@@ -70,7 +70,7 @@ def teacher_of(run: PlannedRun, cache: PlanCache) -> PlannedTeacher | None:
     if not isinstance(distill, DistillConfig) or distill.is_precomputed:
         return None
     settings = (distill, run.num_read_rows, run.sequence_length, run.is_packed, run.on_gpu, run.model.trust_remote_code)
-    return cache.of("teacher", settings, lambda: _plan_teacher(distill, run))
+    return cache.get("teacher", settings, lambda: _plan_teacher(distill, run))
 
 
 def _plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:

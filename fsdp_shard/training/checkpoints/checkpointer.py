@@ -28,14 +28,6 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.distributed import Communicator, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.sharding import fill_copied_buffers
-from fsdp_shard.training.checkpoints.given_state import (
-    GivenState,
-    Models,
-    collect,
-    given_figures,
-    given_states,
-    shards_of_all,
-)
 from fsdp_shard.training.checkpoints.loop_state import (
     DOCUMENT,
     first_difference,
@@ -57,6 +49,14 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
 )
 from fsdp_shard.training.checkpoints.run_lock import run_lock
 from fsdp_shard.training.checkpoints.step_committer import StepCommitter
+from fsdp_shard.training.checkpoints.step_parts import (
+    Models,
+    SaveArguments,
+    collect,
+    given_figures,
+    given_states,
+    shards_of_all,
+)
 from fsdp_shard.training.checkpoints.step_saver import StepSaver
 from fsdp_shard.training.checkpoints.stored_step import Stateful, StoredStep
 from fsdp_shard.training.stop_signal import StopSignal
@@ -147,7 +147,7 @@ class Checkpointer:
         self._store = Store(self.path / CHECKPOINTS)
         with ExitStack() as opening:
             lock = opening.enter_context(run_lock(os.fspath(self.path), self._ranks))
-            run_on_main(self._ranks, self._clean)
+            run_on_main(self._ranks, self._store.recover)
             self._committer = StepCommitter(self._ranks, self._store, self._config, is_adapter=False)
             self._committer.upload_missing()
             self._log = _Log(self._ranks)
@@ -219,7 +219,7 @@ class Checkpointer:
         ranks = self._ranks
         figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured other figures
         value = self._monitored(figures)
-        given = GivenState(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
+        given = SaveArguments(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
         run_on_main(ranks, lambda: self._require_own(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
@@ -229,7 +229,7 @@ class Checkpointer:
             )
         of_ranks = ranks.gather_object((parts.own, parts.values))
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none
-        state = parts.run_state(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
+        state = parts.to_content(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
         is_best = value is not None and run_on_main(ranks, lambda: self._is_best(value))
         self._saver.settle_before(given.optimizers.values())
         in_background = self._config.asynchronous and bool(given.optimizers)
@@ -407,11 +407,6 @@ class Checkpointer:
             return True
         before = read_loop_state(self._store.path(best)).metrics.get(self._monitor, math.nan)
         return not math.isfinite(before) or self._sign * value < self._sign * before
-
-    def _clean(self) -> None:
-        self._store.clean_leftovers()
-        if (latest := self._store.latest()) is not None:
-            self._store.set_latest(latest)
 
     def _require_own(self, step: int) -> None:
         """Reject a step that exists, and the directory of another run, whose steps retention would delete."""

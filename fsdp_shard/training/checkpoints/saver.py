@@ -137,8 +137,5 @@ class Saver(StepSaver):
 
 def _begin(store: checkpoint.Store, model_files: Mapping[str, bytes]) -> None:
     """Delete what an interrupted save left, and write the newest step's settings, or this run's, to config.yaml."""
-    store.clean_leftovers()
-    if (latest := store.latest()) is not None:
-        store.set_latest(latest)
-    elif (settings := model_files.get(checkpoint.RUN_CONFIG)) is not None:
+    if store.recover() is None and (settings := model_files.get(checkpoint.RUN_CONFIG)) is not None:
         store.set_config(settings)

@@ -14,9 +14,9 @@ from fsdp_shard.checkpoint import OPTIMIZER, TensorIndex, to_torch
 from fsdp_shard.distributed import Communicator
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.sharding import ModuleShards
+from fsdp_shard.training.checkpoints.check_tensors import check_tensors
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, read_loop_state, read_state
 from fsdp_shard.training.checkpoints.optimizer_groups import check_groups, listed
-from fsdp_shard.training.checkpoints.stored_names import check_tensors
 
 
 class Stateful(Protocol):
@@ -29,7 +29,7 @@ class Stateful(Protocol):
         """Load such a state."""
 
 
-class Found(NamedTuple):
+class StoredValues(NamedTuple):
     """The content of a step apart from the tensors of models and optimizers."""
 
     options: dict[str, Any]
@@ -67,7 +67,7 @@ class StoredStep(NamedTuple):
         optimizers: Mapping[str, Optimizer],
         states: Mapping[str, Stateful],
         ranks: Communicator,
-    ) -> Found:
+    ) -> StoredValues:
         """Compare the step with the objects to restore, and read everything that is not loaded in place."""
         if states.keys() != self.document.states.keys():
             raise CheckpointError(
@@ -87,7 +87,7 @@ class StoredStep(NamedTuple):
             if len(document.ranks) == ranks.world_size:
                 own = read_state(document.ranks[ranks.rank][0], self.states, where)
                 own = {"random": dict(own["random"]), "extra": own["extra"]}
-            return Found(
+            return StoredValues(
                 options=options,
                 values={name: value for one in reversed(values) for name, value in one.items()},
                 states={

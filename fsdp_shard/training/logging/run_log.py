@@ -128,7 +128,7 @@ class RunLog:
         self._progress.show(report, mfu)
         if report.fault:
             self.note(f"step {report.step} changed no weights: {report.fault} ({report.skipped} skipped so far)")
-        self._record(METRICS, "train", report.row() if mfu is None else {**report.row(), "mfu": mfu})
+        self._record(METRICS, "train", report.row if mfu is None else {**report.row, "mfu": mfu})
 
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
         """Log an evaluation that `state` has recorded."""

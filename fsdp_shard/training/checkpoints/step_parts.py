@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -24,7 +25,7 @@ Models = nn.Module | ShardedModel | Mapping[str, nn.Module | ShardedModel]
 _EXTRA_STATES = "get_extra_state() of modules"  # the name of a state
 
 
-class GivenState(NamedTuple):
+class SaveArguments(NamedTuple):
     """The arguments of `Checkpointer.save`, with the optimizers by name."""
 
     step: int
@@ -48,14 +49,19 @@ class StepParts(NamedTuple):
     tensors: StateTensors
     files: dict[str, bytes]
 
-    def run_state(self, of_ranks: list[Any], *, has_slots: bool, is_main: bool) -> StepContent:
-        """Return the state to save, on rank 0 with `own` and `values` of all ranks."""
+    def to_content(self, of_ranks: list[Any], *, has_slots: bool, is_main: bool) -> StepContent:
+        """Return the content of the step directory, on rank 0 with `own` and `values` of all ranks."""
         document = dataclasses.replace(self.document, ranks=of_ranks, has_slots=has_slots)
         files = {**self.files, DOCUMENT: document.to_json()} if is_main else {}
-        return StepContent(self.weights, self.aliases, {**self.slots, **self.tensors.shards}, {}, files)
+        return StepContent(
+            weights=self.weights,
+            aliases=self.aliases,
+            optimizer={**self.slots, **self.tensors.shards},
+            model_files=files,
+        )
 
 
-def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts:
+def collect(given: SaveArguments, processor: Any, ranks: Communicator) -> StepParts:
     """Collect this rank's part of a step, without communication: `tensors.digests` must agree on all ranks."""
     tensors, found = StateTensors(ranks), shards_of_all(given.model, ranks)
     shards = found.shards
@@ -113,7 +119,7 @@ def given_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
     figures = {}
     for name, value in metrics.items():
         try:
-            figures[name] = float(value)
+            figures[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise SaveError(f"metrics has {name}={value!r}, which is not a number.") from error
     return figures

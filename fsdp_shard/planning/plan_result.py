@@ -81,7 +81,7 @@ class PlannedModel:
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class PlanResult:
     """The planned requirements of a run.
 
     Attributes:

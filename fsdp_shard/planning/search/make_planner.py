@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsdp_shard.planning.devices import Hardware, hardware_of
-from fsdp_shard.planning.run_plan import PlannedSettings
+from fsdp_shard.planning.plan_result import PlannedSettings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
