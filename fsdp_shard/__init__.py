@@ -1,6 +1,6 @@
 """fsdp-shard: fine-tune Hugging Face models under FSDP, manage their checkpoints, and run inference from them.
 
-    finetune, evaluate, generate       the commands: settings as a list, figures as a dict
+    finetune, evaluate, generate, plan the commands: settings as a list, figures as a dict
     open_checkpoint, convert, verify   checkpoints of any format
     load_dispatched                    a transformers model spread over GPUs, CPU and disk
     Checkpointer                       checkpoints in your own training loop

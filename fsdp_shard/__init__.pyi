@@ -9,6 +9,7 @@ from .cli import (
     evaluate as evaluate,
     finetune as finetune,
     generate as generate,
+    plan as plan,
     push_converted as push_converted,
     push_to_hub as push_to_hub,
     recipe as recipe,

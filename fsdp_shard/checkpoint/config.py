@@ -105,7 +105,13 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class SourceSettings:
-    """Where to find files that a checkpoint lacks."""
+    """Where to find files that a checkpoint lacks.
+
+    Attributes:
+        leaves_files: Whether the files of the command are left for the user, and so worth naming.
+    """
+
+    leaves_files = True  # not annotated, so it is not a setting
 
     config: str | None = setting(
         None,

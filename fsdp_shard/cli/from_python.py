@@ -12,10 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fsdp_shard.cli.run_recipe import load_recipe, run_jobs
-from fsdp_shard.config import COMMANDS, GenerateConfig, RunConfig
+from fsdp_shard.checkpoint import SourceSettings
+from fsdp_shard.cli.run_recipe import Recipe, load_recipe, run_jobs
+from fsdp_shard.config import COMMANDS, GenerateConfig, PlanConfig, RunConfig
 from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import ConfigError, RunError
+from fsdp_shard.planning import PlanResult, check_plan, plan_run
 from fsdp_shard.utils import RESULT, shipped
 
 _running = threading.RLock()  # what a run uses is the process's: generators of random numbers, the group of its ranks
@@ -103,13 +105,48 @@ def generate(settings: Sequence[str]) -> dict[str, Any]:
         return figures | {"output": kept, "completions": rows}
 
 
-def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> RunConfig:
-    """Run a shipped recipe in this process, or in ranks that it starts.
+def plan(settings: Sequence[str]) -> dict[str, Any]:
+    """Plan the memory and the step time of a run from its configs alone, like `fsdp-shard plan`. Writes no files.
+
+    Args:
+        settings: Settings as on the command line, such as "model.path=DIR", "launch.ranks=8" and "device=h100"; with
+            "run_dir=RUN", the plan of resuming that run.
+
+    Returns:
+        The figures that the command writes to result.json, such as `peak_bytes` of a rank and `fits`, which is None
+        if the memory of the devices is not known. A run that does not fit is no error.
+
+    Raises:
+        FsdpShardError: What the command would report.
+
+    Example:
+        >>> import fsdp_shard as fs
+        >>> figures = fs.plan([f"model.path={model}", "launch.ranks=2", "launch.device=cpu"])
+        >>> figures["peak_bytes"] > 0
+        True
+    """
+    plans: list[PlanResult] = []
+
+    def work(config: PlanConfig) -> None:
+        plans.append(plan_run(config))
+        if config.kept_run_dir is not None and not plans[0].resumes:
+            raise ConfigError(f"run_dir={config.run_dir} has no run to resume, and fs.plan writes no files; remove it.")
+        print(plans[0].text)
+
+    _run("plan", settings, recipe=Recipe(PlanConfig, work, check_plan, writes_config=True))
+    return dict(plans[0].figures)
+
+
+def _run(
+    command: str, settings: Sequence[str], run_dir: str | None = None, recipe: Recipe[Any] | None = None
+) -> RunConfig:
+    """Run a recipe in this process, or in ranks that it starts.
 
     Args:
         command: The command.
         settings: Its settings.
         run_dir: The run directory if neither the settings nor a preset among them defines one.
+        recipe: The recipe; by default the shipped one.
 
     Returns:
         The config.
@@ -119,7 +156,9 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
         raise ConfigError(f"{command} takes a list of settings, such as ['train.steps=4'], not {settings!r}.")
     if flags := [setting for setting in settings if setting.startswith("-")]:
         raise ConfigError(f"{flags[0]} is a flag of the command line, not a setting; {command} takes settings only.")
-    file = shipped("recipes") / f"{command}.py"
+
+    def find() -> Recipe[Any]:
+        return recipe or load_recipe(shipped("recipes") / f"{command}.py")
 
     def settle(config: RunConfig) -> None:
         if isinstance(config, GenerateConfig) and config.is_conversation:
@@ -128,12 +167,12 @@ def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> R
             )
         if run_dir is not None and config.is_default_run_dir:
             config.run_dir, config.is_default_run_dir = run_dir, False
+            if isinstance(config, SourceSettings):
+                config.leaves_files = False
 
     try:
         with _running, _as_in_a_process_of_its_own():
-            jobs = run_jobs(
-                COMMANDS[command], lambda: load_recipe(file), settings, command, is_program=False, settle=settle
-            )
+            jobs = run_jobs(COMMANDS[command], find, settings, command, is_program=False, settle=settle)
     except SystemExit as leaving:
         raise RunError("Another rank has found what is wrong, and says it.") from leaving
     finally:

@@ -96,15 +96,16 @@ def load_dispatched(
 
     Example:
         >>> model = load_dispatched("outputs/run", max_memory={"cpu": "2GB"})
+        >>> tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
         >>> model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20)
     """
     _check_names(options)
     located = locate_adapters(parse_adapters(options.get("adapters")))
     others: Any = {name: value for name, value in options.items() if name != "adapters" and value is not None}
     settings = DispatchConfig(
-        dict(device_map) if isinstance(device_map, Mapping) else device_map,
-        dict(max_memory) if isinstance(max_memory, Mapping) else max_memory,
-        str(dtype or "keep").removeprefix("torch."),
+        device_map=dict(device_map) if isinstance(device_map, Mapping) else device_map,
+        max_memory=dict(max_memory) if isinstance(max_memory, Mapping) else max_memory,
+        dtype=str(dtype or "keep").removeprefix("torch."),
         **others,
     )
     check(settings)
@@ -125,7 +126,7 @@ def _fixed(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _check_names(options: Iterable[str]) -> None:
-    known = list(DispatchOptions.__annotations__)
+    known = ["device_map", "max_memory", "dtype", "config", "base", *DispatchOptions.__annotations__]
     if unknown := [name for name in options if name not in known]:
         raise ConfigError(
             f"load_dispatched has no option {unknown[0]}{nearest(unknown[0], known)}; give some of {', '.join(known)}."

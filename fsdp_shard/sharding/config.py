@@ -188,6 +188,8 @@ class ShardConfig:
         return sharded
 
     def _module(self) -> Any:
+        if not hasattr(self, "wrapper"):
+            raise ConfigError("shard has no wrapper: pass settings as a list (`fs.plan([...])`), or set config.shard.")
         return import_module(f"{__package__}.{self.wrapper}")
 
 

@@ -1,4 +1,4 @@
-"""finetune, evaluate and generate from Python: alone, with ranks of their own, inside ranks of others, in a thread."""
+"""The commands from Python: alone, with ranks of their own, inside ranks of others, in a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 import fsdp_shard as fs
 from fsdp_shard.errors import CheckpointError, ConfigError
-from tests.support.commands import run
+from tests.support.commands import FSDP_SHARD, run
 
 SCRIPT = """
 import json, os, sys
@@ -45,7 +45,7 @@ def settings(model: Path, texts: Path, run_dir: Path, *more: str) -> list[str]:
     return [f"model.path={model}", f"data.path={texts}/held_out.txt", f"run_dir={run_dir}", *fixed, *more]
 
 
-@pytest.mark.parametrize("name", ["finetune", "evaluate", "generate"])
+@pytest.mark.parametrize("name", ["finetune", "evaluate", "generate", "plan"])
 def test_the_examples_of_the_docs_run(name: str, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     given = {"model": tiny_model, "text": f"{texts}/held_out.txt", "run_dir": tmp_path / "run"}
     (found,) = doctest.DocTestFinder(recurse=False).find(getattr(fs, name), name, globs=given)
@@ -65,12 +65,43 @@ def test_other_line_ends_within_a_prompt_end_no_row(tiny_model: Path) -> None:
     assert row["prompt"] == "a\u2028b\x85c"
 
 
-def test_the_file_of_completions_is_named_if_it_is_kept(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_file_of_completions_is_named_if_it_is_kept(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     made = [f"checkpoint={tiny_model}", "prompt=Once", "generation.max_new_tokens=2"]
     assert fs.generate(made)["output"] == ""
+    assert "written to" not in capfd.readouterr().out
     file = fs.generate([*made, f"run_dir={tmp_path}/kept"])["output"]
     assert Path(file).parent == tmp_path / "kept"
+    assert f"written to {file}" in capfd.readouterr().out
     assert len(Path(file).read_text().splitlines()) == 1
+
+
+def test_a_plan_returns_the_figures_of_the_command(
+    tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [f"model.path={tiny_model}", "launch.ranks=2", "device=h100"]
+    assert run([*FSDP_SHARD, "plan", *given, "run_dir=kept"], tmp_path).status == 0
+    figures = fs.plan(given)
+    written = json.loads(Path("kept/result.json").read_text())
+    assert json.loads(json.dumps(figures)) | {"status": "completed"} == written
+    assert figures["fits"] is True
+    assert fs.plan([*given, "device.memory=2MB"])["fits"] is False, "an answer, not an error"
+    with pytest.raises(ConfigError, match=r"run_dir=other has no run to resume, and fs\.plan writes no files"):
+        fs.plan([*given, "run_dir=other"])
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    fs.finetune(settings(tiny_model, texts, tmp_path / "run"))
+    before = (tmp_path / "run/result.json").read_text()
+    assert fs.plan([*given[:1], "launch.device=cpu", "run_dir=run"])["peak_bytes"] > 0
+    assert (tmp_path / "run/result.json").read_text() == before
+
+
+def test_a_config_made_by_hand_says_what_it_lacks(tiny_model: Path) -> None:
+    config = fs.PlanConfig()
+    config.model.path = str(tiny_model)
+    with pytest.raises(ConfigError, match="shard has no wrapper: pass settings as a list"):
+        fs.plan_run(config)
 
 
 @pytest.mark.long

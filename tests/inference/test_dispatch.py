@@ -282,6 +282,7 @@ def test_a_second_equal_copy_of_a_tied_tensor_and_a_missing_prefix_are_fine(tiny
         ({"prefetch_blocks": 1.5}, ConfigError, r"prefetch_blocks=1\.5 is float, expected an int"),
         ({"prefetch_blocks": "2"}, ConfigError, "prefetch_blocks='2' is str, expected an int"),
         ({"prefetch_block": 2}, ConfigError, r"no option prefetch_block \(did you mean prefetch_blocks\?\)"),
+        ({"torch_dtype": "float16"}, ConfigError, r"no option torch_dtype \(did you mean dtype\?\)"),
         ({"schedule": "layer_major"}, ConfigError, "load_dispatched has no option schedule; give some of"),
     ],
 )

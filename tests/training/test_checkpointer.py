@@ -234,8 +234,10 @@ def test_all_steps_are_kept_unless_asked(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters())
     with fs.Checkpointer(tmp_path, monitor="loss") as checkpointer:
-        for step, loss in enumerate([3.0, 2.0, 1.0], start=1):
+        for step, loss in enumerate([3.0, 2.0], start=1):
             checkpointer.save(step, model, optimizer, metrics={"loss": loss})
+        with warnings.catch_warnings(action="error"):  # a tensor with its graph is what loops have
+            checkpointer.save(3, model, optimizer, metrics={"loss": torch.ones((), requires_grad=True) * 1})
         checkpointer.wait()
         assert (checkpointer.steps, checkpointer.best) == ([1, 2, 3], 3)
 

@@ -96,7 +96,7 @@ class Classification(EvaluationInputs):
             np.array([one.loss for one in ordered]),
         )
         rows, left_out = self._rows(ordered)
-        written = write_predictions(self.run_dir, rows)
+        written = write_predictions(self, rows)
         intervals = Intervals(self.settings.scoring.num_resamples, self.seed)
         interval = intervals.of(figures.correct)
         row = figures.row
@@ -106,7 +106,7 @@ class Classification(EvaluationInputs):
             f"macro F1 {row['f1_macro']:.4f}, weighted F1 {row['f1_weighted']:.4f}, "
             f"cross-entropy {row['cross_entropy']:.4f}",
             *figures.lines(),
-            written,
+            *written,
         ]
         row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": left_out}
         row |= intervals.row({"accuracy": interval})

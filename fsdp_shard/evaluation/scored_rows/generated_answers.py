@@ -117,7 +117,7 @@ class GeneratedAnswers(EvaluationInputs):
         ends = {metric.name: intervals.of(metric.values, metric.sizes) for metric in metrics}
         table = [["metric", "value", "95 % interval"]]
         table += [[one.name, f"{one.figure:.4f}", interval_text(ends[one.name])] for one in metrics]
-        written = write_predictions(self.run_dir, self._rows(completions, metrics))
+        written = write_predictions(self, self._rows(completions, metrics))
         row = {metric.name: metric.figure for metric in metrics} | {
             "metrics": self.settings.scoring.chosen,
             "num_prompts": len(completions),
@@ -128,7 +128,7 @@ class GeneratedAnswers(EvaluationInputs):
             **intervals.row(ends),
             "provenance": self._provenance(),
         }
-        lines = [*format_table(table), *notes, written]
+        lines = [*format_table(table), *notes, *written]
         return Figures("\n".join([f"{format_count(len(completions), 'answer')}", *lines]), row)
 
     def _rows(self, completions: Sequence[Completion], metrics: Sequence[Metric]) -> list[dict[str, Any]]:

@@ -136,7 +136,7 @@ class RewardEvaluation(EvaluationInputs):
         stated = self.pairs.margins
         figures = RewardFigures(rewards.reshape(-1, 2), None if stated is None else stated.astype(np.float64))
         rows, left_out = self._rows(figures)
-        written = write_predictions(self.run_dir, rows)
+        written = write_predictions(self, rows)
         intervals = Intervals(self.settings.scoring.num_resamples, self.seed)
         of = {"accuracy": figures.correct, "mean_margin": figures.margins, "preference_loss": figures.losses}
         ends = {name: intervals.of(values) for name, values in of.items()}
@@ -148,7 +148,7 @@ class RewardEvaluation(EvaluationInputs):
             f"mean margin {row['mean_margin']:.4f} (95 % interval: {interval_text(ends['mean_margin'])}): mean reward "
             f"{row['mean_reward_chosen']:.4f} of chosen answers, {row['mean_reward_rejected']:.4f} of rejected ones",
             f"loss {row['preference_loss']:.4f} (95 % interval: {interval_text(ends['preference_loss'])})",
-            written,
+            *written,
         ]
         row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": left_out} | intervals.row(ends)
         row |= {"seconds": math.fsum(batch.seconds for batch in batches), "provenance": self._provenance}

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,11 +49,12 @@ def interval_text(ends: tuple[float, float] | None) -> str:
     return "none for a single row" if ends is None else f"{ends[0]:.4f} to {ends[1]:.4f}"
 
 
-def write_predictions(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write RUN_DIR/predictions.jsonl atomically, and return a line about it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(run_dir / PREDICTIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return f"written to {run_dir / PREDICTIONS}"
+def write_predictions(given: EvaluationInputs, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write RUN_DIR/predictions.jsonl atomically, and return a line about it, if the file is left for the user."""
+    file = given.run_dir / PREDICTIONS
+    given.run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return [f"written to {file}"] if given.settings.leaves_files else []
 
 
 def text_provenance(given: EvaluationInputs, data_digest: str) -> dict[str, Any]:

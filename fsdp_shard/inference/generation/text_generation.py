@@ -89,7 +89,7 @@ def complete_prompts(
     )
     names = ("first_token_seconds", "tokens_per_second", "disk_bytes_per_token")
     result |= {"num_new_tokens": num_tokens} | {name: getattr(figures, name) for name in names}
-    if result.get("output"):
+    if result.get("output") and (settings.output or settings.leaves_files):
         log(f"written to {result['output']}")
     return result | {
         "load_seconds": load_seconds,

@@ -69,7 +69,7 @@ class OptimConfig:
 
     def create(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Create the optimizer from `groups`, each with its own `weight_decay`, and some with their own `lr`."""
-        raise NotImplementedError
+        raise ConfigError("optim has no optimizer: pass settings as a list (`fs.plan([...])`), or set config.optim.")
 
 
 def decay_groups(
