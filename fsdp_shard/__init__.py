@@ -7,8 +7,8 @@
     init_distributed, build_model, shard, load_weights, clip_grad_norm_, no_sync, save_pretrained
                                        your own training loop, with a model sharded along its blocks
 
-`help(fsdp_shard.NAME)` describes each name. The other names in `__init__.pyi` are the building blocks of recipes. Names
-are imported on first use, so `import fsdp_shard` alone loads neither torch nor transformers.
+`help(fsdp_shard.NAME)` describes each name. Most other names in `__init__.pyi` are the building blocks of recipes.
+Names are imported on first use, so `import fsdp_shard` alone loads neither torch nor transformers.
 """
 
 import lazy_loader

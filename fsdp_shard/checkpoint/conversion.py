@@ -126,11 +126,15 @@ def convert(
         target: The directory to create.
         format: `huggingface` (whole tensors), `sharded` (one file per rank) or `dcp` (torch.distributed.checkpoint).
         max_shard_size: Largest file of the format `huggingface`, such as "2GB".
-        ranks, nest: Number of ranks that `sharded` or `dcp` are written for; key to put the tensors of `dcp` under.
+        ranks: Number of ranks that `sharded` or `dcp` are written for.
         dtype: Type to cast floating-point tensors to, a name such as "bfloat16" or a torch dtype; None to keep theirs.
-        verify, sync: Read the target back and compare it; wait until everything is on the disk.
+        verify: Read the target back and compare it.
         overwrite: Replace an existing checkpoint at `target`.
-        base, config, tokenizer: Model directories or hub ids to use instead of the source's.
+        nest: Key to put the tensors of `dcp` under.
+        sync: Wait until everything is on the disk.
+        base: The base model of an adapter, a directory or hub id, if it is not where the adapter says.
+        config: A model directory or hub id whose config is used, for weights without one.
+        tokenizer: A directory or hub id whose tokenizer is used, if the source has none.
         dequantize: Write fp8 weights with block scales, and MXFP4, in floating point: in `dtype`, or config.json's.
 
     Returns:

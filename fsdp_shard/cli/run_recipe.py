@@ -24,7 +24,7 @@ from fsdp_shard.cli.machine_check import MachineCheck
 from fsdp_shard.cli.sweep_table import changed_settings_of, refuse_other_sweep, refuse_shared, sweep_table
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
-from fsdp_shard.utils import RESULT, check_writable, shipped, walk, warnings_of
+from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, shipped, walk, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
 
@@ -92,9 +92,17 @@ class Recipe(Generic[C]):
                 self._check(config)
 
     def perform(self, config: C) -> None:
-        """Do the work of one rank."""
+        """Do the work of one rank. Raises RunError if its memory is exhausted."""
         with _importable(self.file.parent):
-            self.work(config)
+            try:
+                self.work(config)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise RunError(
+                    f"Rank {joined_rank()} is out of memory: {first_line(error).rstrip('.')}. {config.for_less_memory} "
+                    f"debug=true or --debug shows where it happened."
+                ) from error
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # A started rank finds the recipe by its file: `main` of that module is this object, not the bare function.

@@ -47,6 +47,9 @@ def default_run_dir(command: str) -> str:
     )
 
 
+_FOR_LESS_MEMORY = "Smaller batches need less of it, and a smaller dispatch.max_memory leaves more of it for them."
+
+
 @dataclass
 class RunConfig:
     """The settings of every command.
@@ -59,6 +62,7 @@ class RunConfig:
         writes: Whether the command writes a run_dir, with its config.yaml.
         takes_training_run: Whether run_dir may be that of a training run, whose files another command would replace.
         headline: Figures of result.json that the table of a sweep shows.
+        for_less_memory: What to do if a rank is out of memory, in one sentence.
         per_machine: Settings that may differ between the machines of a run, besides run_dir, debug and launch.
         is_default_run_dir: Whether run_dir was not given.
         given: Names of the settings and groups on the command line.
@@ -71,6 +75,7 @@ class RunConfig:
     writes: ClassVar[bool] = True
     takes_training_run: ClassVar[bool] = False
     headline: ClassVar[tuple[str, ...]] = ()
+    for_less_memory: ClassVar[str] = "Free some of it, or use a machine that has more."
     per_machine: ClassVar[tuple[str, ...]] = (
         "data.cache_dir",
         "data.workers",
@@ -122,6 +127,10 @@ class FinetuneConfig(RunConfig):
     # `shard`, `adapter` and `optim` have the common base type of their group's options; conf/finetune.yaml selects one.
     command: ClassVar[str] = "finetune"
     headline: ClassVar[tuple[str, ...]] = ("final_loss", "best_loss", "tokens_per_second", "peak_memory_bytes")
+    for_less_memory: ClassVar[str] = (
+        "`fsdp-shard plan` with the same settings shows what the memory is for, and with device.memory=SIZE, which "
+        "settings need less."
+    )
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
     takes_training_run: ClassVar[bool] = True
@@ -251,6 +260,7 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
         *("perplexity", "loss", "first_token_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
         *("accuracy", "mean_margin", "f1_macro", "exact_match", "f1", "rougeL", "wer", "seconds"),
     )
+    for_less_memory: ClassVar[str] = _FOR_LESS_MEMORY
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
 
@@ -290,6 +300,7 @@ class GenerateConfig(RunConfig, GenerateSettings):
 
     command: ClassVar[str] = "generate"
     headline: ClassVar[tuple[str, ...]] = ("num_new_tokens", "tokens_per_second", "peak_memory_bytes")
+    for_less_memory: ClassVar[str] = _FOR_LESS_MEMORY
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ("dispatch.schedule",)  # each token needs the previous one
 

@@ -4,7 +4,7 @@ from .findings import Report as Report
 from .machine import check_hardware as check_hardware, check_software as check_software
 from .process_environment import check_environment as check_environment
 from .rank_probe import check_ranks as check_ranks
-from .run import (
+from .run_checks import (
     check_memory as check_memory,
     check_remote as check_remote,
     check_run_directory as check_run_directory,

@@ -6,7 +6,7 @@ from fsdp_shard import models
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import RowLosses, row_losses
 from fsdp_shard.doctor.findings import Finding, noted, ok, skipped, warning
-from fsdp_shard.doctor.run import DataFunction, PreparedData, missing_settings, model_config
+from fsdp_shard.doctor.run_checks import DataFunction, PreparedData, missing_settings, model_config
 from fsdp_shard.utils import format_count
 
 _MANY_TRUNCATED, _MANY_DROPPED = 0.25, 0.1

@@ -17,7 +17,7 @@ from fsdp_shard import sharding, training
 from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, Store
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.doctor.findings import Finding, ok, problem, warning
-from fsdp_shard.doctor.run import DataFunction, PlanFunction
+from fsdp_shard.doctor.run_checks import DataFunction, PlanFunction
 from fsdp_shard.utils import check_writable, format_count, format_size, nearest_existing, write_atomically
 
 _TRIAL_BYTES = 32 << 20

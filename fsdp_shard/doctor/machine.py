@@ -1,8 +1,7 @@
-"""Checks this machine as ranks would find it: library versions, cores, memory, GPUs, limits."""
+"""Checks this machine as ranks would find it: library versions, cores, memory, GPUs."""
 
 import os
 import platform
-import resource
 import shutil
 from collections.abc import Iterable, Iterator
 from importlib import metadata
@@ -17,7 +16,6 @@ from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.utils import format_count, format_size, installed_versions
 
 _SHOWN = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
-_FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at the same time
 _SHARED_MEMORY_BYTES = 1 << 30  # for a machine's GPUs; containers have 64 MB by default
 _CPUINFO = Path("/proc/cpuinfo")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -62,9 +60,6 @@ def check_hardware(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding
     memory = f"{format_size(free_cpu_bytes())} of {format_size(total)} of memory free"
     yield ok(f"{platform.node()}: {format_count(num_cores(), 'core')}, {memory}, {_gpus()}")
     yield from _gpu_limits(launch) if uses_gpus(launch) else _cpu_limits(launch, shard)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files < _FEWEST_FILES:
-        yield warning(f"a process may open only {files} files; `ulimit -n 65536` allows more.")
 
 
 def _hidden_gpus(launch: LaunchConfig) -> Iterator[Finding]:

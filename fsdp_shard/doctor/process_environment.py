@@ -12,6 +12,8 @@ from fsdp_shard.doctor.findings import Finding, local_ranks, warning
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import check_writable, format_count, format_size
 
+_FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at the same time
+
 
 class Variable(NamedTuple):
     """An environment variable that is set for a purpose other than training.
@@ -110,6 +112,9 @@ def _directories() -> Iterator[Finding]:
 
 def _limits() -> Iterator[Finding]:
     """Find process limits (`ulimit`), which are independent of the machine."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FEWEST_FILES:
+        yield warning(f"a process may open only {files} files; `ulimit -n 65536` allows more.")
     for kind, letter in {resource.RLIMIT_AS: "v", resource.RLIMIT_DATA: "d"}.items():
         if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
             yield warning(

@@ -5,13 +5,13 @@ Imports none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import FsdpShardError, ModelError
-from fsdp_shard.utils import first_line
+from fsdp_shard.utils import first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,9 @@ _PANIC = "PanicException"  # of Rust libraries; not an Exception, and cannot be 
 
 
 @contextmanager
-def model_errors(problem: str, advice: str = "", others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def model_errors(
+    problem: str, advice: str = "", is_other: Callable[[BaseException], bool] = lambda error: False
+) -> Iterator[None]:
     """Raise anything that a library raises in this context as a ModelError.
 
     The libraries check few of the values in the files that they read, so a wrong value can cause any error, anywhere.
@@ -35,13 +37,13 @@ def model_errors(problem: str, advice: str = "", others: tuple[type[Exception], 
     Args:
         problem: The file, and the operation that failed.
         advice: Advice, in one sentence.
-        others: Errors to leave unchanged.
+        is_other: Whether an error is to be left unchanged.
     """
     try:
         yield
     except BaseException as error:
         is_of_a_library = isinstance(error, Exception) or type(error).__name__ == _PANIC
-        if not is_of_a_library or isinstance(error, (FsdpShardError, *others)):
+        if not is_of_a_library or isinstance(error, FsdpShardError) or is_other(error):
             raise
         kind = "" if isinstance(error, _EXPLAINED) else f"{type(error).__name__}: "
         said = first_line(error)
@@ -67,10 +69,14 @@ def running(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
     import torch.distributed as dist
 
     # Memory, GPUs, disks, and readers of the output.
-    machine = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
+    machine = (OSError, torch.AcceleratorError)
     is_one_of_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     others = (*machine, RuntimeError) if is_one_of_several else machine
-    return model_errors(f"The model {name} cannot be run", advice, others)
+
+    def is_other(error: BaseException) -> bool:
+        return isinstance(error, others) or is_out_of_memory(error)
+
+    return model_errors(f"The model {name} cannot be run", advice, is_other)
 
 
 def config_file(config: PretrainedConfig) -> str:

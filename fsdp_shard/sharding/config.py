@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 # float16 needs loss scaling, which bfloat16 made unnecessary.
-DTYPES = ("float32", "bfloat16")
+_ITEMSIZES = {"float32": 4, "bfloat16": 2}
+DTYPES = tuple(_ITEMSIZES)
 
 # Values of `activation_checkpointing` other than true, false and a number.
 CHECKPOINTING_MODES = ("none", "all", "selective")
@@ -236,7 +237,7 @@ class Unit:
 
 def itemsize(dtype: str) -> int:
     """Bytes per element of a computation dtype."""
-    return {"float32": 4, "bfloat16": 2}[dtype]
+    return _ITEMSIZES[dtype]
 
 
 class ShardedModel(Protocol):

@@ -137,8 +137,9 @@ def run_limited(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error reports a lack of memory; torch has no class for that."""
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    """Return whether an error reports a lack of memory of the machine or a GPU; torch has no class for the first."""
+    is_said = any(phrase in str(error) for phrase in ("can't allocate memory", "out of memory"))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_said)
 
 
 def _serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -340,6 +341,18 @@ def test_debug_shows_the_traceback_of_the_rank(how: str, ranks: int, place: Path
     assert 'raise KeyError("nonsense")' in done.err
     assert done.err.splitlines()[-1].startswith("error: ")
     assert "debug: true" in (place / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_out_of_memory_says_what_needs_less(ranks: int, place: Path) -> None:
+    done = _own(place, "act=fill", f"launch.ranks={ranks}")
+    assert done.status == 1
+    assert re.match(
+        rf"error: Rank {ranks - 1} is out of memory: .*can't allocate memory.*\. `fsdp-shard plan` with the same "
+        r"settings .*device\.memory=SIZE.* debug=true or --debug shows where it happened\.",
+        done.error,
+    )
+    assert "torch.empty(1 << 50)" in _own(place, "act=fill", f"launch.ranks={ranks}", "--debug").err
 
 
 def test_a_rank_that_is_killed_is_named(place: Path) -> None:

@@ -94,6 +94,11 @@ def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path, name: str) -
         load_config(tmp_path)
 
 
+def test_a_lack_of_memory_is_not_blamed_on_the_model() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"), running(llama()):
+        torch.empty(1 << 50)
+
+
 def test_a_failing_model_is_named_without_its_wrapper() -> None:
     wrapper = nn.Module()
     wrapper.module = llama()

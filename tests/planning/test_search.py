@@ -26,7 +26,6 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import (
     Fitting,
     HostMemory,
-    MemoryPlan,
     PlannedRun,
     Planner,
     advise,
@@ -238,7 +237,7 @@ def test_activations_are_offloaded_where_blocks_are_recomputed_and_parameters_la
 
 @pytest.mark.long
 def test_a_time_that_is_known_sorts_what_fits() -> None:
-    def seconds(run: PlannedRun, plan: MemoryPlan) -> float:
+    def seconds(run: PlannedRun) -> float:
         return 1.0 if run.shard.cpu_offload else 2.0
 
     config = llama_config(layers=6)

@@ -18,7 +18,7 @@ from fsdp_shard.utils import setting
 class OwnConfig(FinetuneConfig):
     """Try what a rank can do."""
 
-    act: str = setting("write", "What to do.", choices=("write", "data", "loss", "bug", "die", "wait", "save"))
+    act: str = setting("write", "What to do.", choices=("write", "data", "loss", "bug", "die", "wait", "save", "fill"))
 
 
 def check(config: OwnConfig) -> None:
@@ -30,6 +30,8 @@ def check(config: OwnConfig) -> None:
 @recipe(OwnConfig, check=check)
 def main(config: OwnConfig) -> None:
     """Leave a file with this rank's number and the run's directory, then act."""
+    import torch
+
     from fsdp_shard.distributed import init_distributed
 
     with init_distributed(config.launch.device, timeout_seconds=60) as context:
@@ -44,6 +46,8 @@ def main(config: OwnConfig) -> None:
             raise LossError("The loss became NaN.")
         if config.act == "bug" and last:
             raise KeyError("nonsense")
+        if config.act == "fill" and last:
+            torch.empty(1 << 50)  # no machine has it
         if config.act == "die" and last:
             os.kill(os.getpid(), signal.SIGKILL)
         if config.act == "wait":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import json
 import math
@@ -26,9 +27,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 from transformers import AutoTokenizer
 
 import fsdp_shard as fs
-from fsdp_shard.checkpoint import FAULTS
+from fsdp_shard.checkpoint import FAULTS, CheckpointConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
+from fsdp_shard.training.checkpoints.checkpointer import CheckpointerSettings
 from fsdp_shard.training.checkpoints.loop_state import bits_sum
 from tests.support.ranks import on_ranks
 from tests.support.stateful import Stateful
@@ -228,6 +230,11 @@ def test_weights_that_change_while_they_are_saved_fail_the_save(
 
 def whole(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param.detach()
+
+
+def test_its_settings_are_those_of_the_config_but_when_and_what_to_save() -> None:
+    fields = {field.name for field in dataclasses.fields(CheckpointConfig)}
+    assert CheckpointerSettings.__annotations__.keys() == fields - {"every", "save_best", "optimizer"}
 
 
 def test_all_steps_are_kept_unless_asked(tmp_path: Path) -> None:

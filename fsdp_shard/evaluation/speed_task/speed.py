@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_shard.errors import ConfigError, ModelError, PlanError, RunError
+from fsdp_shard.errors import ConfigError, PlanError, RunError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures, SpeedConfig
 from fsdp_shard.evaluation.earlier_results import PLOT, remove_earlier
 from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
@@ -130,8 +130,8 @@ class SpeedEvaluation(EvaluationInputs):
             for size in sizes:
                 try:
                     found.append(timed.measure(size, count))
-                except (torch.OutOfMemoryError, MemoryError, ModelError) as error:
-                    if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_memory(error):
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
                         raise
                     left_out.append(UnmeasuredSize(size, f"not enough memory as it ran ({first_line(error)})"))
                 if timed.gpus:

@@ -193,7 +193,7 @@ class _Search:
                 continue
             seconds = self._planner.seconds
             assert plan.peak_bytes is not None, "it fits"
-            yield choice, Fitting(candidate, plan.peak_bytes, None if seconds is None else seconds(candidate.run, plan))
+            yield choice, Fitting(candidate, plan.peak_bytes, None if seconds is None else seconds(candidate.run))
 
     def _candidate(self, savers: Sequence[MemorySaver], choice: _Choice) -> Candidate | None:
         """The run with the chosen options, and a larger global batch if its ranks need one; None if not possible."""

@@ -10,7 +10,7 @@ from fsdp_shard.planning.plan_result import PlannedSettings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
+    from fsdp_shard.planning.memory_plan import HostMemory
     from fsdp_shard.planning.planned_run import PlannedRun
     from fsdp_shard.planning.search.planner import Planner
 
@@ -45,7 +45,7 @@ def planner_for(
     on_gpu = "cpu" not in (config.launch.device, config.device.planned_kind)  # else the plan is for GPUs elsewhere
     planner = Planner(model_config, on_gpu=on_gpu, check_together=check_together, host=host)
 
-    def seconds(candidate: PlannedRun, plan: MemoryPlan) -> float | None:
+    def seconds(candidate: PlannedRun) -> float | None:
         found = step_time(planner.cost(candidate), planned_hardware(config, candidate.num_ranks))
         return None if found is None else found.seconds
 

@@ -29,7 +29,7 @@ class Planner:
         on_gpu: Whether the ranks have GPUs.
         check_together: Raises ConfigError for conflicts between sections, beyond the checks here.
         host: The host memory of a run's machines; None if unknown.
-        seconds: Returns the time of a step from a run and its plan, or None; None if no times are known.
+        seconds: Returns the time of a step of a run, or None; None if no times are known.
         num_plans: Number of planned runs.
         max_plans: Maximum number of plans per kind of advice.
     """
@@ -38,7 +38,7 @@ class Planner:
     on_gpu: bool = True
     check_together: Callable[[PlannedRun], None] | None = None
     host: Callable[[PlannedRun], HostMemory | None] | None = None
-    seconds: Callable[[PlannedRun, MemoryPlan], float | None] | None = None
+    seconds: Callable[[PlannedRun], float | None] | None = None
     cache: PlanCache = field(default_factory=PlanCache)
     num_plans: int = 0
     max_plans: int = 150

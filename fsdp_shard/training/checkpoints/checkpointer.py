@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import (
@@ -63,7 +63,6 @@ from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.utils import check, nearest
 
 _logger = logging.getLogger("fsdp_shard")
-_OF_FINETUNE = ("every", "save_best", "optimizer")  # your own loop decides when and what to save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +90,22 @@ class Restored:
     has_random_state: bool
 
 
+class CheckpointerSettings(TypedDict, total=False):
+    """The settings of a `Checkpointer`: those of `CheckpointConfig` but when and what to save, which loops decide."""
+
+    layout: str
+    asynchronous: bool
+    timeout_seconds: float
+    max_failures: int
+    keep_last: int | None
+    keep_every: int | None
+    keep_optimizer_last: int | None
+    verify: bool
+    verify_on_resume: bool
+    remote: str | None
+    max_shard_size: str
+
+
 class Checkpointer:
     """Saves and restores models and optimizers, whoever wrapped them; every method is a collective of all ranks.
 
@@ -103,9 +118,9 @@ class Checkpointer:
         monitor: The metric by which a step is the best, which is always kept. A value that is not finite never is.
         mode: `min` or `max`: whether the lowest or highest is the best.
         processor: A tokenizer or processor of transformers, saved with each step so that text can be generated from it.
-        settings: Those of `checkpoint.*` in docs/config.md except `every`, `save_best` and `optimizer`: `keep_last=3`,
-            `asynchronous=False`, `layout="gathered"`, `remote="s3://bucket/run"`, `verify_on_resume=False`, ... A first
-            failed save ends the run (`max_failures=1`) unless it is set otherwise.
+        settings: Those of `CheckpointerSettings`, such as `keep_last=3`, `asynchronous=False`, `layout="gathered"`,
+            `remote="s3://bucket/run"`; docs/config.md describes them under `checkpoint.*`. A first failed save ends
+            the run (`max_failures=1`) unless it is set otherwise.
 
     Raises:
         ConfigError: An argument is wrong, another run uses the directory, or this process is one of several ranks and
@@ -134,7 +149,7 @@ class Checkpointer:
         monitor: str | None = None,
         mode: str = "min",
         processor: Any = None,
-        **settings: Any,
+        **settings: Unpack[CheckpointerSettings],
     ) -> None:
         if "://" in os.fspath(path):
             raise ConfigError(
@@ -447,7 +462,7 @@ def check_settings(
     """
     if mode not in ("min", "max"):
         raise ConfigError(f"mode={mode!r} is neither 'min' nor 'max'.")
-    known = [field.name for field in dataclasses.fields(CheckpointConfig) if field.name not in _OF_FINETUNE]
+    known = list(CheckpointerSettings.__annotations__)
     for name in settings:
         if name not in known:
             names = [*own, *known]
