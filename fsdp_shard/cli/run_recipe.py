@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -24,6 +24,7 @@ from fsdp_shard.cli.machine_check import MachineCheck
 from fsdp_shard.cli.sweep_table import changed_settings_of, refuse_other_sweep, refuse_shared, sweep_table
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
+from fsdp_shard.training import lock_directory
 from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, shipped, walk, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
@@ -261,17 +262,9 @@ def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
     named = config.run_dir
     missing = _missing_directories(Path(named).absolute())
     before = _last_write(config)
-    if joined_rank() == 0:
-        remove_error(config.run_dir)
     try:
-        if config.ranks_are == "started":
-            begin = partial(_make_run_dir, writes_config=recipe.writes_config)
-            check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
-            launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)
-        else:
-            if not recipe.writes_config:
-                _make_run_dir(config)
-            recipe.perform(config)
+        with _lock(config):
+            _perform(recipe, config, may_fork=may_fork)
     except Interrupted:
         raise
     except Exception as error:
@@ -280,6 +273,34 @@ def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
         if not isinstance(error, InputError) or _last_write(config) != before:  # unless it was rejected at once
             write_error(config.run_dir, error)
         raise
+
+
+@contextmanager
+def _lock(config: configs.RunConfig) -> Iterator[None]:
+    """Keep other commands out of a given run directory; training does so itself, in rank 0."""
+    is_shared = config.launch.max_nodes > 1 or joined_rank() > 0
+    if config.takes_training_run or config.kept_run_dir is None or config.is_default_run_dir or is_shared:
+        yield
+        return
+    with ExitStack() as locked:
+        try:
+            locked.enter_context(lock_directory(config.run_dir))
+        except OSError as error:
+            raise configs.not_writable(config.run_dir, error) from error
+        yield
+
+
+def _perform(recipe: Recipe[C], config: C, *, may_fork: bool) -> None:
+    if joined_rank() == 0:
+        remove_error(config.run_dir)
+    if config.ranks_are == "started":
+        begin = partial(_make_run_dir, writes_config=recipe.writes_config)
+        check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
+        launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)
+    else:
+        if not recipe.writes_config:
+            _make_run_dir(config)
+        recipe.perform(config)
 
 
 def _last_write(config: configs.RunConfig) -> int:

@@ -13,7 +13,7 @@ from .checkpoints.resume import (
     read_trainer as read_trainer,
 )
 from .checkpoints.resume_report import describe_finished as describe_finished
-from .checkpoints.run_lock import LOCK as LOCK, holder as holder
+from .checkpoints.run_lock import LOCK as LOCK, holder as holder, lock_directory as lock_directory
 from .checkpoints.saver import Saver as Saver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave
 from .config import TrainConfig as TrainConfig, check_batch as check_batch, check_inputs as check_inputs

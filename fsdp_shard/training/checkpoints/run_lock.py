@@ -76,6 +76,16 @@ def run_lock(run_dir: str, context: Communicator) -> Iterator[RunLock]:
         lock.end()
 
 
+@contextmanager
+def lock_directory(run_dir: str) -> Iterator[None]:
+    """Lock `run_dir` within the block for a command without a group of ranks; ConfigError if another run holds it."""
+    lock = RunLock(Path(run_dir).absolute() / LOCK, _acquire(Path(run_dir)))
+    try:
+        yield
+    finally:
+        lock.end()
+
+
 @cache
 def _close_in_forks() -> None:
     """Have forked processes close their copies of locked files, which would stay locked after this process's end."""
