@@ -2,6 +2,7 @@ from .adapters.adapter_checks import (
     check_loadable as check_loadable,
     check_on_base as check_on_base,
     check_unmerged as check_unmerged,
+    refuse_adapter_within as refuse_adapter_within,
 )
 from .base_model import (
     ADAPTER_BASE as ADAPTER_BASE,

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint.adapters.adapter_checks import refuse_adapter_within
 from fsdp_shard.checkpoint.config import DEFAULT_SHARD_SIZE, ConvertSettings
 from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tensor
 from fsdp_shard.checkpoint.formats import native_sharded
@@ -26,7 +27,12 @@ from fsdp_shard.checkpoint.integrity.step_integrity import check_side_files
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.kept_dtypes import FLOAT32, kept_in_float32
-from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization, torchao_metadata
+from fsdp_shard.checkpoint.keys.quantized_weights import (
+    DEQUANTIZED,
+    configured_quantization,
+    quantization,
+    torchao_metadata,
+)
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, may_contradict, stored_twice, with_own_head
 from fsdp_shard.checkpoint.location import Location, locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
@@ -219,6 +225,7 @@ def _find(settings: ConvertSettings) -> Location:
 def _check(settings: ConvertSettings, source: Location) -> None:
     """Raise the errors that can be detected before anything is written."""
     with source.model_index as stored, _to_write(stored, settings) as index:
+        refuse_adapter_within(stored)  # what is left of it is another model, which nobody wants to publish
         _check_source_and_target(settings, source, index)
         _compare_with_given_config(settings, source, index)
         check_model_config(source.directory)  # without a config, nobody could load the pushed model
@@ -227,6 +234,7 @@ def _check(settings: ConvertSettings, source: Location) -> None:
 def _check_source_and_target(settings: ConvertSettings, source: Location, index: TensorIndex) -> None:
     target = Path(settings.target).expanduser().absolute()
     _refuse_part(index)
+    _refuse_undecodable(index)
     _refuse_mixed(source.index)
     _check_target(target, index, source.model_files if settings.overwrite else None)
 
@@ -464,6 +472,18 @@ def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
 def _refuse_part(index: TensorIndex) -> None:
     if index.file is not None and (count := num_files(index.file.name)) > 1:
         raise CheckpointError(f"{index.file} is one of {count} files of a model; give their directory.")
+
+
+def _refuse_undecodable(index: TensorIndex) -> None:
+    """Reject a file that HQQ itself wrote: it has numbers beside each weight that no tensor keeps."""
+    if quantization(index) != "hqq" or configured_quantization(index.model_directory) is not None:
+        return
+    for name in index.tensors:
+        if name.endswith(".W_q") and name.removesuffix("W_q") + "nbits" not in index.tensors:
+            raise CheckpointError(
+                f"{index.path} is quantized by HQQ, which needs more than the tensors of {name} (their nbits, shape "
+                f"and packing), and no other format keeps that; give the model that it was made from."
+            )
 
 
 def _refuse_mixed(index: TensorIndex) -> None:

@@ -17,6 +17,8 @@ from fsdp_shard.utils import atomic_directory, matches_any, read_bounded, read_j
 CONFIG = "config.json"
 # Entries of config.json that a classifier's new head changes.
 CLASSIFIER_ENTRIES = frozenset({"architectures", "id2label", "label2id", "pad_token_id"})
+# Of optimum-quanto, ModelOpt, AutoGPTQ and AutoAWQ, which cannot decode their weights without them.
+_QUANTIZATION = ("quanto_qmap.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # Other files (a trainer's state, an optimizer, other weights) are not copied.
 _SETTINGS = (
     CONFIG,
@@ -24,6 +26,7 @@ _SETTINGS = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
+    *_QUANTIZATION,
 )
 _MODEL = (*_SETTINGS, "LICENSE*", "NOTICE*")
 _TEMPLATES = "additional_chat_templates"  # a directory: the templates other than the default one
@@ -154,7 +157,7 @@ def copy_model_files(
         files: Name -> path.
         target: The directory.
         dtype: torch's name of the dtype to set in config.json; None keeps it.
-        is_dequantized: Remove the quantization settings from config.json.
+        is_dequantized: Leave out the quantization settings, in config.json and in files of their own.
 
     Returns:
         The sorted names of all files that are now in the directory.
@@ -163,6 +166,8 @@ def copy_model_files(
         CheckpointError: config.json is not a JSON object.
     """
     for name, path in files.items():
+        if is_dequantized and name in _QUANTIZATION:
+            continue
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(read_bounded(path, "tokenizer_bytes"))
     if dtype is not None and CONFIG in files:

@@ -82,6 +82,8 @@ def push_to_hub(
     checkpoint.require_hub()
     location = checkpoint.locate(source)
     adapter = None if adapter_base is None else checkpoint.adapter_to_push(location, adapter_base)
+    if not location.is_adapter:
+        checkpoint.refuse_adapter_within(location.index)
     model: dict[str, Path | bytes] | None
     model = {**checkpoint.model_to_push(location)} if adapter is None and checkpoint.is_loadable(location) else None
     files = model if adapter is None else adapter

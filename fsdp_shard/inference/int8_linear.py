@@ -60,7 +60,7 @@ def encode_in_rows(layer: torch.nn.Linear, encode: Callable[[torch.nn.Linear], N
     """Quantize the weight of `layer` a few rows at a time; each row has its own scale, so the result is identical."""
     rows, width = layer.weight.shape
     qdata = torch.empty(rows, width, dtype=torch.int8)
-    scale = torch.empty(rows, 1)
+    scale = torch.empty(rows, 1, dtype=torch.float32)
     step = max(1, _CHUNK // width)
     for start in range(0, rows, step):
         chunk = torch.nn.Linear(width, step, bias=False, device="meta")

@@ -100,6 +100,7 @@ class _Passes:
         cache = {"cache_params": states} if states is not None else kv_cache_of(output)
         if has_decoder:  # an answer of full length, which is not generated in one pass
             output = self.model(decoder_input_ids=ids[:, 1:], **cache, **given)
+            output.logits = output.logits[:, -1:].clone()  # those of one token, as `generate` has at a time
             recorder.mark(DONE, "answer")
         self.cached = _cached_bytes(next(iter(cache.values()), None))
         self._choose(ids, output)

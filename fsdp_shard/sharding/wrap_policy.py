@@ -27,7 +27,6 @@ from fsdp_shard.utils import format_size, format_table
 _OWN_UNIT_BYTES = 4 * 2**20
 
 _HEAD = ("unit", "class", "units", "parameters", "gathered", "per rank")
-_USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 
 
 def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
@@ -130,10 +129,10 @@ def _large_modules(model: nn.Module, min_params: int, gathered: Callable[[str], 
         if id(module) in counted:  # one module under two names
             return 0
         counted.add(id(module))
-        params = list(module.parameters(recurse=isinstance(module, _USES_ITS_CHILDREN)))
+        params = list(module.parameters(recurse=_reads_its_children(module)))
         own = sum(param.numel() for param in params if id(param) not in counted)
         counted.update(map(id, params))
-        children = [] if isinstance(module, _USES_ITS_CHILDREN) else list(module.named_children())
+        children = [] if _reads_its_children(module) else list(module.named_children())
         own += sum(count(child, f"{fqn}.{name}" if fqn else name) for name, child in children)
         if not fqn or own < min_params or not gathered(fqn):
             return own
@@ -259,3 +258,9 @@ def _folded(first: str, last: str) -> str:
     """`layers.0` and `layers.29` as `layers.0-29`."""
     pairs = zip(first.split("."), last.split("."), strict=True)
     return ".".join(one if one == two else f"{one}-{two}" for one, two in pairs)
+
+
+def _reads_its_children(module: nn.Module) -> bool:
+    """Whether a module computes with parameters of its children, instead of calling these, which would gather them."""
+    is_of_peft = type(module).__name__ == "ParamWrapper"  # LoRA of experts' weights; peft may not be installed
+    return isinstance(module, nn.MultiheadAttention) or is_of_peft

@@ -161,6 +161,17 @@ def test_nothing_is_published_unasked(trained: Path, hub: HubStandIn, tmp_path: 
     assert hub.repositories["org/private"].private
 
 
+def test_the_base_of_an_adapter_is_not_published_as_the_model(hub: HubStandIn, tmp_path: Path) -> None:
+    tensors = {f"base_model.model.q.{name}.weight": torch.ones(4, 4) for name in ("base_layer", "lora_A", "lora_B")}
+    (tmp_path / "model").mkdir()
+    torch.save(tensors, tmp_path / "model" / "pytorch_model.bin")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    done = push(hub, tmp_path, tmp_path / "model", "org/name")
+    assert done.status == 2
+    assert "model holds 2 tensors of an adapter together with the weights of its base" in done.error
+    assert not hub.repositories
+
+
 @pytest.mark.parametrize(
     ("status", "path", "said"),
     [

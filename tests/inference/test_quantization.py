@@ -151,6 +151,24 @@ def test_rows_in_8_bits_are_those_of_torchao(
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
 @pytest.mark.filterwarnings("ignore")
+def test_the_default_dtype_of_the_caller_changes_no_scale(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=257,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    expected = load_dispatched(tmp_path, "cpu", quantize="int8")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = load_dispatched(tmp_path, "cpu", quantize="int8")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = torch.arange(8)[None]
+    assert torch.equal(found(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
 def test_a_head_that_is_the_embedding_too_is_left_alone(tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=257,

@@ -44,12 +44,15 @@ _MODELS: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3TextConfig(num_hidden_layers=14, sliding_window=32, **_HEADS),
     "mixtral": MixtralConfig(num_hidden_layers=5, num_local_experts=4, num_experts_per_tok=2, **_HEADS),
     "t5": T5Config(d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=512, decoder_start_token_id=0),
+    "t5 of many words": T5Config(
+        d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=8000, decoder_start_token_id=0
+    ),
 }
 
 
 def saved(name: str, directory: Path) -> PretrainedConfig:
     """Save a model with random weights; return its config."""
-    kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    kind = AutoModelForSeq2SeqLM if name.startswith("t5") else AutoModelForCausalLM
     kind.from_config(_MODELS[name]).float().save_pretrained(directory)
     return AutoConfig.from_pretrained(directory)
 
@@ -64,6 +67,7 @@ def saved(name: str, directory: Path) -> PretrainedConfig:
         pytest.param("gpt2", "cpu", "keep", 4, 128, marks=pytest.mark.slow),
         pytest.param("gemma3", "cpu", "keep", 2, 100, marks=pytest.mark.slow),
         ("t5", "cpu", "keep", 2, 24),
+        ("t5 of many words", "cpu", "keep", 4, 64),
         ("mixtral", "cpu", "keep", 2, 128),
         pytest.param("mixtral", "cpu", "bfloat16", 2, 128, marks=pytest.mark.slow),
         pytest.param("mixtral", "disk", "bfloat16", 2, 128, marks=pytest.mark.slow),
@@ -78,10 +82,10 @@ def test_generation_takes_what_was_planned(
     devices = plan_dispatch(model_from_config(config, settings), settings, budget)[1]
     planned = plan_generation(model_from_config(config, settings), devices, budget)
     assert planned.problem is None
-    new = length if name == "t5" else 4
-    ids = torch.randint(5, 500, (rows, length if name == "t5" else length - new))
+    new = length if name.startswith("t5") else 4
+    ids = torch.randint(5, 500, (rows, length if name.startswith("t5") else length - new))
     mask = torch.ones_like(ids)
-    mask[1:, : 7 if name != "t5" else 0] = 0
+    mask[1:, : 7 if not name.startswith("t5") else 0] = 0
     model = load_dispatched(tmp_path / "model", device_map, budgets, dtype)
     with LiveBytes() as live:
         model.generate(ids[:, :8], max_new_tokens=2)  # so that all weights are known

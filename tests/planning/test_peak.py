@@ -211,6 +211,12 @@ _SETTINGS = {
     "layers over 2, tied, short": Setting(
         model=lambda: llama(8192, tied=True), shard={"tensor_parallel": 2}, rows=1, length=32
     ),
+    "replicas, accumulation": Setting(shard={"replicas": 2}, rows=1, length=8, micro_batches=2),
+    "replicas of 2, accumulation": Setting(4, shard={"replicas": 2}, rows=1, length=8, micro_batches=2),
+    "sequences over 2, ring, in uneven chunks": Setting(
+        shard={"context_parallel": 2, "context_method": "ring"}, length=100
+    ),
+    "mixture, small units, lora": Setting(model=mixture, shard={"min_params": 9000}, adapter=_LORA),
     "experts over 2": Setting(model=mixture, shard={"expert_parallel": 2}),
     "experts over 2 of 4": Setting(4, model=mixture, shard={"expert_parallel": 2}),
     "sequences over 2, ulysses": Setting(shard={"context_parallel": 2, "context_method": "ulysses"}, length=128),

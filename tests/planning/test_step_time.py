@@ -23,6 +23,7 @@ from transformers import (
     BloomConfig,
     GPT2Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -163,6 +164,23 @@ def test_flops_are_those_of_a_real_step(config: Any, adapter: AdapterConfig, che
     real = counted(config, shard, adapter, target_length)
     print(f"planned {planned + hidden}, counted {real}, of which masks hide {hidden}")
     assert planned + hidden == real
+
+
+@pytest.mark.long
+def test_chunks_of_mamba_2_are_counted_beyond_the_first() -> None:
+    """It pads a sequence to whole chunks, of 256 tokens."""
+    config = Mamba2Config(
+        architectures=["Mamba2ForCausalLM"], hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, n_groups=2,
+        state_size=16, vocab_size=257, chunk_size=256,
+    )  # fmt: skip
+    facts = measured(config)
+    assert facts.amounts is not None
+    model = AutoModelForCausalLM.from_config(deepcopy(config))
+    for length in (256, 512, 1024):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=torch.zeros((1, length), dtype=torch.long), use_cache=False)
+        planned = sum(part.forward.at(length) for part in [facts.amounts.outside, *facts.amounts.blocks.values()])
+        assert planned == counter.get_total_flops()
 
 
 def masked_flops(config: PretrainedConfig, num_masked: int) -> int:

@@ -67,6 +67,7 @@ CASES: list[Case] = [
     ("fsdp2", 2, {"min_params": 9000}, "llama", 1, _LORA),
     ("fsdp2", 2, {"norms_in_float32": True}, "llama", 1, None),
     ("fsdp2", 4, {"tensor_parallel": 2}, "four heads", 2, None),
+    ("fsdp2", 2, {"tensor_parallel": 2}, "four heads, tied", 1, None),
     ("fsdp2", 2, {"tensor_parallel": 2, "activation_checkpointing": True}, "four heads", 1, None),
     ("fsdp2", 2, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "four heads", 1, None),
     ("fsdp2", 2, {"expert_parallel": 2, "param_dtype": "float32"}, "mixture", 2, None),
@@ -125,8 +126,8 @@ def model_config(kind: str) -> PretrainedConfig:
     if kind == "mixture":
         found: PretrainedConfig = mixture_config("mixtral")
         return found
-    config = llama_config(tied=False, layers=4 if kind == "four layers" else 2)
-    if kind == "four heads":
+    config = llama_config(tied=kind.endswith(", tied"), layers=4 if kind == "four layers" else 2)
+    if kind.startswith("four heads"):
         config.hidden_size, config.head_dim = 32, 8
         config.num_attention_heads, config.num_key_value_heads = 4, 2
     return config

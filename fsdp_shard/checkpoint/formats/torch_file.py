@@ -11,6 +11,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats.huggingface import read_index_file, refuse_differences
 from fsdp_shard.checkpoint.formats.several_files import add_entry, sum_extras
+from fsdp_shard.checkpoint.formats.trainer_layouts import holds_models
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.checkpoint.tensor_entry import Extra, TensorEntry
@@ -24,8 +25,10 @@ _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Trainers' files without weights.
 _NO_WEIGHTS = re.compile(
     r"(optim|scheduler|lr_scheduler|scaler|random_state|rng_state|training_args|recipe_state|trainer|extra_state|"
-    r"dataloader|sampler|custom_checkpoint|adapter_)"
+    r"dataloader|dl_state_dict|data(_\d+)?\.pt$|sampler|custom_checkpoint|adapter_)"
 )
+# Beside models or steps that a training stack has named, a single file of another name is some state of the run.
+_MODEL = re.compile(r"(pytorch_|lit_)?model|consolidated|weights|checkpoint|ckpt|state_dict")
 # Shards without an index: torchtune's hf_model_0001_0.pt, and model-00001-of-00002.bin.
 _SHARD = re.compile(r"(?P<stem>.*?)[-_](?P<number>\d{4,5})(?:-of-(?P<count>\d{4,5})|(?:_\d+)?)(?P<suffix>\.\w+)")
 
@@ -58,7 +61,8 @@ def _weight_files(path: Path) -> list[str]:
     names = sorted(entry.name for entry in path.iterdir() if entry.suffix in _SUFFIXES and has_file(path, entry.name))
     names = [name for name in names if not _NO_WEIGHTS.match(name)]
     if len(names) == 1:
-        return names if is_torch_file(path / names[0]) else []
+        is_state = not _MODEL.match(names[0]) and holds_models(path)
+        return names if is_torch_file(path / names[0]) and not is_state else []
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     is_one_model = len({(match["stem"], match["count"], match["suffix"]) for match in shards}) == 1
     return names if len(shards) == len(names) and is_one_model else []

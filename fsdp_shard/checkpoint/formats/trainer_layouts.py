@@ -70,6 +70,12 @@ def is_numbered(name: str) -> bool:
     return _NUMBERED.fullmatch(name) is not None
 
 
+def holds_models(path: Path) -> bool:
+    """Return whether a directory has entries that training stacks name as models, steps or epochs."""
+    names = [entry.name for entry in path.iterdir()]
+    return any(_FSDP.fullmatch(name) or name == "actor" or is_numbered(name) for name in names)
+
+
 def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path], depth: int = 0) -> list[Path] | None:
     """Return the directories from `path` down to a checkpoint, or None. `seen` stops at links that form a cycle."""
     real = path.resolve()

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from fsdp_shard.checkpoint.adapters.adapter_checks import refuse_adapter_within
 from fsdp_shard.checkpoint.digests import file_digest, frame_digest, header_digest, tensor_digest
 from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
@@ -247,6 +248,10 @@ class _Checkpoint:
             found, notes = compare_with_base(location, index)
         elif has_file(location.model_directory, CONFIG):
             self.checked.append(CONFIG)
+            try:
+                refuse_adapter_within(index)
+            except CheckpointError as error:
+                self.problems.append(Problem(str(error)))
             found, notes = compare_with_config(index, location.model_directory)
         else:
             return

@@ -131,7 +131,7 @@ class _Dequantization:
 
         blocks, scales = self._index.read(name + _BLOCKS, expert), self._index.read(name + _SCALES, expert)
         nibbles = torch.stack([blocks & 0xF, blocks >> 4], dim=-1)  # [columns, groups, 16, 2]
-        values = torch.tensor(_FP4_VALUES)[nibbles.int()].view(*scales.shape, -1)
+        values = torch.tensor(_FP4_VALUES, dtype=torch.float32)[nibbles.int()].view(*scales.shape, -1)
         values = torch.ldexp(values, scales.int()[..., None] - 127)
         return _cast(name, values, self._dtype).view(len(blocks), -1).T.contiguous()
 

@@ -18,7 +18,7 @@ _MARKS = {
     "awq": r"\.qweight$",
     "bitsandbytes": r"\.weight\.(absmax|quant_map)$|\.SCB$",
     "hqq": r"\.W_q$",
-    "quanto": r"\.weight\._data$",
+    "quanto": r"\.weight\._data(\._data)?$",
     "compressed-tensors": r"\.weight_(packed|scale)$",
 }
 DEQUANTIZED = frozenset({"fp8", "mxfp4"})

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from fsdp_shard.models import attention_implementations
 from fsdp_shard.planning.step.recording.recorder import GROUPED_PRODUCT, grouped_product
 from fsdp_shard.utils import TorchDispatchMode, is_costly_operator, replace_tensors, tree_leaves, tree_map
 
-_STEP = 64  # a multiple of the chunk size of linear attention
+_STEP, _LONGEST_STEP = 64, 1024  # tokens; 64 is a multiple of the chunk size of linear attention
 _LENGTHS = ((1, 1), (2, 2), (3, 3))  # in steps; without a decoder both lengths are equal
 # Encoder and decoder lengths: values at these six pairs determine a polynomial of degree two.
 _LENGTHS_OF_BOTH = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))
@@ -232,11 +232,20 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str) 
         Any of CANNOT_RUN: The model cannot run on that device.
     """
     replace_tensors(model.train(), lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-    runs = _Runs(model, blocks, device)
+    step = _step_of(model)
+    runs = _Runs(model, blocks, device, step)
     of_both = model.config.is_encoder_decoder
     measured = [runs.measure(*lengths) for lengths in (_LENGTHS_OF_BOTH if of_both else _LENGTHS)]
-    amounts = {key: _amounts([counts[key] for counts in measured]) for key in measured[0]}
+    amounts = {key: _amounts([counts[key] for counts in measured], step) for key in measured[0]}
     return ModelAmounts({fqn: amounts[runs.kinds[fqn]] for fqn in blocks if fqn in runs.kinds}, amounts[None])
+
+
+def _step_of(model: PreTrainedModel) -> int:
+    """Tokens of a step: a multiple of the chunks of Mamba-2 and the like, which pad a sequence to whole chunks."""
+    config = model.config.get_text_config()
+    sizes = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size")]
+    step = lcm(_STEP, *(size for size in sizes if isinstance(size, int) and size > 0))
+    return step if step <= _LONGEST_STEP else _STEP
 
 
 class _Runs:
@@ -246,9 +255,9 @@ class _Runs:
         kinds: FQN -> the key that blocks of one kind share.
     """
 
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[str], device: str) -> None:
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[str], device: str, step: int) -> None:
         self.kinds: dict[str, Any] = {}
-        self._model, self._device = model, device
+        self._model, self._device, self._step = model, device, step
         self._found: dict[Any, _BlockCounts] = {}
         self._counter = _Counter(_BlockCounts())
         for fqn in blocks:
@@ -258,12 +267,12 @@ class _Runs:
     def measure(self, num_steps: int, num_decoder_steps: int) -> dict[Any, _BlockCounts]:
         """Count each kind of block, and under None the rest of the model, for so many steps of tokens."""
         self._found = {None: _BlockCounts()}
-        self._counter.decoder_length = None if num_steps == num_decoder_steps else num_decoder_steps * _STEP
+        self._counter.decoder_length = None if num_steps == num_decoder_steps else num_decoder_steps * self._step
         lengths = {"input_ids": num_steps}
         if self._model.config.is_encoder_decoder:
             lengths["decoder_input_ids"] = num_decoder_steps
         inputs = {
-            name: torch.zeros((1, number * _STEP), dtype=torch.long, device=self._device)
+            name: torch.zeros((1, number * self._step), dtype=torch.long, device=self._device)
             for name, number in lengths.items()
         }
         outside = self._found[None]
@@ -382,16 +391,16 @@ def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
         model.set_attn_implementation(before[0])
 
 
-def _amounts(measured: Sequence[_BlockCounts]) -> BlockAmounts:
-    """A block's amounts, from its counts at each of the lengths."""
+def _amounts(measured: Sequence[_BlockCounts], step: int) -> BlockAmounts:
+    """A block's amounts, from its counts at each of the lengths, in steps of so many tokens."""
 
     def of(phase: str) -> Amount:
         counts = [at_lengths.phases.get(phase, _Counts()) for at_lengths in measured]
         # With equal lengths, the two sides of an encoder-decoder could not be distinguished.
-        return Amount(_polynomial([found.flops for found in counts]), tuple(counts[1].attention))
+        return Amount(_polynomial([found.flops for found in counts], step), tuple(counts[1].attention))
 
     def size(name: str) -> Amount:
-        return Amount(_polynomial([getattr(found, name) for found in measured]))
+        return Amount(_polynomial([getattr(found, name) for found in measured], step))
 
     return BlockAmounts(
         forward=of("forward"),
@@ -403,26 +412,27 @@ def _amounts(measured: Sequence[_BlockCounts]) -> BlockAmounts:
     )
 
 
-def _polynomial(values: Sequence[int]) -> dict[tuple[int, int], Fraction]:
+def _polynomial(values: Sequence[int], step: int) -> dict[tuple[int, int], Fraction]:
     """The terms of the polynomial with these values at `_LENGTHS`, or at `_LENGTHS_OF_BOTH`."""
-    constant, linear, quadratic = _in_one_length(*values[:3])
+    one, two, three = values[:3]
+    constant, linear, quadratic = _in_one_length(one, two, three, step)
     if len(values) == len(_LENGTHS):
         return {(0, 0): constant, (1, 0): linear, (2, 0): quadratic}
     one_one, two_one, _, one_two, one_three, two_two = values
-    _, linear_in_decoder, quadratic_in_decoder = _in_one_length(one_one, one_two, one_three)
-    product = Fraction(two_two - two_one - one_two + one_one, _STEP * _STEP)
+    _, linear_in_decoder, quadratic_in_decoder = _in_one_length(one_one, one_two, one_three, step)
+    product = Fraction(two_two - two_one - one_two + one_one, step * step)
     return {
-        (0, 0): constant - _STEP * (linear_in_decoder - product * _STEP) - _STEP**2 * quadratic_in_decoder,
-        (1, 0): linear - product * _STEP,
+        (0, 0): constant - step * (linear_in_decoder - product * step) - step**2 * quadratic_in_decoder,
+        (1, 0): linear - product * step,
         (2, 0): quadratic,
-        (0, 1): linear_in_decoder - product * _STEP,
+        (0, 1): linear_in_decoder - product * step,
         (0, 2): quadratic_in_decoder,
         (1, 1): product,
     }
 
 
-def _in_one_length(one: int, two: int, three: int) -> tuple[Fraction, Fraction, Fraction]:
+def _in_one_length(one: int, two: int, three: int, step: int) -> tuple[Fraction, Fraction, Fraction]:
     """Coefficients of the polynomial with these values at one, two and three steps."""
-    quadratic = Fraction(three - 2 * two + one, 2 * _STEP**2)
-    linear = Fraction(two - one, _STEP) - 3 * _STEP * quadratic
-    return one - linear * _STEP - quadratic * _STEP**2, linear, quadratic
+    quadratic = Fraction(three - 2 * two + one, 2 * step**2)
+    linear = Fraction(two - one, step) - 3 * step * quadratic
+    return one - linear * step - quadratic * step**2, linear, quadratic

@@ -113,8 +113,9 @@ def _of_layers(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
     elements = run.num_micro_batches * run.num_rows * run.sequence_length * itemsize
     last_rows: dict[str, str] = {}
     recomputed = recomputed_blocks(facts, run)
+    weights = dict(facts.model.named_parameters(remove_duplicate=False))  # a tied head, too
     for fqn, style in facts.tensor_plan.items():
-        weight = facts.params.get(f"{fqn}.weight")
+        weight = weights.get(f"{fqn}.weight")
         if weight is None or len(weight.shape) != 2:  # a parameter, or a module without one
             continue
         outputs, inputs = weight.shape

@@ -225,7 +225,7 @@ def _batch(model: PreTrainedModel, size: BatchSize) -> DeviceBatch:
     if method is None:
         return DeviceBatch(inputs, labels, counted)
     ranks = _SilentRanks.of(SimpleNamespace(num_context_ranks=num_parts, rank=0, context_group=None), method)  # type: ignore[arg-type]  # as much of a context as it uses
-    whole = torch.zeros((num_rows, -(-length // ranks.num_chunks) * ranks.num_chunks * num_parts), dtype=torch.long)
+    whole = torch.zeros((num_rows, length * num_parts), dtype=torch.long)
     inputs |= {name: torch.ones((num_rows, length), dtype=torch.long) for name in ("position_ids", "attention_mask")}
     return DeviceBatch(inputs, labels, counted, sequence=WholeSequence(ranks, whole))
 

@@ -163,6 +163,34 @@ def test_verl(tmp_path: Path) -> None:
     assert {"config.json", "tokenizer.json"} <= {entry.name for entry in (tmp_path / "model").iterdir()}
 
 
+@pytest.mark.parametrize("file", ["data.pt", "rng.pt", "ref_model.pt"])
+def test_a_file_beside_the_actor_of_verl_is_not_its_model(file: str, tmp_path: Path) -> None:
+    """`data.pt` is the state of its data loader, in every step."""
+    step = tmp_path / "global_step_3"
+    weights(step / "actor", 3)
+    config(step / "actor" / "huggingface")
+    torch.save({"generator": torch.zeros(16, dtype=torch.uint8)}, step / file)
+    for path in (tmp_path, step):
+        assert found_at(path) == (step / "actor", step / "actor" / "huggingface", 3)
+
+
+@pytest.mark.parametrize("file", ["dl_state_dict.bin", "value_head.bin"])
+def test_a_file_beside_the_model_of_accelerate_is_not_it(state: Path, file: str, tmp_path: Path) -> None:
+    step = tmp_path / "checkpoint-7"
+    shutil.copytree(state / "checkpoint-7", step)
+    torch.save({"state": torch.zeros(16)}, step / file)
+    for path in (tmp_path, step):
+        assert found_at(path)[0] == step / "pytorch_model_fsdp_0"
+
+
+def test_a_file_beside_steps_is_a_model_if_it_is_named_so(tmp_path: Path) -> None:
+    weights(tmp_path / "step-4", 4)
+    torch.save({"state": torch.zeros(16)}, tmp_path / "train_state.pt")
+    assert found_at(tmp_path) == (tmp_path / "step-4", None, 4)
+    (tmp_path / "train_state.pt").rename(tmp_path / "model.pt")
+    assert found_at(tmp_path)[0] == tmp_path
+
+
 def train(context: DistributedContext, root: Path) -> None:
     """Two steps of transformers' Trainer, which keeps both."""
     from transformers import Trainer, TrainingArguments

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io.safetensors_format import from_torch_name
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import Tensors, random_tensor, raw_bytes, write_huggingface
-from tests.support.tiny import save_adapter
+from tests.support.tiny import llama_config, save_adapter
 
 _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
@@ -213,3 +213,6 @@ def test_an_adapter_beside_its_base_is_not_passed_over(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="a holds 2 tensors of an adapter together with the weights of its"):
             compare(tmp_path / "a", tmp_path / "b")
     assert verify(tmp_path / "a").is_sound, "alone, nothing is compared"
+    (tmp_path / "a" / "config.json").write_text(json.dumps(llama_config().to_dict(), default=str))
+    report = verify(tmp_path / "a")
+    assert "a holds 2 tensors of an adapter together" in report.problems[0].message

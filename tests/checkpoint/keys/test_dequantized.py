@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, FineGrainedFP8Config, GptOssConfig
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from fsdp_shard.checkpoint import convert, open_checkpoint
+from fsdp_shard.checkpoint import convert, open_checkpoint, verify
 from fsdp_shard.checkpoint.keys.dequantized import dequantize
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
@@ -124,6 +124,20 @@ def test_equal_to_transformers(name: str, dtype: str | None, tmp_path: Path) -> 
     batch = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(load_dispatched(target, device_map="cpu")(batch).logits, model(batch).logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_dtype_of_the_caller_changes_nothing(name: str, tmp_path: Path) -> None:
+    source = MODELS[name](tmp_path)
+    (source / "hf_quant_config.json").write_text("{}")  # which would describe the result wrongly
+    convert(source, tmp_path / "expected", dequantize=True, dtype="float32")
+    torch.set_default_dtype(torch.float16)
+    try:
+        convert(source, tmp_path / "found", dequantize=True, dtype="float32")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert verify(tmp_path / "found", tmp_path / "expected").is_sound
+    assert not (tmp_path / "found" / "hf_quant_config.json").exists()
 
 
 @pytest.mark.parametrize("format", ["sharded", "dcp"])

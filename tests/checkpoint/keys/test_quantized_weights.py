@@ -49,6 +49,8 @@ METHODS = {
     "gptq": packed(".qweight", ".qzeros", ".scales", ".g_idx", dtype=torch.int32),
     "awq": packed(".qweight", ".qzeros", ".scales", dtype=torch.int32),
     "bitsandbytes": packed(".weight", ".weight.absmax", ".weight.quant_map"),
+    "hqq": packed(".W_q", ".scale", ".zero", ".nbits"),
+    "quanto": packed(".weight._data._data", ".weight._scale", ".weight._shift"),  # int4
     "compressed-tensors": packed(".weight_packed", ".weight_scale", dtype=torch.int32),
 }
 
@@ -211,3 +213,18 @@ def test_a_config_that_was_left_behind(tmp_path: Path) -> None:
     convert(write(tmp_path / "eight", cast), tmp_path / "other", dtype="bfloat16")
     with open_checkpoint(tmp_path / "other") as index:
         assert index.dtypes[f"{LINEAR}.weight"] == "F8_E4M3"
+
+
+def test_what_hqq_itself_writes_is_not_converted_without_its_numbers(tmp_path: Path) -> None:
+    layer = {"W_q": torch.ones(8, 4, dtype=torch.uint8), "scale": torch.ones(4), "nbits": 4, "packing": "4bit_u8"}
+    (tmp_path / "model").mkdir()
+    torch.save({LINEAR: layer}, tmp_path / "model" / "qmodel.pt")
+    with pytest.raises(CheckpointError, match=rf"quantized by HQQ, which needs more than the tensors of {LINEAR}\.W_q"):
+        convert(tmp_path / "model", tmp_path / "target")
+
+
+def test_files_that_describe_quantized_weights_go_with_them(tmp_path: Path) -> None:
+    source = write(tmp_path / "model", METHODS["quanto"])
+    (source / "quanto_qmap.json").write_text("{}")
+    convert(source, tmp_path / "kept")
+    assert (tmp_path / "kept" / "quanto_qmap.json").is_file()

@@ -86,7 +86,8 @@ class Fsdp2Simulator(FsdpSimulator):
         copies = self.rules.copies_reduced if is_divided else unit.is_scaled
         copy = unit.reduced_from if copies else 0
         self.note(unit.fqn, "reduce", {BUFFERS: copy, UNREDUCED: unit.last * itemsize if is_divided else 0})
-        if self.rules.keeps_reduced and self.rules.casts_reduced:
+        # The first micro-batch's is the gradient itself, unless it is cast; later ones are added to that.
+        if self.rules.keeps_reduced and (self.rules.casts_reduced or unit.fqn in self.has_sharded):
             self.add(BUFFERS, unit.reduced)
         self.receive(unit)
         self.buffer = unit.reduced_from
