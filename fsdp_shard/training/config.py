@@ -86,7 +86,7 @@ class TrainConfig:
     sample_prompts: list[str] = prose(
         [],
         "Prompts to complete at each evaluation, as data.kind writes them (kind=chat: a user's message): into the log, "
-        "samples.jsonl and the trackers.",
+        "samples.jsonl and the trackers, except MLflow, which takes numbers only.",
     )
     sample_tokens: int = setting(64, "Maximum number of tokens in a completion, decoded greedily.", minimum=1)
     patience: int | None = setting(None, "Stop after this many evaluations in a row without improvement.", minimum=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, Interrupted, LossError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, peak_flops, trains_every_token
@@ -60,6 +61,37 @@ def test_a_tracker_that_fails(tmp_path: Path) -> None:
     assert len(notes) == 1
     assert notes[0].startswith("tensorboard has failed and gets no more figures")
     assert scalars(tmp_path / "tensorboard") == {}
+
+
+def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
+    for resumed, loss in ((None, 1.0), (1, 2.0)):
+        with Trackers(["tensorboard"], "project", tmp_path, {}, resumed_step=resumed) as found:
+            for step in range((resumed or 0) + 1, 4):
+                found.log("train", {"step": step, "loss": loss})
+    assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 1.0), (2, 2.0), (3, 2.0)]}
+
+
+def test_mlflow_has_one_run_of_a_resumed_one_and_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow: Any = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    ends: list[tuple[BaseException | None, str]] = [
+        (Interrupted("Stopped.", signal_number=15), "KILLED"),
+        (LossError("loss nan"), "FAILED"),
+        (None, "FINISHED"),
+    ]
+    for number, (error, status) in enumerate(ends):
+        settings = {"train.steps": number}  # mlflow refuses other parameters for a run
+        trackers = Trackers(["mlflow"], "project", tmp_path, settings, resumed_step=number or None)
+        with suppress(Interrupted, LossError), trackers as found:
+            found.log("held_out", {"step": number, "sets": {"a&b (new)": {"loss": 2.5}}})
+            found.log("samples", {"step": number, "hello": "hello, world"})
+            if error is not None:
+                raise error
+        (run,) = mlflow.search_runs(experiment_names=["project"], output_format="list")
+        assert run.info.status == status
+        assert run.data.metrics == {"held_out/sets/a_b _new_/loss": 2.5}
+        assert json.loads((tmp_path / "trackers.json").read_text()) == {"mlflow": run.info.run_id}
 
 
 def test_without_trackers_nothing_is_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from fsdp_shard.errors import LossError
@@ -69,11 +70,11 @@ class RunLog:
         self._exit.callback(self._progress.close)
         self.note(self._opening)
         names = config.trackers if self._is_main else []
-        trackers = Trackers(names, config.tracker_project, self._run_dir, self._settings, self.note)
+        resumed = state.step if self._continues_own_files() else None
+        trackers = Trackers(names, config.tracker_project, self._run_dir, self._settings, self.note, resumed)
         self._trackers = self._exit.enter_context(trackers)
         if self._is_main:
             (self._run_dir / RESULT).unlink(missing_ok=True)  # of a finished run that now continues
-            resumed = state.step if self._continues_own_files() else None
             evaluated = resumed - state.owes_evaluation if resumed else None
             self._files = {
                 METRICS: MetricsLog(self._run_dir / METRICS, resumed),
@@ -89,8 +90,10 @@ class RunLog:
         """Whether the rows in the run directory belong to the resumed run, not to another one that ended there."""
         return self._checkpoint is not None and self._checkpoint.resolve().is_relative_to(self._run_dir.resolve())
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._exit.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.__exit__(kind, error, trace)
         if isinstance(error, LossError):
             hint = "There is no checkpoint yet: checkpoint.every=N saves one every N steps."
             if self._checkpoint is not None:

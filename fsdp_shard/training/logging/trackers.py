@@ -5,26 +5,97 @@ dropped, as training matters more. Each is configured by its own environment var
 ...).
 """
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, FsdpShardError, Interrupted
 from fsdp_shard.training.config import TRACKERS
 from fsdp_shard.training.logging.accelerate_private import temporary_cpu_state
-from fsdp_shard.utils import nearest, redact, redact_setting, require_package, walk
+from fsdp_shard.utils import (
+    nearest,
+    read_json,
+    redact,
+    redact_setting,
+    require_package,
+    walk,
+    write_atomically,
+)
 
-# Name of a tracker and its package -> its factory, called with `accelerate.tracking`, the project and the run
-# directory. A new tracker is a line here and one in `TRACKERS` of `training/config.py`.
-_FACTORIES: Mapping[str, Callable[[Any, str, Path], Any]] = {
-    "tensorboard": lambda library, project, run_dir: library.TensorBoardTracker("tensorboard", str(run_dir)),
-    "wandb": lambda library, project, run_dir: library.WandBTracker(project, name=run_dir.name, dir=str(run_dir)),
-    "mlflow": lambda library, project, run_dir: library.MLflowTracker(project, run_name=run_dir.name),
-    "trackio": lambda library, project, run_dir: library.TrackioTracker(project, name=run_dir.name),
+IDS = "trackers.json"
+"""In the run directory: name of a tracker -> its id of the run, with which a resumed run goes on."""
+
+
+class _Earlier(NamedTuple):
+    """What a resumed run continues: the tracker's id of the run, and the first step to come. None in a new run."""
+
+    run_id: str | None = None
+    first_step: int | None = None
+
+
+class _Kind(NamedTuple):
+    """How to use a tracker of accelerate.
+
+    Attributes:
+        make: Makes it from `accelerate.tracking`, the project, the run directory, and what it continues.
+        run_id: Returns the id that it has given to the run; "" if it has none.
+        fail: Ends it for a run that failed, or that was asked to stop.
+        forbidden: Pattern of the characters that names of figures may not have.
+        takes_text: Whether it shows text, such as samples.
+    """
+
+    make: Callable[[Any, str, Path, _Earlier], Any]
+    run_id: Callable[[Any], str] = lambda tracker: ""
+    fail: Callable[[Any, bool], None] = lambda tracker, is_stopped: tracker.finish()
+    forbidden: str = ""
+    takes_text: bool = True
+
+
+def _end_mlflow(tracker: Any, is_stopped: bool) -> None:
+    import_module("mlflow").end_run(status="KILLED" if is_stopped else "FAILED")
+
+
+def _resume(earlier: _Earlier, **by_id: str) -> dict[str, Any]:
+    return {} if earlier.run_id is None else {"resume": "allow", **by_id}
+
+
+# A new tracker is an entry here and one in `TRACKERS` of `training/config.py`.
+_KINDS: Mapping[str, _Kind] = {
+    "tensorboard": _Kind(
+        lambda library, project, run_dir, earlier: library.TensorBoardTracker(
+            "tensorboard", str(run_dir), purge_step=earlier.first_step
+        )
+    ),
+    "wandb": _Kind(
+        lambda library, project, run_dir, earlier: library.WandBTracker(
+            project, name=run_dir.name, dir=str(run_dir), **_resume(earlier, id=earlier.run_id or "")
+        ),
+        run_id=lambda tracker: str(tracker.run.id),
+        fail=lambda tracker, is_stopped: tracker.run.finish(exit_code=1),
+    ),
+    "mlflow": _Kind(
+        lambda library, project, run_dir, earlier: library.MLflowTracker(
+            project, run_name=run_dir.name, run_id=earlier.run_id
+        ),
+        run_id=lambda tracker: str(tracker.active_run.info.run_id),
+        fail=_end_mlflow,
+        forbidden=r"[^\w\-. :/]",
+        takes_text=False,
+    ),
+    "trackio": _Kind(
+        lambda library, project, run_dir, earlier: library.TrackioTracker(
+            project, name=run_dir.name, **_resume(earlier)
+        ),
+        run_id=lambda tracker: str(tracker.run.name),
+    ),
 }
-assert _FACTORIES.keys() == TRACKERS.keys()
+assert _KINDS.keys() == TRACKERS.keys()
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -47,12 +118,15 @@ def public_settings(config: Any) -> dict[str, bool | int | float | str | None]:
 class Trackers:
     """The trackers of a run, a context manager.
 
+    A resumed run goes on in the runs that its trackers know; a failed or stopped one is marked so.
+
     Args:
         names: Names of trackers, possibly none.
         project: Name of the project.
         run_dir: Directory of the run; its name becomes the run's name.
         settings: The settings of the run, shown on its page.
         note: Reports a tracker that failed.
+        resumed_step: The step from which the run of this directory goes on; None for a new run.
     """
 
     def __init__(
@@ -62,47 +136,82 @@ class Trackers:
         run_dir: Path,
         settings: Mapping[str, Any],
         note: Callable[[str], None] = print,
+        resumed_step: int | None = None,
     ) -> None:
         self._names, self._project, self._run_dir, self._settings = names, project, run_dir, settings
+        self._resumed_step = resumed_step
         self._open: dict[str, Any] = {}
+        self._failed: set[str] = set()
         self._note, self._exit = note, ExitStack()
 
     def __enter__(self) -> Self:
-        if self._names:
-            self._exit.enter_context(temporary_cpu_state())
+        if not self._names:
+            return self
+        self._exit.enter_context(temporary_cpu_state())
+        known = {} if self._resumed_step is None else _read_ids(self._run_dir)
         for name in self._names:
             try:
-                from accelerate import tracking
-
-                tracker = _FACTORIES[name](tracking, self._project, self._run_dir)
-                tracker.main_process_only = False  # this is rank 0; accelerate would find out for itself
-                tracker.start()
-                self._exit.callback(self._try, name, tracker.finish)
-                tracker.store_init_configuration(dict(self._settings))
-                self._open[name] = tracker
+                self._start(name, known.get(name))
             except Exception as error:
-                self._exit.close()
+                self.__exit__(type(error), error, None)
                 raise ConfigError(
                     f"train.trackers={list(self._names)}: {name} could not be started: {_describe(error)} Set it up, "
                     f"or leave it out."
                 ) from error
+        if ids := {name: found for name, one in self._open.items() if (found := _KINDS[name].run_id(one))}:
+            write_atomically(self._run_dir / IDS, json.dumps(known | ids, indent=2) + "\n")
         return self
+
+    def _start(self, name: str, run_id: str | None) -> None:
+        from accelerate import tracking
+
+        first_step = None if self._resumed_step is None else self._resumed_step + 1
+        tracker = _KINDS[name].make(tracking, self._project, self._run_dir, _Earlier(run_id, first_step))
+        tracker.main_process_only = False  # this is rank 0; accelerate would find out for itself
+        tracker.start()
+        self._open[name] = tracker
+        if name != "mlflow" or run_id is None:  # which changes no parameter of a run
+            tracker.store_init_configuration(dict(self._settings))
 
     def _try(self, name: str, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
-            self._open.pop(name, None)
+            self._failed.add(name)
             self._note(f"{name} has failed and gets no more figures; run_dir still has them all: {_describe(error)}")
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, tracker in self._open.items():
+            is_stopped = isinstance(error, Interrupted)
+            self._try(name, tracker.finish if error is None else partial(_KINDS[name].fail, tracker, is_stopped))
         self._exit.close()
 
     def log(self, group: str, row: Mapping[str, Any]) -> None:
         """Log the figures of a row at its step as GROUP/NAME, or GROUP/NAME/NAME if nested. None is omitted."""
         figures = {name: value for name, value in _flatten(row, f"{group}/") if name != f"{group}/step"}
-        for name, tracker in list(self._open.items()):
-            self._try(name, partial(tracker.log, figures, step=row["step"]))
+        for name, tracker in self._open.items():
+            if name not in self._failed:
+                self._try(name, partial(tracker.log, _taken(_KINDS[name], figures), step=row["step"]))
+
+
+def _taken(kind: _Kind, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures that a tracker takes, under names that it takes."""
+    return {
+        re.sub(kind.forbidden, "_", name) if kind.forbidden else name: value
+        for name, value in figures.items()
+        if kind.takes_text or isinstance(value, (int, float))
+    }
+
+
+def _read_ids(run_dir: Path) -> dict[str, str]:
+    """The trackers' ids of the run; none if an earlier version wrote the directory, or the file is damaged."""
+    with suppress(FsdpShardError, OSError):
+        found = read_json(run_dir / IDS)
+        if isinstance(found, dict):
+            return {name: run_id for name, run_id in found.items() if isinstance(run_id, str) and run_id}
+    return {}
 
 
 def _flatten(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
