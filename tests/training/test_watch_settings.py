@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +92,12 @@ def test_mlflow_has_one_run_of_a_resumed_one_and_how_it_ended(tmp_path: Path, mo
         (run,) = mlflow.search_runs(experiment_names=["project"], output_format="list")
         assert run.info.status == status
         assert run.data.metrics == {"held_out/sets/a_b _new_/loss": 2.5}
-        assert json.loads((tmp_path / "trackers.json").read_text()) == {"mlflow": run.info.run_id}
+        known = json.loads((tmp_path / "trackers.json").read_text())
+        assert known == {"run_dir": str(tmp_path), "mlflow": run.info.run_id}
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    with Trackers(["mlflow"], "project", tmp_path / "copy", {}, resumed_step=2):
+        pass
+    assert len(mlflow.search_runs(experiment_names=["project"], output_format="list")) == 2
 
 
 def test_without_trackers_nothing_is_written(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from fsdp_shard.utils import (
 )
 
 IDS = "trackers.json"
-"""In the run directory: name of a tracker -> its id of the run, with which a resumed run goes on."""
+"""In the run directory: its path, and name of a tracker -> its id of the run, with which a resumed run goes on."""
+_PLACE = "run_dir"
 
 
 class _Earlier(NamedTuple):
@@ -48,6 +49,7 @@ class _Kind(NamedTuple):
         fail: Ends it for a run that failed, or that was asked to stop.
         forbidden: Pattern of the characters that names of figures may not have.
         takes_text: Whether it shows text, such as samples.
+        takes_changed_settings: Whether the settings of a run may be stored again.
     """
 
     make: Callable[[Any, str, Path, _Earlier], Any]
@@ -55,6 +57,7 @@ class _Kind(NamedTuple):
     fail: Callable[[Any, bool], None] = lambda tracker, is_stopped: tracker.finish()
     forbidden: str = ""
     takes_text: bool = True
+    takes_changed_settings: bool = True
 
 
 def _end_mlflow(tracker: Any, is_stopped: bool) -> None:
@@ -87,6 +90,7 @@ _KINDS: Mapping[str, _Kind] = {
         fail=_end_mlflow,
         forbidden=r"[^\w\-. :/]",
         takes_text=False,
+        takes_changed_settings=False,
     ),
     "trackio": _Kind(
         lambda library, project, run_dir, earlier: library.TrackioTracker(
@@ -159,7 +163,8 @@ class Trackers:
                     f"or leave it out."
                 ) from error
         if ids := {name: found for name, one in self._open.items() if (found := _KINDS[name].run_id(one))}:
-            write_atomically(self._run_dir / IDS, json.dumps(known | ids, indent=2) + "\n")
+            place = {_PLACE: str(self._run_dir.absolute())}
+            write_atomically(self._run_dir / IDS, json.dumps(place | known | ids, indent=2) + "\n")
         return self
 
     def _start(self, name: str, run_id: str | None) -> None:
@@ -170,7 +175,7 @@ class Trackers:
         tracker.main_process_only = False  # this is rank 0; accelerate would find out for itself
         tracker.start()
         self._open[name] = tracker
-        if name != "mlflow" or run_id is None:  # which changes no parameter of a run
+        if run_id is None or _KINDS[name].takes_changed_settings:
             tracker.store_init_configuration(dict(self._settings))
 
     def _try(self, name: str, work: Callable[[], None]) -> None:
@@ -206,10 +211,10 @@ def _taken(kind: _Kind, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_ids(run_dir: Path) -> dict[str, str]:
-    """The trackers' ids of the run; none if an earlier version wrote the directory, or the file is damaged."""
+    """The trackers' ids of the run; none if the directory is a copy, which is another run, or the file is damaged."""
     with suppress(FsdpShardError, OSError):
         found = read_json(run_dir / IDS)
-        if isinstance(found, dict):
+        if isinstance(found, dict) and found.pop(_PLACE, None) == str(run_dir.absolute()):
             return {name: run_id for name, run_id in found.items() if isinstance(run_id, str) and run_id}
     return {}
 
