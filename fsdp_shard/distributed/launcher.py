@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from fsdp_shard.distributed.config import Launchable, LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus, num_cores
 from fsdp_shard.distributed.numa_binding import can_bind
-from fsdp_shard.distributed.started_ranks import is_allocation_only, joins, slurm_variables
+from fsdp_shard.distributed.started_ranks import is_allocation_only, joins, number_in, slurm_variables
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.utils import first_line, format_count, in_yaml, redact_setting, refuse_changed, set_environment, walk
 
@@ -136,7 +136,7 @@ def _join_ranks(
     from fsdp_shard.distributed.process_group import join_store, leave_store
 
     # The store is kept until the work is done on all ranks: rank 0 may be serving it.
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = number_in(os.environ, "RANK"), number_in(os.environ, "WORLD_SIZE")
     try:
         store = join_store("env://", config.launch.timeout_seconds)
     except DistNetworkError as error:
@@ -260,7 +260,8 @@ def is_joined_rank(settings: LaunchConfig | None = None) -> bool:
 
 def joined_rank() -> int:
     """Return the rank of this process among those that others started; 0 if there are none."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) if is_joined_rank() else 0
+    text = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return int(text) if is_joined_rank() and text.isdecimal() else 0  # `_join_ranks` reports other text
 
 
 def world_sizes(settings: LaunchConfig) -> list[int]:
