@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4TextConfig, PhimoeConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
 from fsdp_shard.data import DataConfig, Shuffled
@@ -21,6 +21,7 @@ from fsdp_shard.models import build_on_meta
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.initial_values import fill_new
 from fsdp_shard.training.peft.lora import inject_lora
+from fsdp_shard.utils import replace_tensors
 from tests.support.digests import tensor_digests
 from tests.support.prepared_data import prepare_data
 from tests.support.runs import Ended, run_recipe
@@ -326,3 +327,20 @@ def test_resume_divides_what_was_combined(from_weights: Any, tmp_path: Path) -> 
     for part in ("", "optimizer"):
         with open_checkpoint(rest.checkpoint / part) as one, open_checkpoint(ended.checkpoint / part) as other:
             assert tensor_digests(one) == tensor_digests(other)
+
+
+@pytest.mark.parametrize("kind", [Llama4TextConfig, PhimoeConfig])
+def test_a_router_that_is_a_linear_layer_is_left_alone(kind: Any) -> None:
+    """It returns a tuple, which peft does not expect of such a layer."""
+    given = {"moe_layers": [1], "head_dim": 8, "intermediate_size_mlp": 48} if kind is Llama4TextConfig else {}
+    config = kind(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=2, vocab_size=257, pad_token_id=0, **given,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    inject_lora(model, LoraConfig(rank=2), "x", {})
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    replace_tensors(model, lambda tensor: torch.randn(tensor.shape) if tensor.is_meta else tensor)
+    assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 257)
+    assert any("q_proj" in name for name in names)
+    assert not any("router" in name for name in names)

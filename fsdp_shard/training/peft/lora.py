@@ -172,13 +172,14 @@ def _peft_settings(
 ) -> "peft.LoraConfig":
     import peft
 
+    excluded = [] if config.target_modules else _routers(model)
     return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only divides it, so any number works
         lora_dropout=config.dropout,
         target_modules=list(config.target_modules) or _all_linear(model, config),
         layers_to_transform=sorted(config.layers_to_transform) or None,
-        exclude_modules=list(config.exclude_modules) or None,
+        exclude_modules=list(dict.fromkeys([*config.exclude_modules, *excluded])) or None,
         modules_to_save=list(dict.fromkeys([*config.modules_to_save, *head])) or None,
         use_rslora=config.rank_stabilized,
         use_dora=config.dora,
@@ -296,6 +297,12 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, modules: Sequence
                 f"adapter.target_modules has {part}, but {type(model).__name__} has no such module; its linear layers "
                 f"are {', '.join(dict.fromkeys(found))}."
             )
+
+
+def _routers(model: PreTrainedModel) -> list[str]:
+    """Return the names of routers that are linear layers but return more than a product, which peft cannot wrap."""
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return sorted({name.rpartition(".")[2] for name, module in modules if type(module).__name__.endswith("Router")})
 
 
 def _all_linear(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
