@@ -28,7 +28,10 @@ _NO_WEIGHTS = re.compile(
     r"dataloader|dl_state_dict|data(_\d+)?\.pt$|sampler|custom_checkpoint|adapter_)"
 )
 # Beside models or steps that a training stack has named, a single file of another name is some state of the run.
-_MODEL = re.compile(r"(pytorch_|lit_)?model|consolidated|weights|checkpoint|ckpt|state_dict")
+_MODEL = re.compile(
+    r"(pytorch_|lit_)?model|consolidated|weights|checkpoint|ckpt|state_dict|final|last|best|merged|epoch|step",
+    re.IGNORECASE,
+)
 # Shards without an index: torchtune's hf_model_0001_0.pt, and model-00001-of-00002.bin.
 _SHARD = re.compile(r"(?P<stem>.*?)[-_](?P<number>\d{4,5})(?:-of-(?P<count>\d{4,5})|(?:_\d+)?)(?P<suffix>\.\w+)")
 

@@ -187,8 +187,9 @@ def test_a_file_beside_steps_is_a_model_if_it_is_named_so(tmp_path: Path) -> Non
     weights(tmp_path / "step-4", 4)
     torch.save({"state": torch.zeros(16)}, tmp_path / "train_state.pt")
     assert found_at(tmp_path) == (tmp_path / "step-4", None, 4)
-    (tmp_path / "train_state.pt").rename(tmp_path / "model.pt")
-    assert found_at(tmp_path)[0] == tmp_path
+    for before, name in (("train_state.pt", "model.pt"), ("model.pt", "final.ckpt")):
+        (tmp_path / before).rename(tmp_path / name)
+        assert found_at(tmp_path)[0] == tmp_path
 
 
 def train(context: DistributedContext, root: Path) -> None:
