@@ -450,7 +450,7 @@ def half_of_the_variables_of_torchrun(setup: Setup) -> None:
     setup.monkeypatch.setenv("RANK", "0")
 
 
-@fault("FAIL", "WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=2", "Unset WORLD_SIZE")
+@fault("FAIL", "WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=2", "unset WORLD_SIZE")
 def variables_of_slurm_that_contradict(setup: Setup) -> None:
     variables = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8", "WORLD_SIZE": "8"}
     for name, value in variables.items():
