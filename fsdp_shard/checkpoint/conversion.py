@@ -154,22 +154,12 @@ def convert(
     Example:
         >>> convert("outputs/run", "model", max_shard_size="2GB", dtype="bfloat16")
     """
+    base, config, tokenizer = (None if path is None else str(path) for path in (base, config, tokenizer))
     settings = ConvertSettings(
-        source=str(source),
-        target=str(target),
-        format=format,
-        max_shard_size=str(max_shard_size),
-        ranks=ranks,
-        nest=nest,
-        dtype="keep" if dtype is None else str(dtype).removeprefix("torch."),
-        verify=verify,
-        overwrite=overwrite,
-        sync=sync,
-        base=None if base is None else str(base),
-        config=None if config is None else str(config),
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        dequantize=dequantize,
-    )
+        source=str(source), target=str(target), format=format, max_shard_size=str(max_shard_size), ranks=ranks,
+        nest=nest, dtype="keep" if dtype is None else str(dtype).removeprefix("torch."), verify=verify,
+        overwrite=overwrite, sync=sync, base=base, config=config, tokenizer=tokenizer, dequantize=dequantize,
+    )  # fmt: skip
     check(settings)
     return run_conversion(settings)
 

@@ -50,8 +50,7 @@ def plan_run(config: PlannedSettings) -> PlanResult:
     """Plan the memory of each rank of `finetune`, and with `dispatch.device_map` the block placement of `generate`.
 
     Args:
-        config: The settings of `plan`. `data.sequence_length` is filled in where it is left open. Of the model, only
-            its config is read.
+        config: The settings of `plan`; an open `data.sequence_length` is filled in. Only the model's config is read.
 
     Returns:
         The plan.

@@ -1,6 +1,6 @@
 """Bytes of each unit on a rank, with the wrapper's padding of shards."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -73,6 +73,7 @@ def unit_bytes(
         held = sum(param.nbytes for param in model.parameters())
         return [UnitBytes(unit.fqn, num_shards=1) for unit in units], held
     head = model.get_output_embeddings()
+    embeddings = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)}
     found, held = [], 0
     for unit in units:
         params = [model.get_parameter(name) for name in unit.parameters]
@@ -83,22 +84,20 @@ def unit_bytes(
             unit, params, shard, num_shards // shard.expert_parallel if is_divided else num_shards, is_kept
         )
         if shard.tensor_parallel > 1:
-            undivided, others_rows = zip(*(_undivided(model, name) for name in unit.parameters), strict=True)
+            undivided, others_rows = zip(*(_undivided(param, embeddings, head) for param in params), strict=True)
             of_unit = replace(of_unit, undivided=sum(undivided), others_rows=sum(others_rows))
         found.append(replace(of_unit, is_scaled=is_divided))
         held += of_unit.stored
     return found, held
 
 
-def _undivided(model: PreTrainedModel, name: str) -> tuple[int, int]:
+def _undivided(param: nn.Parameter, embeddings: Mapping[int, nn.Embedding], head: nn.Module | None) -> tuple[int, int]:
     """`undivided` and `others_rows` of a parameter; an embedding that is also the head keeps only its own rows."""
-    param = model.get_parameter(name)
-    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is param)
-    if not param.requires_grad or (embedding := next(embeddings, None)) is None:
+    embedding = embeddings.get(id(param))
+    if embedding is None or not param.requires_grad:
         return 0, 0
     whole = embedding.num_embeddings * embedding.embedding_dim
-    is_head = getattr(model.get_output_embeddings(), "weight", None) is param
-    return whole, 0 if is_head else whole - param.numel()
+    return whole, 0 if getattr(head, "weight", None) is param else whole - param.numel()
 
 
 def _rows_bytes(
