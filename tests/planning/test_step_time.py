@@ -22,6 +22,7 @@ from transformers import (
     BertConfig,
     BloomConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
     MistralConfig,
@@ -226,18 +227,31 @@ def test_a_mask_hides_what_no_query_attends_to() -> None:
     causal = sum(key <= query for query, key in pairs)
     window = sum(query - 4 < key <= query for query, key in pairs)
     sizes = (2, 1), (8, 8)
-    assert Attention(3, True, None, *sizes).flops(10, 10) == 3 * causal
-    assert Attention(3, True, 4, *sizes).flops(10, 10) == 3 * window
-    assert Attention(3, True, 40, *sizes).flops(10, 10) == 3 * causal
-    assert Attention(3, False, None, *sizes).flops(10, 10) == 300
-    assert Attention(3, False, None, *sizes, in_decoder=(True, False)).flops(10, 4) == 120
-    assert Attention(3, True, None, *sizes, in_decoder=(True, True)).flops(10, 4) == 30
+    assert Attention(3, True, None, None, *sizes).flops(10, 10) == 3 * causal
+    assert Attention(3, True, 4, None, *sizes).flops(10, 10) == 3 * window
+    chunks = sum(key <= query and key // 4 == query // 4 for query, key in pairs)
+    assert Attention(3, True, None, 4, *sizes).flops(10, 10) == 3 * chunks
+    assert Attention(3, True, None, 40, *sizes).flops(10, 10) == 3 * causal
+    assert Attention(3, True, 40, None, *sizes).flops(10, 10) == 3 * causal
+    assert Attention(3, False, None, None, *sizes).flops(10, 10) == 300
+    assert Attention(3, False, None, None, *sizes, in_decoder=(True, False)).flops(10, 4) == 120
+    assert Attention(3, True, None, None, *sizes, in_decoder=(True, True)).flops(10, 4) == 30
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     wide, narrow = (
         cost_of(MistralConfig(architectures=["MistralForCausalLM"], sliding_window=size, **shape)).flops or 0
         for size in (None, 8)
     )
     assert wide > narrow
+    llama4 = {"architectures": ["Llama4ForCausalLM"], "intermediate_size_mlp": 64, "num_local_experts": 2, **shape}
+    layers = {"layer_types": ["chunked_attention", "full_attention"]}
+    whole, chunked = (
+        measured(Llama4TextConfig(attention_chunk_size=size, **layers, **llama4)).amounts for size in (LENGTH, 8)
+    )
+    assert whole is not None
+    assert chunked is not None
+    first, second = "model.layers.0", "model.layers.1"
+    assert chunked.blocks[first].forward.at(LENGTH) < whole.blocks[first].forward.at(LENGTH)
+    assert chunked.blocks[second].forward.at(LENGTH) == whole.blocks[second].forward.at(LENGTH)
 
 
 def test_flops_follow_the_batch_and_the_ranks() -> None:

@@ -43,6 +43,8 @@ class Attention:
         flops_per_pair: FLOPs per query-key pair, over all heads.
         is_causal: Whether queries attend to no later keys.
         window: Maximum number of keys that a query attends to; None for all.
+        chunk: Length of the chunks that a sequence is divided into, where queries attend within their own chunk only
+            (Llama 4); None otherwise.
         heads: Number of heads of the queries, and of the keys and values.
         widths: Head width of the queries and keys, and of the values.
         in_decoder: Whether the queries, and the keys, belong to the decoder's tokens, if it has its own.
@@ -51,6 +53,7 @@ class Attention:
     flops_per_pair: int
     is_causal: bool
     window: int | None
+    chunk: int | None
     heads: tuple[int, int]
     widths: tuple[int, int]
     in_decoder: tuple[bool, bool] = (False, False)
@@ -58,9 +61,14 @@ class Attention:
     def flops(self, length: int, decoder_length: int) -> int:
         """FLOPs for sequences of these lengths, counting the pairs that the mask allows."""
         queries, keys = (decoder_length if is_there else length for is_there in self.in_decoder)
+        if not self.is_causal:
+            return self.flops_per_pair * queries * keys
+        num_chunks, rest = divmod(keys, self.chunk or keys)
+        return self.flops_per_pair * (num_chunks * self._causal_pairs(self.chunk or keys) + self._causal_pairs(rest))
+
+    def _causal_pairs(self, keys: int) -> int:
         window = min(keys, self.window or keys)
-        before = window * keys - window * (window - 1) // 2
-        return self.flops_per_pair * (before if self.is_causal else queries * keys)
+        return window * keys - window * (window - 1) // 2
 
 
 @dataclass(frozen=True)
@@ -342,11 +350,13 @@ def _kind(module: nn.Module, given: Sequence[torch.Tensor]) -> Any:
     Input lengths do not matter: all inputs have the length of the run.
     """
     params = tuple((name, tuple(param.shape), param.requires_grad) for name, param in module.named_parameters())
+    parts = list(module.modules())
     plain = tuple(
         (type(part).__name__, *((name, value) for name, value in vars(part).items() if _is_plain(name, value)))
-        for part in module.modules()
+        for part in parts
     )
-    return params, plain, tuple((tensor.ndim, tensor.requires_grad) for tensor in given)
+    chunks = tuple(map(_chunk_of, parts))
+    return params, plain, chunks, tuple((tensor.ndim, tensor.requires_grad) for tensor in given)
 
 
 def _is_plain(name: str, value: Any) -> bool:
@@ -377,8 +387,9 @@ def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
     ) -> tuple[torch.Tensor, None]:
         is_causal = kwargs.get("is_causal")
         hides = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        attended = _Attend.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            query, key, value, counter, (hides, kwargs.get("sliding_window") if hides else None)
+        allowed = (hides, kwargs.get("sliding_window"), _chunk_of(module)) if hides else (False, None, None)
+        attended = _Attend.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+            query, key, value, counter, allowed
         )
         return attended.transpose(1, 2), None
 
@@ -389,6 +400,15 @@ def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before[0])
+
+
+def _chunk_of(module: nn.Module) -> int | None:
+    """Length of the chunks of an attention layer; transformers gives the layer a mask of them, and no argument."""
+    number: int | None = getattr(module, "layer_idx", None)
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None) or []
+    is_chunked = number is not None and layer_types[number : number + 1] == ["chunked_attention"]
+    return int(config.attention_chunk_size) if is_chunked else None
 
 
 def _amounts(measured: Sequence[_BlockCounts], step: int) -> BlockAmounts:
