@@ -6,6 +6,8 @@ from .hardware import (
     device_preset as device_preset,
     gpu_number as gpu_number,
     num_cores as num_cores,
+    peak_flops as peak_flops,
+    preset_of as preset_of,
 )
 from .launcher import (
     check_machine as check_machine,

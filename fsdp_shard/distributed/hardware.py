@@ -1,8 +1,9 @@
-"""The GPUs and cores of this machine, and the device presets."""
+"""The GPUs and cores of this machine, the device presets, and the names that torch gives to GPUs."""
 
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
@@ -10,6 +11,33 @@ from fsdp_shard.utils import shipped
 
 if TYPE_CHECKING:
     import torch
+
+# torch's names for the GPUs of the presets. Other GPUs of the same family (PCIe, NVL, 40 GB) have other figures.
+_PRESETS = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+}
+# For the first pattern that matches: the preset that holds the dense bfloat16 operations per second or, without a
+# preset, their number from the data sheets of NVIDIA and AMD.
+_PEAK_FLOPS: tuple[tuple[str, str | float], ...] = (
+    (r"\bGB200\b", 2.5e15),
+    (r"\bB200\b", "b200"),
+    (r"\bH200\b|\bGH200\b", "h200"),
+    (r"\bH100\b.*\bPCIe\b", 756e12),
+    (r"\bH100\b.*\bNVL\b", 835e12),
+    (r"\bH100\b", "h100"),
+    (r"\bA100\b", "a100"),
+    (r"\bL40S\b", "l40s"),
+    (r"\bRTX 4090$", "rtx4090"),  # neither the 4090 D nor the laptop GPU
+    (r"\bL4\b", 121e12),
+    (r"\bA10\b", 125e12),
+    (r"\bMI300X\b", 1307.4e12),
+    (r"\bMI250X\b", 191.5e12),
+)
 
 
 def count_gpus() -> int:
@@ -54,3 +82,14 @@ def device_preset(name: str) -> dict[str, Any]:
     values: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "device" / f"{name}.yaml"))
     del values["defaults"]
     return dict(values)
+
+
+def preset_of(gpu: str) -> str | None:
+    """Return the device preset of a GPU, given its name in torch; None if no preset has all of its figures."""
+    return _PRESETS.get(gpu)
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Return the dense bfloat16 operations per second of a GPU, given its name in torch; None if it is unknown."""
+    peak = next((peak for pattern, peak in _PEAK_FLOPS if re.search(pattern, gpu, re.IGNORECASE)), None)
+    return float(device_preset(peak)["bf16_flops"]) if isinstance(peak, str) else peak

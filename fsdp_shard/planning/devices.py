@@ -5,19 +5,9 @@ Presets are the YAML files in conf/device/; each figure cites its source. Import
 
 from dataclasses import dataclass, fields
 
-from fsdp_shard.distributed import device_preset
+from fsdp_shard.distributed import device_preset, preset_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import Parsed, parse_size, setting
-
-# torch's names for the GPUs of the presets. Other GPUs of the same family (PCIe, NVL, 40 GB) have other figures.
-_PRESETS = {
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA GeForce RTX 4090": "rtx4090",
-}
 
 _LEAST_BYTES = 1000  # fewer mean a forgotten unit
 
@@ -120,8 +110,8 @@ def hardware_of(config: DeviceConfig, *, ranks_per_node: int | None = None) -> H
     """
     figures = {item.name: value for item in fields(DeviceConfig) if (value := getattr(config, item.name)) is not None}
     name = ""
-    if isinstance(config, AutoDeviceConfig) and (gpu := _gpu_name()) in _PRESETS:
-        name, figures = gpu, device_preset(_PRESETS[gpu]) | figures
+    if isinstance(config, AutoDeviceConfig) and (preset := preset_of(gpu := _gpu_name())):
+        name, figures = gpu, device_preset(preset) | figures
     counts = [count for count in (figures.get("num_per_machine"), ranks_per_node) if count is not None]
     return Hardware(**figures | {"num_per_machine": min(counts, default=None), "name": name})
 

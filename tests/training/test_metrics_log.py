@@ -169,7 +169,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 def test_curves_are_drawn(tmp_path: Path, train: list[Any], held_out: list[Any]) -> None:
     import struct
 
-    plot_losses(train, held_out, tmp_path / "loss.png", "a run")
+    plot_losses(train, held_out, tmp_path / "loss.png", "a run of $MODEL_{and$")
     content = (tmp_path / "loss.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert struct.unpack(">II", content[16:24]) == (1280, 720)

@@ -21,7 +21,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, Interrupted, LossError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, peak_flops, trains_every_token
+from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, trains_every_token
 from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.trackers import Trackers, check_trackers, public_settings
 from fsdp_shard.training.seeding import deterministic_algorithms
@@ -205,34 +205,6 @@ def test_utilization_is_known_where_every_token_is_trained() -> None:
     assert not known(path="a.jsonl", kind="instruction")
     assert not known(path="a.txt", task="masked_lm")
     assert not known(path="", mixture={"a": {"path": "a.txt"}, "b": {"path": "b.jsonl", "kind": "chat"}})
-
-
-@pytest.mark.parametrize(
-    ("gpu", "peak"),
-    [
-        ("NVIDIA GB200", 2.5e15),
-        ("NVIDIA B200", 2.25e15),
-        ("NVIDIA H200", 989.4e12),
-        ("NVIDIA H200 NVL", 989.4e12),
-        ("NVIDIA GH200 480GB", 989.4e12),
-        ("NVIDIA H100 80GB HBM3", 989.4e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A100-PCIE-40GB", 312e12),
-        ("NVIDIA L40S", 362.05e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA A10", 125e12),
-        ("AMD Instinct MI300X", 1307.4e12),
-        ("AMD Instinct MI250X", 191.5e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce GTX 1080", None),
-    ],
-)
-def test_peaks_of_devices(gpu: str, peak: float | None) -> None:
-    assert peak_flops(gpu) == peak
 
 
 def test_deterministic_algorithms_and_back() -> None:

@@ -36,7 +36,7 @@ def plot_losses(
         _draw_train(axes, train)
     if held_out:
         _draw_held_out(axes, held_out)
-    axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold")
+    axes.set_title(title.replace("$", r"\$"), loc="left", color=_INK, fontsize=12, fontweight="bold")
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("loss", color=_INK)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)

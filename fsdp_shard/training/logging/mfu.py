@@ -3,41 +3,16 @@
 Unknown values are None, never a guess.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fsdp_shard.data import sources_of
-from fsdp_shard.distributed import DistributedContext, device_preset
+from fsdp_shard.distributed import DistributedContext, peak_flops
 from fsdp_shard.models import CAUSAL, NUM_EXPERTS
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel
-
-# For the first pattern that matches: the preset of `device` that holds the dense bfloat16 operations per second or,
-# without a preset, their number from the data sheets of NVIDIA and AMD.
-_PEAK_FLOPS: tuple[tuple[str, str | float], ...] = (
-    (r"\bGB200\b", 2.5e15),
-    (r"\bB200\b", "b200"),
-    (r"\bH200\b|\bGH200\b", "h200"),
-    (r"\bH100\b.*\bPCIe\b", 756e12),
-    (r"\bH100\b.*\bNVL\b", 835e12),
-    (r"\bH100\b", "h100"),
-    (r"\bA100\b", "a100"),
-    (r"\bL40S\b", "l40s"),
-    (r"\bRTX 4090$", "rtx4090"),  # neither the 4090 D nor the laptop GPU
-    (r"\bL4\b", 121e12),
-    (r"\bA10\b", 125e12),
-    (r"\bMI300X\b", 1307.4e12),
-    (r"\bMI250X\b", 191.5e12),
-)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 operations per second of a GPU, given its name in torch; None if it is unknown."""
-    peak = next((peak for pattern, peak in _PEAK_FLOPS if re.search(pattern, device_name, re.IGNORECASE)), None)
-    return float(device_preset(peak)["bf16_flops"]) if isinstance(peak, str) else peak
 
 
 def flops_per_token(config: Any, num_matmul_params: int, sequence_length: int) -> float | None:
