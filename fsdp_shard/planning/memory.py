@@ -141,7 +141,7 @@ def _own_in_phases(state: ShardState, run: PlannedRun, directions: int) -> dict[
     updates = {TEMPORARIES: state.updates} if state.updates else {}
     found |= {"load": {LOADING: state.padding}} if state.padding else {}
     # A step on zero gradients creates the optimizer state before it is read.
-    resumed = {ZEROS: state.trained, "optimizer": state.optimizer, **updates}
+    resumed = {ZEROS: state.updated, "optimizer": state.optimizer, **updates}
     return found | {"resume": resumed, "optimizer": updates}
 
 

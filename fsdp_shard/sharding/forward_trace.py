@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import UntypedStorage, nn
+from transformers import PreTrainedModel
 
 from fsdp_shard.utils import TorchDispatchMode
 
@@ -34,6 +35,8 @@ class ForwardTrace:
             backward pass that recomputes it.
         converted: Names of the parameters that the forward pass itself converts, with the target dtype.
         is_complete: Whether a run completed; otherwise, nothing is known about modules that were not called.
+        entered: Inputs of a run -> FQNs of the modules whose forward pass began.
+        completed: The inputs of the runs that completed.
     """
 
     called: set[str] = field(default_factory=set)
@@ -41,6 +44,8 @@ class ForwardTrace:
     with_grad: set[str] = field(default_factory=set)
     converted: dict[str, str] = field(default_factory=dict)
     is_complete: bool = False
+    entered: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
+    completed: set[tuple[str, ...]] = field(default_factory=set)
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, ForwardTrace]] = WeakKeyDictionary()
@@ -59,6 +64,7 @@ def trace_forward(model: nn.Module) -> ForwardTrace:
     if model not in _KNOWN or _KNOWN[model][0] != names:
         trace = ForwardTrace()
         for kinds in ((_TEXT,), (_IMAGES,), (_TEXT, _IMAGES)):
+            trace.entered[kinds] = set()
             # In eval mode, RWKV changes weights; when training, Reformer takes only one length.
             if not _runs(model, kinds, trace, is_training=True):
                 _runs(model, kinds, trace, is_training=False)
@@ -66,14 +72,43 @@ def trace_forward(model: nn.Module) -> ForwardTrace:
     return _KNOWN[model][1]
 
 
-def _runs(model: nn.Module, kinds: Iterable[str], trace: ForwardTrace, *, is_training: bool) -> bool:
+def unreached_by_text(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that only images or sound reach: a run on text gives them no gradient.
+
+    They are those of the modules that images enter and text does not, such as a projector, and of nested models that
+    text does not enter, such as a vision tower. Experts that no token chose are not among them.
+
+    Args:
+        model: The model, on any device; it is not changed.
+
+    Returns:
+        The names; none if the model takes nothing but text, or could not be traced on text.
+    """
+    nested = {fqn for fqn, module in model.named_modules() if fqn and isinstance(module, PreTrainedModel)}
+    if not nested and _IMAGES not in inspect.signature(model.forward).parameters:
+        return frozenset()  # without a trace
+    trace = trace_forward(model)
+    if (_TEXT,) not in trace.completed:
+        return frozenset()
+    on_text = trace.entered[(_TEXT,)]
+    others = (nested | set().union(*trace.entered.values())) - on_text
+    inside = {module for fqn in others for module in model.get_submodule(fqn).modules()}
+    return frozenset(
+        f"{fqn}.{name}"
+        for fqn, module in model.named_modules()
+        if module in inside and fqn not in on_text
+        for name, _ in module.named_parameters(recurse=False)
+    )
+
+
+def _runs(model: nn.Module, kinds: tuple[str, ...], trace: ForwardTrace, *, is_training: bool) -> bool:
     """Run a copy of `model` on meta; return whether it completed."""
     # Any error: models were not written for this, and anything that an incomplete run did not reach stays unknown.
     with suppress(Exception), torch.device("meta"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         inputs = dict(_inputs(model, kinds))
         replaced = {id(tensor): _without_values(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         copied = copy.deepcopy(model, replaced).train(is_training)
-        uses = _Uses(copied, trace)
+        uses = _Uses(copied, trace, trace.entered[kinds])
         for module in copied.modules():
             module.register_forward_pre_hook(uses.enter)
             module.register_forward_hook(uses.leave)
@@ -83,6 +118,7 @@ def _runs(model: nn.Module, kinds: Iterable[str], trace: ForwardTrace, *, is_tra
         finally:
             trace.converted.update(_converted(copied))
         trace.is_complete = True
+        trace.completed.add(kinds)
         return True
     return False
 
@@ -96,9 +132,9 @@ def _converted(model: nn.Module) -> Iterator[tuple[str, str]]:
 class _Uses(TorchDispatchMode):
     """Watches the arguments of operators, and records the modules of parameters that would not be gathered."""
 
-    def __init__(self, model: nn.Module, trace: ForwardTrace) -> None:
+    def __init__(self, model: nn.Module, trace: ForwardTrace, entered: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.trace = trace
+        self.trace, self.entered = trace, entered
         self.running: list[nn.Module] = []
         self.fqns = {module: fqn for fqn, module in model.named_modules()}
         self.holders: dict[UntypedStorage, list[nn.Module]] = {}
@@ -108,6 +144,7 @@ class _Uses(TorchDispatchMode):
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self.running.append(module)
+        self.entered.add(self.fqns[module])
         if not torch.is_grad_enabled():  # its gradients come from a backward pass that recomputes it (Reformer)
             self.trace.outside.add(self.fqns[module])
         else:

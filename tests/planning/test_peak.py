@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -79,6 +80,19 @@ def gemma() -> Gemma3TextConfig:
         architectures=["Gemma3ForCausalLM"], hidden_size=64, intermediate_size=96, num_hidden_layers=12, head_dim=16,
         vocab_size=304, max_position_embeddings=512, sliding_window=16, dtype="float32",
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 4, **_HEADS,
+    )  # fmt: skip
+
+
+def gemma_with_images() -> Gemma3Config:
+    """Reads images, too, which a run on text does not: its tower gets no gradients."""
+    tower = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return Gemma3Config(
+        architectures=["Gemma3ForConditionalGeneration"], dtype="float32", image_token_index=302, mm_tokens_per_image=4,
+        text_config={
+            "vocab_size": 304, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16,
+            "sliding_window": 64, **_HEADS,
+        },
+        vision_config={"image_size": 32, "patch_size": 8, **tower},
     )  # fmt: skip
 
 
@@ -197,6 +211,11 @@ _SETTINGS = {
     ),
     "sliding and full attention": Setting(model=gemma, length=128),
     "ddp, muon, saves": Setting(2, "ddp", optim="muon", rows=1, length=8, saves=True),
+    "images": Setting(model=gemma_with_images),
+    "images, muon, average": Setting(model=gemma_with_images, optim="muon", train={"ema_decay": 0.9}),
+    "images, lora": Setting(model=gemma_with_images, adapter=_LORA),
+    "fsdp1, images": Setting(2, "fsdp1", model=gemma_with_images),
+    "ddp, images": Setting(2, "ddp", {"find_unused_parameters": True}, model=gemma_with_images),
     "mixture": Setting(model=mixture),
     "mixture, float32": Setting(model=mixture, shard={"param_dtype": "float32"}),
     "layers over 2": Setting(shard={"tensor_parallel": 2}),

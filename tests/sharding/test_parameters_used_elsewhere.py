@@ -19,7 +19,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, ShardConfig, check_shardable, plan_units, wrap_policy
-from fsdp_shard.sharding.forward_trace import trace_forward
+from fsdp_shard.sharding.forward_trace import trace_forward, unreached_by_text
 from fsdp_shard.sharding.registry import WRAPPERS
 from tests.support.ranks import on_ranks, update
 from tests.support.sharded import assembled
@@ -124,6 +124,21 @@ def test_training_equals_one_process(results: list[Any], case: tuple[str, str, s
     whole = assembled(ranks, {fqn: weight.shape for fqn, weight in weights.items()})
     for fqn, weight in weights.items():
         torch.testing.assert_close(whole[fqn], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "albert", "qwen3_vl"])
+def test_what_text_does_not_reach_has_no_gradient(name: str) -> None:
+    model = fresh(name)
+    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    without = {fqn for fqn, param in model.named_parameters() if param.grad is None}
+    assert unreached_by_text(model) == without
+    assert any(fqn.startswith("model.visual.blocks") for fqn in without) == (name == "qwen3_vl")
+
+
+def test_an_expert_that_no_token_chose_counts_as_reached() -> None:
+    model = fresh("switch")
+    assert "encoder.block.1.layer.1.mlp.experts.expert_3.wi.weight" in dict(model.named_parameters())
+    assert not unreached_by_text(model)
 
 
 def units_of(name: str, **settings: Any) -> list[str]:

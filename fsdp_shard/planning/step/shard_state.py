@@ -27,8 +27,8 @@ _AVERAGE_SIZE = 4  # float32
 class ShardState:
     """Bytes of one shard's state, its optimizer's temporary memory, and the copy that a save may make.
 
-    `pinned` counts the pinned memory of offloaded parameters and gradients, `trained` the bytes of trained parameters,
-    and `padding` the largest parameter that `fully_shard` copies when it pads its shards.
+    `pinned` counts the pinned memory of offloaded parameters and gradients, `updated` the bytes of the parameters
+    that have gradients, and `padding` the largest parameter that `fully_shard` copies when it pads its shards.
     """
 
     parameters: int
@@ -38,7 +38,7 @@ class ShardState:
     updates: int
     staged: int
     pinned: int
-    trained: int
+    updated: int
     padding: int
 
 
@@ -89,13 +89,18 @@ def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
     model, units = part.model, part.units
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
+    updated = trained.keys() - sharding.unreached_by_text(model)
+    if run.shard.flattens_units:  # a unit's parameters have one gradient
+        updated = {name for unit in units if not updated.isdisjoint(unit.parameters) for name in unit.parameters}
+        updated &= trained.keys()
     local_shapes = _local_shapes(part, shapes, run)
     owned: Sequence[Sequence[str]] | None = None
     if run.optim.needs_full_params:
-        owned = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
-    with_gradient = [name for name in local_shapes[0] if name in trained]
+        parts = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
+        owned = [[name for name in names if name in updated] for names in parts]
+    with_gradient = list(updated if run.shard.is_sharded else trained)  # DDP's buckets hold all
     if run.shard.flattens_units and run.num_shards > 1:  # one gradient per unit, which covers frozen parameters too
-        flat = [(number, unit) for number, unit in enumerate(units) if any(name in trained for name in unit.parameters)]
+        flat = [(number, unit) for number, unit in enumerate(units) if not updated.isdisjoint(unit.parameters)]
         with_gradient = [name for number, unit in flat for name in (*unit.parameters, f"(padding of unit {number})")]
     return UnitShards(
         units,
@@ -105,6 +110,7 @@ def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
         padding_dtype=getattr(torch, run.model.dtype),
         with_gradient=frozenset(with_gradient),
         trained=frozenset(trained),
+        updated=frozenset(updated),
         owned=owned,
         optim=run.optim,
         flattens_units=run.shard.flattens_units,
@@ -135,7 +141,9 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
             own = {name: shape for name, shape in local.items() if name in trained}
             gradients = {name: shape for name, shape in local.items() if name in shards.with_gradient}
             # Under FSDP1 an empty part has no gradient.
-            has_gradient = {name: shape for name, shape in own.items() if prod(shape) or not run.shard.flattens_units}
+            has_gradient = {name: shape for name, shape in own.items() if name in shards.updated}
+            if run.shard.flattens_units:
+                has_gradient = {name: shape for name, shape in has_gradient.items() if prod(shape)}
             updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else has_gradient
             optimizer, taken = (
                 step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach) if updated else (0, 0)
@@ -158,7 +166,7 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
                 updates=taken,
                 staged=staged,
                 pinned=pinned,
-                trained=num_bytes(own),
+                updated=num_bytes({name: shape for name, shape in own.items() if name in shards.updated}),
                 padding=_padded_bytes(local, shapes, dtypes, run),
             )
         states.append(known[key])

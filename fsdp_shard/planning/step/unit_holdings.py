@@ -53,6 +53,7 @@ class UnitShards:
         padding_dtype: The dtype of the padding.
         with_gradient: Names of the parameters with a gradient.
         trained: Names of the trained parameters.
+        updated: Names of those that a run on text reaches: they get gradients, and optimizer state.
         owned: Names of the whole parameters that each shard's rank updates; None if each updates its own part.
         optim: The optimizer.
         flattens_units: Whether a unit is one flat parameter.
@@ -66,6 +67,7 @@ class UnitShards:
     padding_dtype: torch.dtype
     with_gradient: frozenset[str]
     trained: frozenset[str]
+    updated: frozenset[str]
     owned: Sequence[Sequence[str]] | None
     optim: OptimConfig
     flattens_units: bool
@@ -116,7 +118,8 @@ class UnitShards:
             owned = {*self.owned[shard]} & {*unit.parameters}
             updated: Mapping[str, Shape] = {name: self.shapes[name] for name in unit.parameters if name in owned}
         else:  # under FSDP1 an empty part has no gradient
-            updated = {name: shape for name, shape in own.items() if prod(shape) or not self.flattens_units}
+            reached = {name: shape for name, shape in own.items() if name in self.updated}
+            updated = {name: shape for name, shape in reached.items() if prod(shape) or not self.flattens_units}
         if not updated:
             return 0
         key = tuple((name.removeprefix(unit.fqn), shape, self.dtypes[name]) for name, shape in updated.items())
