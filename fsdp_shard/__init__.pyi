@@ -1,3 +1,4 @@
+from . import errors as errors
 from .checkpoint import (
     check_conversion as check_conversion,
     convert as convert,

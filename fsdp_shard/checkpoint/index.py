@@ -5,7 +5,7 @@ Formats build it from headers alone, and all weights are read through it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -118,7 +118,7 @@ class TensorIndex:
             raise CheckpointError(f"{self.root} has no tensor {name}{nearest(name, self.names)}.")
         return found
 
-    def read(self, name: str, slices: Sequence[slice | int] | slice | int | None = None) -> torch.Tensor:
+    def read(self, name: str, slices: tuple[slice | int, ...] | slice | int | None = None) -> torch.Tensor:
         """Read a tensor, or a part of it, into new CPU memory. Only the bytes of the part are read.
 
         Args:
@@ -133,7 +133,7 @@ class TensorIndex:
             CheckpointError: There is no such tensor, or its file is damaged.
             IndexError: `slices` do not fit its shape.
         """
-        parts = () if slices is None else slices if isinstance(slices, (tuple, list)) else (slices,)
+        parts = () if slices is None else slices if isinstance(slices, tuple) else (slices,)
         return self.reader.read(self.entry(name), parts)
 
     def read_into(self, name: str, start: int, out: Any) -> None:

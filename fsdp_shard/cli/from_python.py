@@ -106,15 +106,20 @@ def generate(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def plan(settings: Sequence[str]) -> dict[str, Any]:
-    """Plan the memory and the step time of a run from its configs alone, like `fsdp-shard plan`. Writes no files.
+    """Plan the memory and the step time of a run from its configs alone, like `fsdp-shard plan`; writes no files.
+
+    With `device.memory` or a preset, a run that does not fit starts a search for settings that fit, which may take
+    minutes. Leave both out to compare only `peak_bytes` of several plans.
 
     Args:
         settings: Settings as on the command line, such as "model.path=DIR", "launch.ranks=8" and "device=h100"; with
             "run_dir=RUN", the plan of resuming that run.
 
     Returns:
-        The figures that the command writes to result.json, such as `peak_bytes` of a rank and `fits`, which is None
-        if the memory of the devices is not known. A run that does not fit is no error.
+        The figures that the command writes to result.json. Among them are `peak_bytes` of the rank with most, and
+        `per_rank`; `fits`, None if the memory of the devices is not known; `refused`, the error with which `finetune`
+        would refuse the settings, or None; `advice`, settings that fit; and `step` with `tokens`, `flops` and, for a
+        known device, `time`: `seconds`, `tokens_per_second` and `bound_by`. A run that does not fit is no error.
 
     Raises:
         FsdpShardError: What the command would report.
@@ -131,7 +136,6 @@ def plan(settings: Sequence[str]) -> dict[str, Any]:
         plans.append(plan_run(config))
         if config.kept_run_dir is not None and not plans[0].resumes:
             raise ConfigError(f"run_dir={config.run_dir} has no run to resume, and fs.plan writes no files; remove it.")
-        print(plans[0].text)
 
     _run("plan", settings, recipe=Recipe(PlanConfig, work, check_plan, writes_config=True))
     return dict(plans[0].figures)

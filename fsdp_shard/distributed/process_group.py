@@ -55,7 +55,7 @@ class Communicator:
     @property
     def local_world_size(self) -> int:
         """Number of ranks on this machine; all ranks, if whoever started them does not say."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        return number_in(os.environ, "LOCAL_WORLD_SIZE", str(self.world_size))
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -178,7 +178,7 @@ def current_ranks(timeout_seconds: float) -> Communicator:
     if dist.is_initialized():
         ranks = Communicator(rank=dist.get_rank(), world_size=dist.get_world_size())
         return ranks.with_new_group(timeout_seconds)
-    if (world_size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if (world_size := number_in(os.environ, "WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"This process is one of {world_size} ranks (WORLD_SIZE={world_size}), but has no process group yet; call "
             f"torch.distributed.init_process_group() or fsdp_shard.init_distributed() first."

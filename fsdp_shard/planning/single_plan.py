@@ -35,12 +35,14 @@ def plan_one(
     plan, cost, host = planner.plan(run), planner.cost(run), planner.host_of(run)
     check_device(config.device, hardware, missing_figures(cost, hardware))
     lines, found, misfit = [plan_report(plan, memory_bytes, host)], None, None
+    refused: str | None = None
     if isinstance(run.objective, DistillConfig):
         lines.append(_teacher_line(run.objective))
     try:
         planner.check(run)
         planner.check_model(run)
     except InputError as error:
+        refused = str(error)
         lines.append(f"finetune would refuse these settings: {error}")
     if memory_bytes is not None and plan.peak_bytes is None:
         misfit = "Whether the run fits in device.memory is not known, as its activations could not be measured."
@@ -67,6 +69,7 @@ def plan_one(
     lines += ["", step_report(cost, hardware)]
     all_figures = {
         **figures(plan, memory_bytes, host),
+        "refused": refused,
         "advice": advice_figures(found or ()),
         "step": step_figures(cost, hardware),
         **traced,

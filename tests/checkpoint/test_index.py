@@ -98,9 +98,9 @@ def test_slices_are_those_of_torch(shape: tuple[int, ...], parts: list[slice | i
                 expected = tensor[tuple(parts)]
             except IndexError:
                 with pytest.raises(IndexError):
-                    index.read("w", parts)
+                    index.read("w", tuple(parts))
                 return
-            found = index.read("w", parts)
+            found = index.read("w", tuple(parts))
             assert found.shape == expected.shape
             assert raw_bytes(found) == raw_bytes(expected)
 

@@ -104,7 +104,9 @@ def test_settings_that_training_would_refuse_are_said(tmp_path: Path) -> None:
     typed = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "launch.ranks=2"]
     odd = run_recipe("plan", tmp_path / "odd", *typed, "train.global_batch_size=7")
     assert "finetune would refuse these settings: train.global_batch_size=7" in odd.out
-    assert "would refuse" not in run_recipe("plan", tmp_path / "even", *typed, "train.global_batch_size=8").out
+    assert odd.result["refused"].startswith("train.global_batch_size=7 is not")
+    even = run_recipe("plan", tmp_path / "even", *typed, "train.global_batch_size=8")
+    assert ("would refuse" in even.out, even.result["refused"]) == (False, None)
     narrow = run_recipe("plan", tmp_path / "narrow", *typed, "model.dtype=float16")
     assert "finetune would refuse these settings: model.dtype=float16 is too narrow" in narrow.out, narrow.err
     muon = run_recipe("plan", tmp_path / "muon", *typed, "optim=muon", "optim.not_muon=[*embed*,foo]")

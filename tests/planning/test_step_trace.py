@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +193,21 @@ def test_this_process_stays_as_it_was() -> None:
 def test_what_cannot_be_traced_is_said(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trace_step(tiny(), planned(**settings))
+
+
+def test_an_interrupted_trace_leaves_no_process() -> None:
+    """Python waits for its processes before it exits: SIGTERM and Ctrl-C would do nothing until the trace is over."""
+    deep = tiny(num_hidden_layers=200)
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        trace_step(deep, planned(sequence_length=128))
+    children = multiprocessing.active_children()
+    for child in children:
+        child.join(10)  # it was killed, and has to end
+    left = [child for child in children if child.is_alive()]
+    for child in left:
+        child.kill()
+    assert not left
 
 
 @pytest.mark.long

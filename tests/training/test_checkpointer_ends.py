@@ -144,7 +144,10 @@ def test_a_save_that_outlives_its_block_keeps_others_out(
     assert not (tmp_path / ".lock").exists()
 
 
-def test_an_interrupted_wait_keeps_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["wait", "close", "end of the block"])
+def test_an_interrupted_wait_ends_soon_and_keeps_others_out(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     may_go_on = threading.Event()
     monkeypatch.setattr(step_saver, "_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(FAULTS, "hook", lambda point: point == "staged" and may_go_on.wait(60))
@@ -154,7 +157,10 @@ def test_an_interrupted_wait_keeps_others_out(tmp_path: Path, monkeypatch: pytes
         with fs.Checkpointer(tmp_path) as checkpointer:
             checkpointer.save(1, model, torch.optim.AdamW(model.parameters()))
             threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-            checkpointer.wait()
+            if where == "wait":
+                checkpointer.wait()
+            elif where == "close":
+                checkpointer.close()
 
     with pytest.raises(KeyboardInterrupt):
         save_and_wait()
@@ -203,6 +209,14 @@ def _num_gloo_threads() -> int:
     return sum("gloo_runloop" in name for name in names)
 
 
+def _once_at(expected: int) -> int:
+    """The number of gloo's threads once it is `expected`, or after ten seconds: a save's own thread ends a bit later."""
+    deadline = time.monotonic() + 10
+    while (found := _num_gloo_threads()) != expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
 def test_no_threads_of_groups_are_left(tmp_path: Path) -> None:
     """One that frees the tensors of the last collectives while Python exits would abort the process."""
 
@@ -212,10 +226,10 @@ def test_no_threads_of_groups_are_left(tmp_path: Path) -> None:
         with fs.Checkpointer(tmp_path / "run") as checkpointer:
             checkpointer.save(1, model, torch.optim.AdamW(model.parameters()))
             counts.append(_num_gloo_threads())
-        counts.append(_num_gloo_threads())
+        counts.append(_once_at(counts[0]))
         fs.save_pretrained(model, tmp_path / "model")
         fs.load_weights(model, tmp_path / "model")
-        return [*counts, _num_gloo_threads()]
+        return [*counts, _once_at(counts[0])]
 
     for before, during, *after in on_ranks(2, work):
         assert during > before

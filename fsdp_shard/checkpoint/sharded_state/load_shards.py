@@ -82,7 +82,7 @@ def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: Quan
 
 def _load_range(index: TensorIndex, stored: str, shard: LocalShard) -> None:
     if shard.box is not None:
-        part = index.read(stored, [slice(at, at + size) for at, size in zip(*shard.box, strict=True)])
+        part = index.read(stored, tuple(slice(at, at + size) for at, size in zip(*shard.box, strict=True)))
         shard.data.copy_(part.reshape(-1))
         return
     dtype = to_torch(index.entry(stored).dtype)

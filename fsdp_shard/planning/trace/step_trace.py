@@ -117,6 +117,9 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> Step
     except EOFError:
         child.join()
         raise RuntimeError(f"the process that traces a step ended with exit code {child.exitcode}") from None
+    except BaseException:  # such as SIGTERM: Python would wait for the trace before it exits
+        child.kill()
+        raise
     finally:
         receiver.close()
     child.join()
@@ -171,7 +174,6 @@ def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank:
             f"trace=true cannot follow {type(error).__name__} in the training step of {_name(config)}: "
             f"{first_line(error)}. Plan with trace=false."
         )
-        answer.__cause__ = None
     sender.send(answer)
     sender.close()
 

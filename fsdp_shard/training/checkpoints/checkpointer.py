@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
+import torch
+
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import (
     CHECKPOINTS,
@@ -201,7 +203,7 @@ class Checkpointer:
         *,
         extra: Any = None,
         extra_per_rank: Any = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float | torch.Tensor] | None = None,
         **states: Stateful | None,
     ) -> None:
         """Save a step, in the background unless `asynchronous=False`: then the next call raises what went wrong.
@@ -218,7 +220,7 @@ class Checkpointer:
             extra: Data of rank 0, such as the position in a data set: tensors, None, bool, numbers, strings, bytes, and
                 lists, tuples and dicts of them.
             extra_per_rank: The same kinds of data, separate for each rank.
-            metrics: Figures of the step; those of rank 0 count.
+            metrics: Figures of the step, as numbers or tensors with one element; those of rank 0 count.
             states: Objects with `state_dict()`, by any name, such as `scheduler=scheduler`. Their states must be the
                 same on all ranks, except for DTensors; None is left out.
 
@@ -287,11 +289,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for the last step and release the directory; as leaving the `with` block does."""
-        if not self._is_closed:
-            try:
-                self.wait()
-            finally:
-                self.__exit__(None, None, None)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         self._require_open()
@@ -306,6 +304,9 @@ class Checkpointer:
         try:
             if error is None:
                 self._saver.finish()
+        except BaseException as raised:
+            error = raised  # such as Ctrl-C, after which the saver waits for a short time only
+            raise
         finally:
             self._is_closed = True
             self._saver.__exit__(kind, error, trace)

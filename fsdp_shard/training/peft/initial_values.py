@@ -111,7 +111,7 @@ def fill_magnitudes(
         per_chunk = max(1, MAGNITUDE_CHUNK_BYTES // (4 * num_columns))
         for chunk in (rows[first : first + per_chunk] for first in range(0, len(rows), per_chunk)):
             # In the model's dtype, from which the forward pass computes the norms.
-            part = index.read(stored, [slice(chunk.start, chunk.stop), columns]).to(dtype).double().square()
+            part = index.read(stored, (slice(chunk.start, chunk.stop), columns)).to(dtype).double().square()
             if magnitude.is_transposed:
                 squares += part.sum(dim=0)
             else:
