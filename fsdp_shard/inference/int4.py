@@ -29,7 +29,8 @@ class Int4(Quantization):
         rows, width = layer.weight.shape
         if on_gpu:
             rows, width = (-(-size // multiple) * multiple for size, multiple in zip((rows, width), _TILE, strict=True))
-        return rows * (width // 2 + width // _GROUP_SIZE * 4)
+        # On the CPU, scales and zero points have the dtype of the weights; torch's kernel for GPUs takes bfloat16.
+        return rows * (width // 2 + width // _GROUP_SIZE * 2 * (2 if on_gpu else layer.weight.element_size()))
 
     def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig

@@ -24,6 +24,7 @@ from .file_errors import (
 from .gguf_config import GGUF_FORMAT as GGUF_FORMAT, gguf_model_files as gguf_model_files
 from .loading import (
     attention_implementations as attention_implementations,
+    build_class_on_meta as build_class_on_meta,
     build_on_meta as build_on_meta,
     check_causal as check_causal,
     check_model_task as check_model_task,

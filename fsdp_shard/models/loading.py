@@ -323,6 +323,12 @@ def build_on_meta(
         return model.eval()  # type: ignore[no-any-return]  # torch leaves eval() untyped here
 
 
+def build_class_on_meta(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Build a model of exactly `model_class` on the meta device, to look at its modules; `config` stays as it is."""
+    with without_requests(unless=False), torch.device("meta"):
+        return build_from_config(model_class, copy.deepcopy(config), attn_implementation="eager")
+
+
 def keep_dtypes(model: PreTrainedModel, dtype: torch.dtype, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Convert `tensors`, by name, of a model in `dtype` to the dtype in which `from_pretrained` would keep them."""
     kept = kept_dtype(model, dtype)

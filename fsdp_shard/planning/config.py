@@ -91,6 +91,11 @@ class PlanSavingConfig:
         "As in finetune: steps between checkpoints. On CPUs, the copies of asynchronous saves are then in the peak.",
         minimum=0,
     )
+    save_best: bool = setting(
+        True,
+        "As in finetune: the step with the lowest held-out loss so far is saved. With train.eval_every, the copies of "
+        "asynchronous saves are then in the peak on CPUs, as with checkpoint.every.",
+    )
     optimizer: bool = setting(True, "As in finetune: checkpoints have the optimizer state, too.")
 
 

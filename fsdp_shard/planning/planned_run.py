@@ -18,6 +18,7 @@ class _Data(Protocol):
 class _Saving(Protocol):
     asynchronous: bool
     every: int
+    save_best: bool
     optimizer: bool
 
 
@@ -50,7 +51,8 @@ class PlannedRun:
         num_ranks: Number of ranks.
         saves_asynchronously: Whether saves may copy the state into host memory.
         saves_optimizer: Whether checkpoints have the optimizer state.
-        saves_every: Number of steps between saves; 0 saves the last step only.
+        saves_every: Number of steps between saves, or between evaluations whose best is saved; 0 saves the last step
+            only.
         resumes: Whether the run continues from a step and reads its optimizer state.
         is_streamed: Whether samples are streamed, so not known in advance.
         on_gpu: Whether ranks have GPUs, whose collectives do not copy what they reduce, unlike gloo's.
@@ -94,7 +96,7 @@ class PlannedRun:
             is_streamed=config.data.streaming,
             on_gpu=on_gpu,
             is_packed=config.data.packing,
-            saves_every=config.checkpoint.every,
+            saves_every=config.checkpoint.every or (config.train.eval_every if config.checkpoint.save_best else 0),
             resumes=resumes,
             target_length=config.data.target_length if config.model.task == models.SEQ2SEQ else None,
             mask_fraction=config.data.mask_fraction if config.model.task == models.MASKED_LM else None,

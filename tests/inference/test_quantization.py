@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,9 +78,21 @@ def test_what_int4_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_int4_weights_are_filled_up_to_tiles_on_a_gpu() -> None:
-    layer = nn.Linear(1056, 12, device="meta")
+    layer = nn.Linear(1056, 12, device="meta", dtype=torch.bfloat16)
     assert Int4().num_bytes(layer, on_gpu=False) == 12 * (1056 // 2 + 1056 // 32 * 4)
     assert Int4().num_bytes(layer, on_gpu=True) == 16 * (2048 // 2 + 2048 // 32 * 4)
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int4_weights_take_what_is_planned(dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(64, 32, dtype=dtype))
+    layer: Any = module[0]
+    planned = Int4().num_bytes(layer, on_gpu=False)
+    Int4().quantizer(module, {"0": [layer]}, "cpu").encode(layer)
+    weight = layer.weight
+    assert planned == weight.qdata.nbytes + weight.scale_and_zero.nbytes
 
 
 @pytest.fixture(scope="module")

@@ -145,6 +145,7 @@ _SETTINGS = {
     "two ranks": Setting(),
     "four ranks": Setting(4),
     "fsdp1, one rank": Setting(1, "fsdp1"),
+    "fsdp1, one rank, weights in bfloat16": Setting(1, "fsdp1", settings={"dtype": "bfloat16"}, model=gpt2),
     "fsdp1": Setting(2, "fsdp1"),
     "ddp": Setting(2, "ddp"),
     "ddp, accumulation": Setting(2, "ddp", micro_batches=3),

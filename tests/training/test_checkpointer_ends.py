@@ -210,7 +210,7 @@ def _num_gloo_threads() -> int:
 
 
 def _once_at(expected: int) -> int:
-    """The number of gloo's threads once it is `expected`, or after ten seconds: a save's own thread ends a bit later."""
+    """The number of gloo's threads once it is `expected`, or after ten seconds: the thread of a save ends later."""
     deadline = time.monotonic() + 10
     while (found := _num_gloo_threads()) != expected and time.monotonic() < deadline:
         time.sleep(0.01)

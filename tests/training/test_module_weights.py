@@ -6,6 +6,7 @@ import doctest
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,25 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
+from tests.support.mixtures import config as mixture_config
 from tests.support.ranks import on_ranks
 from tests.support.sharded import train_plain
-from tests.support.tiny import byte_tokenizer, llama, save_model, token_batch
+from tests.support.tiny import byte_tokenizer, llama, llama_config, save_model, token_batch
+
+SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL_TOWER |= {"image_size": 16, "patch_size": 8}
 
 
 def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
@@ -57,6 +69,31 @@ def test_weights_go_into_a_wrapped_model_and_out_again(wrapper: str, tmp_path: P
     assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
     assert fs.verify(tmp_path / "target").is_sound
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llava"])
+def test_names_that_transformers_converts_are_found_in_a_sharded_model(family: str, tmp_path: Path) -> None:
+    """It looks the conversions up by class, and `fully_shard` makes classes of its own."""
+    tower = CLIPVisionConfig(**SMALL_TOWER)
+    with_images = LlavaConfig(text_config=llama_config(tied=False), vision_config=tower, tie_word_embeddings=False)
+    config = mixture_config("mixtral") if family == "mixtral" else with_images
+    model_class: Any = MixtralForCausalLM if family == "mixtral" else LlavaForConditionalGeneration
+    torch.manual_seed(0)
+    expected = model_class(config)
+    expected.save_pretrained(tmp_path / "source")
+
+    def work(context: DistributedContext) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        model = model_class(config)
+        fully_shard(model.model)
+        fully_shard(model)
+        fs.load_weights(model, tmp_path / "source")
+        return {name: value.full_tensor() for name, value in model.state_dict().items() if isinstance(value, DTensor)}
+
+    for found in on_ranks(2, work):
+        assert found.keys() == dict(expected.named_parameters()).keys()
+        for name, param in expected.named_parameters():
+            assert torch.equal(found[name], param)
 
 
 def test_a_sharded_model_reads_rank_files_of_another_number_of_ranks(tmp_path: Path) -> None:

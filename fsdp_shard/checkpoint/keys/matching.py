@@ -6,8 +6,10 @@ Values are read only to check whether two stored copies of a tied tensor are equ
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -16,7 +18,13 @@ from fsdp_shard.checkpoint.io import from_torch_name, kind_of, torch_name
 from fsdp_shard.checkpoint.keys.converted_tensors import computed_entry, convert_tensors
 from fsdp_shard.checkpoint.keys.tied_weights import HEADS, has_same_bytes
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.models import computed_tensor, ignored_missing_keys, ignored_unexpected_keys, tied_names
+from fsdp_shard.models import (
+    build_class_on_meta,
+    computed_tensor,
+    ignored_missing_keys,
+    ignored_unexpected_keys,
+    tied_names,
+)
 from fsdp_shard.utils import first_few
 
 _DECLARE_TIES = frozenset({"huggingface", "sharded"})  # formats that store a tied tensor under one name
@@ -114,6 +122,14 @@ def _always_ties(model: PreTrainedModel) -> bool:
     return bool(untied.tie_word_embeddings)
 
 
+def _conversion_mapping(model: PreTrainedModel) -> list[Any]:
+    """The renamings and converters of transformers. They go by classes of modules, which `fully_shard` replaces."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        own_class: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+        model = build_class_on_meta(own_class, model.config)
+    return list(get_model_conversion_mapping(model))
+
+
 def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """Name in the model -> the names in `index` that refer to it.
 
@@ -122,7 +138,7 @@ def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tup
     names = [*index.tensors, *index.aliases]
     if shapes.keys() >= {*names}:  # all equal the model's: transformers needs 0.2 s to create its renaming rules
         return {name: [name] for name in names}
-    mapping = get_model_conversion_mapping(model)
+    mapping = _conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
     spellings: dict[str, list[str]] = {}

@@ -81,6 +81,7 @@ class Fsdp1Simulator(FsdpSimulator):
         self.add(BUFFERS, cast)
         self.note(unit.fqn, "reduce")
         if unit.num_shards == 1:
+            self.note(unit.fqn, "reduce", {BUFFERS: unit.kept if rules.casts_reduced else 0})
             self.add(UNREDUCED, -unit.gradients)
             self.add(BUFFERS, unit.reduced - cast)
         else:
