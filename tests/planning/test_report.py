@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import fsdp_shard as fs
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.sharding import Fsdp2Config
 from tests.support.plans import plan
@@ -96,6 +97,18 @@ def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path)
     assert (said in here.out, said in ended.out) == (True, False)
     useless = run_recipe("plan", tmp_path / "useless", *settings, "dispatch.max_memory={cpu: 60kB}")
     assert (useless.status, "add dispatch.device_map=auto" in useless.err) == (2, True)
+
+
+def test_saves_of_the_best_step_are_in_the_peak(tmp_path: Path) -> None:
+    llama_config().save_pretrained(tmp_path / "model")
+    given = [f"model.path={tmp_path / 'model'}", "data.sequence_length=8", "launch.ranks=2", "launch.device=cpu"]
+    peaks = [
+        fs.plan([*given, *settings])["peak_bytes"]
+        for settings in (
+            ["train.eval_every=2"], ["checkpoint.every=2"], [], ["train.eval_every=2", "checkpoint.save_best=false"],
+        )
+    ]  # fmt: skip
+    assert peaks[0] == peaks[1] > peaks[2] == peaks[3]
 
 
 @pytest.mark.long
