@@ -51,6 +51,12 @@ class Location:
 
     It can be pickled for other processes, which open the files themselves.
 
+    Its directories; all but the first may download, or write the config of a GGUF file:
+        side: Beside the weights, with config and tokenizer.
+        model_directory: Where the config should be: of an adapter's base, of `config_path`, or made from GGUF.
+        directory: The same, checked: ModelError without a usable config.
+        tokenizer_directory, tokenizer: The same two for the tokenizer.
+
     Attributes:
         path: The path as passed.
         weights: The directory or file that holds the weights, on this machine.

@@ -303,7 +303,8 @@ def init_distributed(
         context_parallel: Number of adjacent ranks that divide each sequence; with neither of the two.
 
     Yields:
-        The ranks, the device of this rank and its mesh.
+        The ranks: `rank`, `world_size`, `is_main`, and the `device` of this rank. A batch belongs to `num_data_ranks`
+        ranks or groups of ranks, of which this one is `data_rank`. Collectives such as `all_reduce_` and `barrier`.
 
     Raises:
         ConfigError: The ranks cannot be divided as asked, or the environment does not say which rank this is.

@@ -1,4 +1,14 @@
-"""Runs models spread over GPU, CPU and disk, block by block, straight from a checkpoint, and generates text."""
+"""Runs models spread over GPU, CPU and disk, block by block, straight from a checkpoint, and generates text.
+
+From a checkpoint to a model:
+    dispatch            opens the checkpoint, plans and loads
+    device_map/         which block runs on which device, and which are streamed, by strategy
+    offload/            places the blocks; its hooks read streamed blocks before they run, into a ring of buffers
+    quantization        int8 and int4 weights
+From prompts to text:
+    generation/         tokenizes, decodes and writes completions
+    schedule            the order of batches and layers
+"""
 
 import lazy_loader
 

@@ -131,7 +131,8 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
             checkpoints do not store (rotary frequencies) are computed.
         context: The ranks, from `init_distributed`.
         wrapper: `fsdp2`, `fsdp1` or `ddp`.
-        settings: `shard.*` settings, such as `param_dtype="float32"`.
+        settings: `shard.*` settings. `param_dtype`, the dtype of the computation, is bfloat16 unless it is set, and
+            float32 under ddp.
 
     Returns:
         The sharded model.

@@ -132,8 +132,8 @@ class StepReport:
     @property
     def row(self) -> dict[str, Any]:
         """The row of metrics.jsonl, with null in place of NaN and infinity, which JSON cannot represent."""
-        apart = ("stop_signal", "fault", "sources", "metrics")
-        row = finite({name: value for name, value in vars(self).items() if name not in apart})
+        excluded = ("stop_signal", "fault", "sources", "metrics")
+        row = finite({name: value for name, value in vars(self).items() if name not in excluded})
         row |= {"sources": dict(self.sources)} if self.sources else {}
         return row | ({"metrics": finite(self.metrics)} if self.metrics else {})
 
@@ -175,7 +175,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
                 report = _train_step(run, loader)
             if noise is not None:
                 noise.check_used()
-            if report.step < run.config.num_steps:
+            if report.step < run.config.num_steps:  # after the last step there is nothing to interrupt
                 run.interrupted_by = report.stop_signal
             yield report
         free_gathered(run.model.module)
@@ -201,13 +201,14 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     context.all_reduce_(loaded.counts)
     run.optimizer.zero_grad()
-    terms, counts = loaded.counts.tensor_split([run.objective.num_terms])
+    term_counts, counts = loaded.counts.tensor_split([run.objective.num_terms])
     # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
     # Context-parallel ranks count their own parts, or parts of all.
-    divisors = (terms.clamp(min=context.num_tensor_ranks) / context.world_size).float()
+    # Without any prediction the loss is 0, not NaN.
+    divisors = (term_counts.clamp(min=context.num_tensor_ranks) / context.world_size).float()
     sums = StepSums(run.functions, context)
     losses = _accumulate(run, loaded, divisors, sums)
-    own_loss = sums.rescale(run.model.module, sum(losses[1:], losses[0]), divisors[0])
+    own_loss = sums.rescale_gradients(run.model.module, sum(losses[1:], losses[0]), divisors[0])
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
     totals = _read_totals(run, own_loss, norm, torch.cat([counts, sums.metrics()]), loader.seconds_waited)
     fault = _update(run, loaded, losses, totals)
@@ -247,15 +248,15 @@ def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
         if run.average is not None:
             run.average.update()
     else:
-        named = _non_finite_in(run, loaded, losses)
+        named = _describe_non_finite(run, loaded, losses)
         fault = f"loss {totals.loss} and norm of the gradients {totals.grad_norm}, not finite in the {named}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
-        raise LossError(_message(fault, state, config))
+        raise LossError(_loss_error_message(fault, state, config))
     return fault
 
 
-def _non_finite_in(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
+def _describe_non_finite(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
     """Find where a step is not finite: in the loss of some samples, or only in the gradients; a collective."""
     bad = [int(i) for part, loss in zip(loaded.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
     in_loss = [position for rank in run.context.all_gather_object(bad) for position in rank]
@@ -327,7 +328,7 @@ def _read_totals(
     own_norm = sums[1:2].clone()
     context.all_reduce_(sums)
     context.all_reduce_(highest, "max")
-    read = torch.cat([sums, highest, own_norm, counts]).tolist()
+    read = torch.cat([sums, highest, own_norm, counts]).tolist()  # in this order, of these lengths
     total_loss, total_norm, all_waited, memory_bytes, stop_signal, norm, *all_counts = read
     num_tokens, *others = (count / context.num_tensor_ranks for count in all_counts)
     num_sources = len(run.dataset.source_names)
@@ -343,7 +344,7 @@ def _read_totals(
     )
 
 
-def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:
+def _loss_error_message(fault: str, state: TrainerState, config: TrainConfig) -> str:
     """Format the message of the LossError that ends a run in the step after `state`."""
     before, remedy = "", "skip such steps with train.non_finite=skip"
     if config.non_finite == "skip":

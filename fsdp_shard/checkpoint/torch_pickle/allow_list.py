@@ -126,6 +126,8 @@ _RECORDS = {
     "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec DevicePlacementSpec",
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
     "torch.distributed.checkpoint.metadata": "StorageMeta _MEM_FORMAT_ENCODING",
+    # Megatron-core keeps the plans of all ranks in its metadata.
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     "torch.distributed.remote_device": "_remote_device",
     "torch.distributed.distributed_c10d": "ReduceOp",
     "numpy": "dtype ndarray",

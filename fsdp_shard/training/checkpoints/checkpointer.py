@@ -171,8 +171,8 @@ class Checkpointer:
             self._saver = StepSaver(self._ranks, self._config, self._committer, self._log, prefix="")
             self._saver.lock = lock
             opening.callback(_destroy_groups, self._saver, self._committer, self._ranks)
-            self._opened = opening.pop_all()
-        self._forgotten = weakref.finalize(self, _end_forgotten, self._saver, self._opened, os.getpid())
+            self._exit_stack = opening.pop_all()
+        self._finalizer = weakref.finalize(self, _finalize, self._saver, self._exit_stack, os.getpid())
         self._signal: StopSignal | None = None
         self._is_closed = self._has_warned = False
 
@@ -268,7 +268,7 @@ class Checkpointer:
         """
         self._require_open()
         if self._signal is None:
-            self._signal = self._opened.enter_context(StopSignal())
+            self._signal = self._exit_stack.enter_context(StopSignal())
         if not self._ranks.all_reduce([float(self._signal.number)], "max")[0]:
             return False
         self.wait()
@@ -300,7 +300,7 @@ class Checkpointer:
     ) -> None:
         if self._is_closed:
             return
-        self._forgotten.detach()
+        self._finalizer.detach()
         try:
             if error is None:
                 self._saver.finish()
@@ -310,7 +310,7 @@ class Checkpointer:
         finally:
             self._is_closed = True
             self._saver.__exit__(kind, error, trace)
-            self._opened.close()
+            self._exit_stack.close()
             # The threads of its groups end with the last reference. One that frees the tensors of the last collectives
             # while Python exits would abort the process (torch 2.13).
             del self._saver, self._committer, self._ranks, self._log
@@ -374,8 +374,8 @@ class Checkpointer:
         """Fill everything from a step, after comparing everything with it."""
         ranks, optimizers = self._ranks, bare_optimizers(optimizer)
         shards = run_on_all(ranks, lambda: shards_of_all(model, ranks))
-        given = run_on_all(ranks, lambda: given_states(states, model))
-        found = run_on_all(ranks, lambda: stored.read(shards, optimizers, given, ranks))
+        stateful_objects = run_on_all(ranks, lambda: given_states(states, model))
+        values = run_on_all(ranks, lambda: stored.read(shards, optimizers, stateful_objects, ranks))
         with kept_on_error(optimizers):
             run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
             slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
@@ -383,20 +383,20 @@ class Checkpointer:
                 load_slots(stored.states, stored.slots, slots, ranks)
             run_on_all(ranks, lambda: checkpoint.load_shards(stored.weights, shards.shards))
             fill_copied_buffers(shards)
-        for name, one in optimizers.items():
-            set_options(one, found.options[name])
-            set_values(one, slot_prefix(name), shards.shards, found.values)
-        for name, stateful in given.items():
-            stateful.load_state_dict(found.states[name])
-        if (own := found.own) is not None:
-            run_on_all(ranks, lambda: restore_random_state(own["random"], str(stored.directory / DOCUMENT)))
+        for name, bare_optimizer in optimizers.items():
+            set_options(bare_optimizer, values.options[name])
+            set_values(bare_optimizer, slot_prefix(name), shards.shards, values.values)
+        for name, stateful in stateful_objects.items():
+            stateful.load_state_dict(values.states[name])
+        if (rank_state := values.own) is not None:
+            run_on_all(ranks, lambda: restore_random_state(rank_state["random"], str(stored.directory / DOCUMENT)))
         return Restored(
             step=stored.document.step,
             directory=stored.directory,
-            extra=found.extra,
-            extra_per_rank=None if own is None else own["extra"],
+            extra=values.extra,
+            extra_per_rank=None if rank_state is None else rank_state["extra"],
             metrics=stored.document.metrics,
-            has_random_state=own is not None,
+            has_random_state=rank_state is not None,
         )
 
     def _monitored(self, figures: Mapping[str, float]) -> float | None:
@@ -480,12 +480,12 @@ def _destroy_groups(saver: StepSaver, committer: StepCommitter, ranks: Communica
         ranks.destroy_group()
 
 
-def _end_forgotten(saver: StepSaver, opened: ExitStack, process: int) -> None:
+def _finalize(saver: StepSaver, opened: ExitStack, process: int) -> None:
     """End the save of a Checkpointer that nobody has closed, when it is collected or the process exits."""
     if os.getpid() != process:  # a fork has neither the save nor the lock
         return
     if saver.is_saving_here:  # the garbage collector runs in any thread
-        threading.Thread(target=_end_forgotten, args=(saver, opened, process), name="end-checkpointer").start()
+        threading.Thread(target=_finalize, args=(saver, opened, process), name="end-checkpointer").start()
         return
     # At a prompt, which has `ps1`, the last error ended a command, not the process.
     saver.abandon(is_failing=getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))

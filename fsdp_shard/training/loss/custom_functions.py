@@ -143,7 +143,7 @@ class StepSums:
         self._count = counted if self._count is None else self._count + counted
         return total
 
-    def rescale(self, module: nn.Module, loss: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    def rescale_gradients(self, module: nn.Module, loss: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
         """Replace the division by the number of predictions with one by the loss function's count; a collective.
 
         Applied to the gradients of all micro-batches, as the count is known only after the last forward pass.
