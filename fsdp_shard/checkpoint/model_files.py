@@ -17,8 +17,14 @@ from fsdp_shard.utils import atomic_directory, matches_any, read_bounded, read_j
 CONFIG = "config.json"
 # Entries of config.json that a classifier's new head changes.
 CLASSIFIER_ENTRIES = frozenset({"architectures", "id2label", "label2id", "pad_token_id"})
-# Of optimum-quanto, ModelOpt, AutoGPTQ and AutoAWQ, which cannot decode their weights without them.
-_QUANTIZATION = ("quanto_qmap.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# How to decode the weights of optimum-quanto, ModelOpt, AutoGPTQ, AutoAWQ and auto-round, which look for it there.
+_QUANTIZATION = (
+    "quanto_qmap.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+)
 # Other files (a trainer's state, an optimizer, other weights) are not copied.
 _SETTINGS = (
     CONFIG,

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from fsdp_shard.checkpoint.digests import file_digest, num_chunks
+from fsdp_shard.checkpoint.formats.deepspeed_files import what_is_missing
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.several_files import num_files
@@ -142,6 +143,8 @@ def _contents(path: Path) -> str:
             f"it holds an adapter of an old peft ({_OLD_ADAPTER}); load it with peft's PeftModel.from_pretrained and "
             f"save it by save_pretrained, which writes {ADAPTER_WEIGHTS}."
         )
+    if (lack := what_is_missing(path)) is not None:
+        return lack
     if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return (
             f"it holds {', '.join(pickled[:5])}, of which none is known to hold its weights; give the file itself if "

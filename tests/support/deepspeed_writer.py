@@ -1,6 +1,9 @@
 """Real DeepSpeed, on two gloo ranks of their own processes: trains a step and saves. Started by test_deepspeed.py.
 
-python -m tests.multi_rank.deepspeed_writer OUT RANK PORT STAGE-DTYPE...
+python -m tests.support.deepspeed_writer OUT RANK PORT STAGE-DTYPE...
+
+A DTYPE is fp32, bf16, bf16_masters (bfloat16 master weights) or bf16_optimizer (BF16_Optimizer, which accumulates
+gradients in float32). Beside each save, `OUT/STAGE-DTYPE.bin` gets the weights as the engine itself gathers them.
 """
 
 from __future__ import annotations
@@ -10,6 +13,15 @@ import sys
 from typing import Any
 
 import torch
+
+_BF16 = {"bf16": {"enabled": True}}
+_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+DTYPES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": _BF16,
+    "bf16_masters": {"bf16": _MASTERS},
+    "bf16_optimizer": {**_BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+}
 
 
 class Model(torch.nn.Module):
@@ -55,7 +67,7 @@ def save(out: str, stage: int, dtype: str) -> None:
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        dtype: {"enabled": dtype != "fp32"},
+        **DTYPES[dtype],
     }
     model = Model()
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -68,7 +80,24 @@ def save(out: str, stage: int, dtype: str) -> None:
     engine.backward(engine(torch.arange(4).reshape(2, 2)))
     engine.step()
     engine.save_checkpoint(out)
+    weights = gathered(engine.module, stage)
+    if torch.distributed.get_rank() == 0:
+        torch.save(weights, f"{out}.bin")
     torch.distributed.barrier()
+
+
+def gathered(model: torch.nn.Module, stage: int) -> dict[str, torch.Tensor]:
+    """The master weights, and of parameters that are not trained the weights; buffers are not gathered."""
+    import deepspeed
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[name] = deepspeed.utils.safe_get_full_fp32_param(parameter).clone()
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+            found[name] = parameter.detach().clone()
+    return found
 
 
 if __name__ == "__main__":

@@ -1,23 +1,34 @@
-"""Format `deepspeed`: ZeRO stages 1 to 3; reads the float32 master weights in all optimizer files, without DeepSpeed.
+"""Format `deepspeed`: ZeRO stages 1 to 3; reads the master weights in all optimizer files, without DeepSpeed.
 
 As in DeepSpeed 0.19 (utils/zero_to_fp32.py), model states list the parameters with their shapes, in the order of the
 flat vectors in the optimizer states. Up to stage 2, a parameter group is one vector, split over the ranks at any
 element. In stage 3, each parameter is split into equal, padded parts, and each rank concatenates its parts. Buffers and
-untrained parameters are in the model states, in the model's own dtype.
+untrained parameters are in the model states, in the model's own dtype; stage 1 does not list the latter. Master weights
+are float32, or bfloat16 where DeepSpeed is set to train so.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats import deepspeed_files
-from fsdp_shard.checkpoint.formats.deepspeed_files import Segment, State, Zero, length, pieces, segment, step_directory
+from fsdp_shard.checkpoint.formats.deepspeed_files import (
+    SAVE_WHOLE,
+    Segment,
+    State,
+    Zero,
+    length,
+    pieces,
+    segment,
+    step_directory,
+    universal_directory,
+)
 from fsdp_shard.checkpoint.formats.several_files import Agreement, Replicas
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
-from fsdp_shard.checkpoint.torch_pickle import StoredTensor, counts, plain_entry, readable, text, walk
+from fsdp_shard.checkpoint.torch_pickle import AnyTensor, StoredTensor, counts, plain_entry, readable, text, walk
 from fsdp_shard.errors import CheckpointError
 
 NAME = "deepspeed"
@@ -26,14 +37,18 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def recognize(path: Path) -> bool:
-    """Whether `path` is a directory with ZeRO optimizer files, or its `latest` names one."""
-    return path.is_dir() and step_directory(path) is not None
+    """Whether `path` is a directory with ZeRO optimizer files or a universal checkpoint, or names one as the latest."""
+    return path.is_dir() and (step_directory(path) is not None or universal_directory(path) is not None)
 
 
 def read(path: Path) -> TensorIndex:
-    """Return the index of a directory that `recognize` accepts; trained parameters are float32."""
+    """Return the index of a directory that `recognize` accepts; trained parameters have the dtype of master weights."""
     inner = step_directory(path)
-    assert inner is not None, "recognize has found it"
+    if inner is None:
+        raise CheckpointError(
+            f"{universal_directory(path)} is a universal checkpoint of DeepSpeed (a directory in zero/ for each "
+            "parameter), which is not supported; give the directory of the save that it was made from."
+        )
     optimizers = [deepspeed_files.read_state(path, name) for name in deepspeed_files.optimizer_files(path, inner)]
     zeros = [deepspeed_files.zero_of(state) for state in optimizers]
     deepspeed_files.check_ranks(path / inner, optimizers, zeros)
@@ -46,8 +61,11 @@ def read(path: Path) -> TensorIndex:
         if found.setdefault(entry.name, entry) is not entry:
             raise CheckpointError(f"{models[0].where} names parameter {entry.name} twice; which one is meant?")
     replicas.compare()
+    shared = _shared(models[0], found)
+    if zeros[0].stage <= 2:
+        found |= {entry.name: entry for entry in _unlisted(models[0], {*found, *shared})}
     tensors, aliases = torch_pickle.without_copies(found, path)
-    aliases |= {name: kept for name, kept in _shared(models[0], found).items() if kept in tensors}
+    aliases |= {name: kept for name, kept in shared.items() if kept in tensors}
     moments = [tensor for state in optimizers for keys, tensor in walk(state.content, state.where) if "state" in keys]
     step = models[0].content.get("global_steps")
     return TensorIndex(
@@ -100,7 +118,7 @@ def _split_anywhere(
     root: Path, model: State, shapes: Sequence[_Shapes], zeros: Sequence[Zero]
 ) -> Iterator[TensorEntry]:
     """Stages 1 and 2: the concatenated partitions of a group on all ranks are its concatenated parameters."""
-    paddings = zeros[0].paddings or [(0,) * len(group) for group in shapes]
+    dtype, paddings = zeros[0].dtype, zeros[0].paddings or [(0,) * len(group) for group in shapes]
     if [len(group) for group in shapes] != [len(group) for group in paddings] or len(shapes) != len(zeros[0].groups):
         raise CheckpointError(f"{model.where} has other groups of parameters than the optimizer files.")
     for number, group in enumerate(shapes):
@@ -108,7 +126,7 @@ def _split_anywhere(
         at, starts = 0, {}
         for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
             size = math.prod(shape)
-            yield _entry(root, name, shape, pieces(vector, at, shape, 0, size, "F32"), vector)
+            yield _entry(root, name, dtype, shape, pieces(vector, at, shape, 0, size, dtype), vector)
             starts[name] = (at, size)
             at += size + padding
         _check_fragments(model, number, starts, zeros)
@@ -137,10 +155,10 @@ def _check_fragments(model: State, number: int, starts: Mapping[str, tuple[int, 
 
 def _split_equally(root: Path, model: State, shapes: Sequence[_Shapes], zeros: Sequence[Zero]) -> Iterator[TensorEntry]:
     """Stage 3: a rank's concatenated groups are its concatenated parts of all parameters; the last parts are padded."""
-    at = 0
+    at, dtype = 0, zeros[0].dtype
     vectors = [zero.groups for zero in zeros]
     for name, shape in (item for group in shapes for item in group.items()):
-        yield _entry(root, name, shape, _equal_parts(vectors, at, shape, "F32"), zeros[0].groups)
+        yield _entry(root, name, dtype, shape, _equal_parts(vectors, at, shape, dtype), zeros[0].groups)
         at += -(-math.prod(shape) // len(zeros))
     for zero in zeros:
         _check_end(model, at, length(zero.groups), 1)
@@ -155,11 +173,11 @@ def _equal_parts(vectors: Sequence[Sequence[Segment]], at: int, shape: tuple[int
 
 
 def _entry(
-    root: Path, name: str, shape: tuple[int, ...], held: Iterable[Piece], vector: Sequence[Segment]
+    root: Path, name: str, dtype: str, shape: tuple[int, ...], held: Iterable[Piece], vector: Sequence[Segment]
 ) -> TensorEntry:
     """The entry of a parameter; a parameter without elements has no bytes, at the start of the vector."""
     empty = [Piece(part.file, part.start, (0,) * len(shape), shape) for part in vector[:1] if not math.prod(shape)]
-    return checked(root, name, "F32", shape, [*held, *empty])
+    return checked(root, name, dtype, shape, [*held, *empty])
 
 
 def _check_end(model: State, wanted: int, found: int, alignment: int) -> None:
@@ -174,6 +192,10 @@ def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: R
     """Buffers and untrained parameters: complete up to stage 2, in equal flat parts in stage 3."""
     first, names = models[0], models[0].content.get("buffer_names")
     modules: list[Any] = [model.content.get("module") for model in models]
+    if modules[0] is None and "module" in first.content:
+        raise CheckpointError(
+            f"{first.where} is of a PipelineModule, whose layers are in files of their own, {SAVE_WHOLE}."
+        )
     if not all(isinstance(module, Mapping) for module in modules) or not isinstance(names, (list, tuple, set)):
         raise CheckpointError(f"{first.where} has no module or no names of buffers, so it is not a model state.")
     for name in dict.fromkeys(map(str, names)):
@@ -200,10 +222,18 @@ def _fragments(model: State) -> Mapping[str, Any]:
     return found
 
 
+def _unlisted(model: State, known: Set[str]) -> Iterator[TensorEntry]:
+    """Up to stage 2, what only `module` holds: stage 1 does not list the parameters that are not trained."""
+    for name, tensor in model.content["module"].items():
+        if str(name) not in known and isinstance(tensor, AnyTensor):
+            yield plain_entry(str(name), tensor, model.file, model.where)
+
+
 def _shared(model: State, found: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Tied parameters: those that DeepSpeed lists, and in stage 3 those whose emptied tensors share one storage."""
     listed, module = model.content.get("shared_params"), model.content.get("module")
     pairs = {str(name): str(kept) for name, kept in listed.items()} if isinstance(listed, Mapping) else {}
+    pairs = {name: kept for name, kept in pairs.items() if kept in found}
     items = module.items() if isinstance(module, Mapping) else ()
     starts = {str(name): tensor.start for name, tensor in items if isinstance(tensor, StoredTensor)}
     owners = {start: name for name, start in starts.items() if name in found}

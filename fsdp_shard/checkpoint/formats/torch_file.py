@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_shard.checkpoint import torch_pickle
+from fsdp_shard.checkpoint.formats.deepspeed_files import refuse_incomplete
 from fsdp_shard.checkpoint.formats.huggingface import read_index_file, refuse_differences
 from fsdp_shard.checkpoint.formats.several_files import add_entry, sum_extras
 from fsdp_shard.checkpoint.formats.trainer_layouts import holds_models
@@ -77,7 +78,9 @@ def _read_files(root: Path, names: Sequence[str]) -> TensorIndex:
     extras: dict[str, Extra] = {}
     for file in names:
         where = member(root, file)
-        weights, others = torch_pickle.weights_of(torch_pickle.read_torch_file(where), where)
+        content = torch_pickle.read_torch_file(where)
+        refuse_incomplete(content, where)
+        weights, others = torch_pickle.weights_of(content, where)
         extras = sum_extras(extras, others)
         for name, tensor in weights.items():
             add_entry(found, torch_pickle.plain_entry(name, _full(tensor), file, where), root)

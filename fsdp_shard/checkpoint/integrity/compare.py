@@ -180,6 +180,7 @@ def _differs(one: TensorIndex, two: TensorIndex, pair: Pair, flat: int, note: st
         (index.root, ByteRange(*span))
         for index, entry in ((one, pair.one), (two, pair.two))
         for span in index.spans(entry.name, flat, flat + 1)
+        if span.stop > span.start  # a computed value has no bytes
     ]
     where = " and ".join(item.text(root) for root, item in ranges)
     text = f"tensor {pair.name} differs from {position(pair.one, flat)} on: {where}{note}."

@@ -1,18 +1,20 @@
 """`diff`: the differences of two checkpoints, tensor by tensor. Tensors of equal bytes cost only the comparison.
 
-Imports torch only if the values of float8 tensors differ.
+Imports torch only if the values of float8 tensors differ, or if the two store tensors under different names.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.compare import Pair, match, read_elements
 from fsdp_shard.checkpoint.integrity.diff_report import DiffReport, Side, TensorDifference
+from fsdp_shard.checkpoint.integrity.model_view import under_model_names
 from fsdp_shard.checkpoint.integrity.scan import position
 from fsdp_shard.checkpoint.io import in_threads, itemsize
 from fsdp_shard.checkpoint.location import Location, differences_of_adapters, locate, open_both
@@ -28,7 +30,8 @@ def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
     """Compare two checkpoints of any formats: names, dtypes, shapes, and the values of every tensor.
 
     Tied names are resolved, so a tensor may be stored once in one checkpoint and twice in the other. If only one is an
-    adapter, it is merged into its base first.
+    adapter, it is merged into its base first. If only one stores some name, both are compared under the names of the
+    model of config.json.
 
     Args:
         a: A checkpoint file, directory, run directory or remote address.
@@ -44,8 +47,13 @@ def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
     located = [item if isinstance(item, Location) else locate(item) for item in (a, b)]
     settings = differences_of_adapters(*located)
     one, two = open_both(*located)
-    with one, two:
+    with ExitStack() as opened, one, two:
         matching = match(one, two)
+        if matching.only_one or matching.only_two:
+            views = under_model_names(one, two, located)
+            if views is not None:
+                one, two = map(opened.enter_context, views)
+                matching = match(one, two)
         differing = _differing_bytes(one, two, matching.pairs)
         errors = _errors(one, two, differing)
         differences = [_difference(pair, errors.get(pair.name)) for pair in differing]

@@ -80,6 +80,12 @@ def _model(directory: Path, config: Mapping[str, Any]) -> PreTrainedModel | None
         ) from error
 
 
+def model_of_config(directory: Path) -> PreTrainedModel | None:
+    """Build the model of the config.json in a directory on meta; return None if transformers alone cannot."""
+    config = read_json(member(directory, CONFIG))
+    return _model(directory, config) if isinstance(config, dict) else None
+
+
 def _predicts_further(config: Mapping[str, Any]) -> bool:
     """Whether layers after the last one predict further tokens (multi-token prediction), which transformers skips."""
     parts = (config, *(part for part in config.values() if isinstance(part, Mapping)))

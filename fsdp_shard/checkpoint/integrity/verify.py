@@ -1,7 +1,7 @@
 """`verify`: checks every byte of a checkpoint against the digests in its manifest, or against another checkpoint.
 
 It also checks everything else it can: structure, the CRCs in files of torch, the model of config.json, NaN and
-infinities. torch is imported to build that model, or if two checkpoints hold a tensor in different dtypes.
+infinities. torch is imported to build that model, or if two checkpoints store a tensor in different dtypes or names.
 """
 
 import math
@@ -18,6 +18,7 @@ from fsdp_shard.checkpoint.formats.trainer_layouts import latest_step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import compare
 from fsdp_shard.checkpoint.integrity.load_checks import compare_with_base, compare_with_config
+from fsdp_shard.checkpoint.integrity.model_view import under_model_names
 from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
 from fsdp_shard.checkpoint.integrity.scan import Scan, checksum_problems, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
@@ -45,7 +46,8 @@ def verify(path: str | Path, against: str | Path | None = None, *, base: str | N
     Without a manifest, the structure, the CRCs in files of torch, NaN and infinities are checked. In either case the
     tensors are compared with the model of config.json, and an adapter's with its settings and its base. With `against`,
     the contents of both are compared across formats, layouts and floating-point dtypes, and the manifests of both are
-    checked. If only one is an adapter, it is merged into its base first.
+    checked. If only one is an adapter, it is merged into its base first. If only one stores some name, both are
+    compared under the names of the model of config.json.
 
     Args:
         path: A checkpoint file, directory, run directory or remote address.
@@ -203,6 +205,12 @@ class _Checkpoint:
             self.index = None
             self._fail(error)
 
+    def show(self, view: TensorIndex) -> None:
+        """Replace the index, whose own bytes are already checked, with a view of it under other names."""
+        self.read((), searches=False)
+        self.manifest = None  # the stored tensors alone
+        self.index = self._stack.enter_context(view)
+
     def check_alone(self) -> None:
         """Check the content without comparing it with another checkpoint."""
         if self.index is not None and not self.index.tensors:
@@ -267,7 +275,14 @@ def _compare(one: _Checkpoint, two: _Checkpoint) -> int:
     """Compare two checkpoints; differences are problems of the first. Return the number of casts."""
     if one.index is None or two.index is None:
         return 0
-    pairs, problems = compare.described_differences(one.index, two.index, compare.match(one.index, two.index))
+    matching = compare.match(one.index, two.index)
+    if (matching.only_one or matching.only_two) and one.location is not None and two.location is not None:
+        views = under_model_names(one.index, two.index, (one.location, two.location))
+        if views is not None:
+            one.show(views[0])
+            two.show(views[1])
+            matching = compare.match(*views)
+    pairs, problems = compare.described_differences(one.index, two.index, matching)
     alike = [pair for pair in pairs if pair.is_same_dtype]
     found = (
         one.read({pair.one.name for pair in alike}, searches=False),

@@ -66,7 +66,7 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     """
     aliases = tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
-    spellings = _spellings(model, index, shapes)
+    spellings = stored_spellings(model, index, shapes)
     found: dict[str, str] = {}
     copies: list[tuple[str, str]] = []
     for name in shapes.keys() - aliases.keys():
@@ -79,7 +79,7 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     used = {*found.values(), *(other for _, other in copies)}
     unused = _unused(model, [name for name in index.names if name not in used])
     missing = [name for name in shapes if name not in found and name not in aliases]
-    for name, values in _computed(model, missing).items():
+    for name, values in computed_values(model, missing).items():
         index.tensors[name] = computed_entry(index, name, values, values.detach)
         found[name] = name
     _refuse_missing(index, [name for name in missing if name not in found], unused)
@@ -130,8 +130,10 @@ def _conversion_mapping(model: PreTrainedModel) -> list[Any]:
     return list(get_model_conversion_mapping(model))
 
 
-def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Name in the model -> the names in `index` that refer to it.
+def stored_spellings(
+    model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, list[str]]:
+    """Return the names in `index` that refer to each name in the model.
 
     Stored tensors that transformers converts are replaced in `index` by entries for the results.
     """
@@ -237,8 +239,8 @@ def _unused(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     return [name for name in names if not ignored.search(name) and not ignored.search(prefix + name)]
 
 
-def _computed(model: PreTrainedModel, missing: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The values of the `missing` tensors that `from_pretrained` computes."""
+def computed_values(model: PreTrainedModel, missing: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the values of the `missing` tensors that `from_pretrained` computes."""
     patterns = [re.compile(pattern) for pattern in ignored_missing_keys(model)]
     names = [name for name in missing if any(pattern.search(name) for pattern in patterns)]
     sizes = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}

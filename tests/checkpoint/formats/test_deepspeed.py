@@ -1,4 +1,4 @@
-"""ZeRO checkpoints that DeepSpeed itself wrote are what DeepSpeed's own script makes of them, bit for bit."""
+"""ZeRO checkpoints that DeepSpeed itself wrote are what its engine and its own script gather, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,25 @@ import torch
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.checkpoint.torch_pickle import read_torch_file
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_refused, assert_same
+from tests.support.deepspeed_layout import save_zero
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
     pytest.mark.filterwarnings("ignore"),  # DeepSpeed's own
 ]
 _ROOT = Path(__file__).resolve().parents[3]
-KINDS = [(1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "bf16")]
+KINDS = [
+    (1, "bf16"),
+    (2, "bf16"),
+    (2, "fp32"),
+    (3, "bf16"),
+    (1, "bf16_masters"),
+    (3, "bf16_masters"),
+    (1, "bf16_optimizer"),
+]
 
 
 def free_port() -> int:
@@ -66,19 +76,74 @@ def by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items() if name != "head.weight"}
 
 
+def by_engine(path: Path) -> dict[str, torch.Tensor]:
+    """What the engine gathers before it ends: master weights, which it gives in float32, and frozen weights."""
+    found: dict[str, torch.Tensor] = torch.load(f"{path}.bin")
+    is_half = path.name.endswith("masters")
+    kept = {name: tensor.bfloat16() if is_half else tensor for name, tensor in found.items()}
+    return {**kept, "scale": torch.arange(4.0), "count": torch.arange(3)}
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_equals_zero_to_fp32(saves: dict[tuple[int, str], Path], kind: tuple[int, str], tmp_path: Path) -> None:
+def test_equals_zero_to_fp32(saves: dict[tuple[int, str], Path], kind: tuple[int, str]) -> None:
+    if kind[1] == "bf16_optimizer":
+        pytest.skip("zero_to_fp32 does not read the files of BF16_Optimizer")
     expected = by_deepspeed(saves[kind])
+    assert ("frozen.weight" in expected) == (kind[0] > 1)  # of stage 1, it leaves out what is not trained
+    with open_checkpoint(saves[kind]) as index:
+        for name, tensor in expected.items():
+            assert torch.equal(index.read(name).to(tensor.dtype), tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_equals_the_engine(saves: dict[tuple[int, str], Path], kind: tuple[int, str], tmp_path: Path) -> None:
+    expected = by_engine(saves[kind])
     for path in (saves[kind], saves[kind] / "global_step1"):
         with open_checkpoint(path) as index:
             assert (index.format, index.step, index.world_size) == ("deepspeed", 1, 2)
             assert_same(index, expected)
             assert index.aliases == {"head.weight": "embed.weight"}
-            assert index.dtypes["a.weight"] == "F32"
+            assert index.dtypes["a.weight"] == ("BF16" if kind[1] == "bf16_masters" else "F32")
             assert index.extras["optimizer"].num_tensors == 12  # 3 of AdamW, for 2 groups on 2 ranks
     convert(saves[kind], tmp_path / "out")
     with open_checkpoint(tmp_path / "out") as index:
         assert_same(index, expected)
+
+
+def test_a_universal_checkpoint_is_refused(saves: dict[tuple[int, str], Path], tmp_path: Path) -> None:
+    made = tmp_path / "run" / "global_step1_universal"
+    command = [sys.executable, "-W", "ignore", "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder"]
+    inner = saves[2, "bf16"] / "global_step1"
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    options = ["--output_folder", str(made), "--inject_missing_state", *workers]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    subprocess.run([*command, str(inner), *options], check=True, capture_output=True, env=environment)
+    for path in (made, made.parent):
+        assert_refused(path, "global_step1_universal is a universal checkpoint of DeepSpeed")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_layouts_of_tests_are_those_of_deepspeed(
+    saves: dict[tuple[int, str], Path], stage: int, tmp_path: Path
+) -> None:
+    """The keys and kinds of values of `tests/support/deepspeed_layout.py` are in DeepSpeed's own files."""
+    state = {"embed.weight": torch.ones(7, 5), "frozen.weight": torch.ones(3, 9)}
+    made = save_zero(tmp_path / "run", state, stage, frozen=["frozen.weight"], ties={"head.weight": "embed.weight"})
+    for file in made.iterdir():
+        real = read_torch_file(saves[stage, "bf16"] / "global_step1" / file.name)
+        compare_kinds(read_torch_file(file), real, file.name)
+
+
+def compare_kinds(made: Any, real: Any, where: str) -> None:
+    """Require each value of `made` to be of the kind that `real` has there, except DeepSpeed's own classes."""
+    if isinstance(made, dict) and isinstance(real, dict):
+        for key in made.keys() - {"zero_stage", "param_slice_mappings"}:
+            assert key in real, (where, key)
+            compare_kinds(made[key], real[key], f"{where}: {key}")
+        return
+    assert type(made) is type(real), (where, made, real)
+    if isinstance(made, list) and made and real:
+        compare_kinds(made[0], real[0], where)
 
 
 def zero(rank: int) -> str:
@@ -108,7 +173,11 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "no rank 0": (2, lambda p: (p / zero(0)).unlink(), "optimizer file of rank 0 is missing"),
     "no rank 1": (2, lambda p: (p / zero(1)).unlink(), "files of 1 rank, but was written by 2 ranks"),
     "two of a rank": (2, lambda p: shutil.copy(p / zero(1), p / zero(1)[5:]), "two files of rank 1"),
-    "tensor parallel": (2, lambda p: shutil.copy(p / zero(1), p / zero(1).replace("00", "01")), "tensor parallelism"),
+    "tensor parallel": (
+        2,
+        lambda p: shutil.copy(p / zero(1), p / zero(1).replace("00", "01")),
+        "tensor or pipeline parallelism",
+    ),
     "another stage": (
         3,
         lambda p: shutil.copy(p.parents[1] / "2-bf16/global_step1" / zero(1), p / zero(1)),

@@ -19,5 +19,5 @@ def check_matched_values(directory: Path, loaded: PreTrainedModel) -> str:
         for name, stored in matched.stored.items():
             assert torch.equal(index.read(stored), expected[name]), name
             if expected[name].dim() > 1:
-                assert torch.equal(index.read(stored, [slice(1, 3)]), expected[name][1:3]), name
+                assert torch.equal(index.read(stored, slice(1, 3)), expected[name][1:3]), name
     return matched.note

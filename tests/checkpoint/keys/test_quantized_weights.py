@@ -223,8 +223,9 @@ def test_what_hqq_itself_writes_is_not_converted_without_its_numbers(tmp_path: P
         convert(tmp_path / "model", tmp_path / "target")
 
 
-def test_files_that_describe_quantized_weights_go_with_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["quanto_qmap.json", "quantization_config.json"])
+def test_files_that_describe_quantized_weights_go_with_them(name: str, tmp_path: Path) -> None:
     source = write(tmp_path / "model", METHODS["quanto"])
-    (source / "quanto_qmap.json").write_text("{}")
+    (source / name).write_text("{}")
     convert(source, tmp_path / "kept")
-    assert (tmp_path / "kept" / "quanto_qmap.json").is_file()
+    assert (tmp_path / "kept" / name).is_file()
