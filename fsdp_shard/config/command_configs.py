@@ -128,8 +128,8 @@ class FinetuneConfig(RunConfig):
     command: ClassVar[str] = "finetune"
     headline: ClassVar[tuple[str, ...]] = ("final_loss", "best_loss", "tokens_per_second", "peak_memory_bytes")
     for_less_memory: ClassVar[str] = (
-        "`fsdp-shard plan` with the same settings shows what the memory is for, and with device.memory=SIZE, which "
-        "settings need less."
+        "`fsdp-shard plan` with the same settings (it names those to leave out) shows what the memory is for, and with "
+        "device.memory=SIZE, which settings need less."
     )
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()

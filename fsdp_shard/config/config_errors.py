@@ -17,7 +17,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from fsdp_shard.config.command_configs import command_of
+from fsdp_shard.config.command_configs import COMMANDS, command_of
 from fsdp_shard.config.names_elsewhere import known_elsewhere
 from fsdp_shard.config.preset_file import CONFIG_NAME, unresolved
 from fsdp_shard.config.reference import groups_of, settings_of
@@ -80,7 +80,7 @@ def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]
             override = OverridesParser.create().parse_override(argument)
         except HydraException:
             return _unreadable(argument, schema)
-        if (said := _unknown(override, schema, error)) is not None:
+        if (said := _unknown(override, schema, error, arguments)) is not None:
             return said
         if override.is_sweep_override() and "Ambiguous value" in str(error):
             value = argument.partition("=")[2]
@@ -110,7 +110,7 @@ def _unreadable(argument: str, schema: type) -> str:
     )
 
 
-def _unknown(override: Any, schema: type, error: BaseException) -> str | None:
+def _unknown(override: Any, schema: type, error: BaseException, arguments: Sequence[str]) -> str | None:
     settings = {setting.name: setting for setting in settings_of(schema)}
     groups = groups_of(schema)
     name = override.key_or_group
@@ -124,7 +124,7 @@ def _unknown(override: Any, schema: type, error: BaseException) -> str | None:
         inside = name.removeprefix(f"{outer}.")
         value = settings[outer].default
         return None if value.startswith("{") else f"{name}: {outer} is {value}, not a mapping that has {inside}."
-    return unknown_setting(name, schema)
+    return unknown_setting(name, schema, [argument.partition("=")[0] for argument in arguments])
 
 
 def _whole_section(override: Any, inside: Sequence[str]) -> str:
@@ -133,13 +133,33 @@ def _whole_section(override: Any, inside: Sequence[str]) -> str:
     return f"{name}={value}: {name} is a section of settings and has no value itself; did you mean {likely}={value}?"
 
 
-def unknown_setting(name: str, schema: type) -> str:
-    """The message for a setting that does not exist, or not with the selected options."""
+def unknown_setting(name: str, schema: type, given: Sequence[str] = ()) -> str:
+    """The message for a setting that does not exist, or not with the selected options.
+
+    Args:
+        name: The setting.
+        schema: The config dataclass of the command.
+        given: Names of all settings that were given. If some of them belong to another command, as `name` does, the
+            message names them all.
+    """
     settings = {setting.name: setting for setting in settings_of(schema)}
     if name in settings:
         needed = settings[name].only_with or f"the options of {name.partition('.')[0]} that have it"
         return f"{name} needs {needed}; add that, or leave {name} out."
-    return f"{name} is not a setting of {command_of(schema)}{_close(name, schema)}. See --help for all of them."
+    command = command_of(schema)
+    if not known_elsewhere(name, sorted(settings)) and (other := _command_with(name)) is not None:
+        names = [one for one in dict.fromkeys([*given, name]) if one not in settings and _command_with(one) == other]
+        are, them = ("is a setting", "it") if len(names) == 1 else ("are settings", "them")
+        return f"{', '.join(names)} {are} of {other}, not of {command}; leave {them} out."
+    return f"{name} is not a setting of {command}{_close(name, schema)}. See --help for all of them."
+
+
+def _command_with(name: str) -> str | None:
+    """The first command that has a setting; None if there is none."""
+    for command, schema in COMMANDS.items():
+        if any(setting.name == name for setting in settings_of(schema)):
+            return command
+    return None
 
 
 def close_to_flag(message: str, schema: type) -> str:
