@@ -135,9 +135,9 @@ def _join_ranks(
 
     from fsdp_shard.distributed.process_group import join_store, leave_store
 
-    # The store is kept until the work is done on all ranks: rank 0 may be serving it.
-    rank, world_size = number_in(os.environ, "RANK"), number_in(os.environ, "WORLD_SIZE")
-    try:
+    # All are checked here: an error after the ranks have met would come as late as the last of them.
+    rank, world_size, _ = (number_in(os.environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    try:  # the store is kept until the work is done on all ranks: rank 0 may be serving it
         store = join_store("env://", config.launch.timeout_seconds)
     except DistNetworkError as error:
         raise RunError(

@@ -343,11 +343,13 @@ def test_debug_shows_the_traceback_of_the_rank(how: str, ranks: int, place: Path
     assert "debug: true" in (place / "run" / "config.yaml").read_text()
 
 
-def test_a_rank_that_is_no_number_is_reported(place: Path) -> None:
-    variables = {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_rank_that_is_no_number_is_reported(name: str, place: Path) -> None:
+    """Before the ranks meet, for which the others may have to be waited for."""
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", name: "x"}
     done = run([*FSDP_SHARD, "run", OWN_RECIPE, *_GIVEN, "run_dir=run"], place, **variables)
     assert done.status == 2
-    assert "RANK=x is not a number, as torchrun or srun sets it" in done.error
+    assert f"{name}=x is not a number, as torchrun or srun sets it" in done.error
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
