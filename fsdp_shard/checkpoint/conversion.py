@@ -4,11 +4,10 @@ Plans every file first, then streams. Imports torch and transformers only to cas
 tensors with a config that is passed or seems to tie other tensors. The target appears complete or not at all.
 """
 
-import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,16 @@ from typing import Any
 
 from fsdp_shard.checkpoint.adapters.adapter_checks import refuse_adapter_within
 from fsdp_shard.checkpoint.config import DEFAULT_SHARD_SIZE, ConvertSettings
+from fsdp_shard.checkpoint.conversion_checks import (
+    check_target,
+    refuse_cast,
+    refuse_mixed_saves,
+    refuse_part,
+    refuse_undecodable,
+)
 from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tensor
-from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
-from fsdp_shard.checkpoint.formats.registry import recognize, writer
-from fsdp_shard.checkpoint.formats.several_files import num_files
+from fsdp_shard.checkpoint.formats.registry import writer
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import damage, scan
 from fsdp_shard.checkpoint.integrity.step_integrity import check_side_files
@@ -28,30 +32,25 @@ from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.kept_dtypes import FLOAT32, kept_in_float32
 from fsdp_shard.checkpoint.keys.quantized_weights import (
-    DEQUANTIZED,
-    configured_quantization,
     quantization,
     torchao_metadata,
 )
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, may_contradict, stored_twice, with_own_head
 from fsdp_shard.checkpoint.location import Location, locate
-from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
+from fsdp_shard.checkpoint.model_files import copy_model_files
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.hub_push import HubTarget, open_repository
 from fsdp_shard.checkpoint.remote.push_requests import require_hub
 from fsdp_shard.checkpoint.sharded_state.write_shards import Digests
-from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA, INDEX_FILE, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.steps.file_plan import TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest
 from fsdp_shard.checkpoint.steps.pruned_step import read_kept
-from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
-from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, read_shard_index
 from fsdp_shard.checkpoint.transfer import Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.models import check_model_config
 from fsdp_shard.utils import (
     check,
     check_writable,
-    first_few,
     format_count,
     format_size,
     fsync_path,
@@ -60,9 +59,6 @@ from fsdp_shard.utils import (
     say,
     write_file,
 )
-
-_WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
-_STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # other files of trainers
 
 
 @dataclass(frozen=True)
@@ -223,10 +219,10 @@ def _check(settings: ConvertSettings, source: Location) -> None:
 
 def _check_source_and_target(settings: ConvertSettings, source: Location, index: TensorIndex) -> None:
     target = Path(settings.target).expanduser().absolute()
-    _refuse_part(index)
-    _refuse_undecodable(index)
-    _refuse_mixed(source.index)
-    _check_target(target, index, source.model_files if settings.overwrite else None)
+    refuse_part(index)
+    refuse_undecodable(index)
+    refuse_mixed_saves(source.index)
+    check_target(target, index, source.model_files if settings.overwrite else None)
 
 
 def _compare_with_given_config(settings: ConvertSettings, source: Location, index: TensorIndex) -> list[str]:
@@ -359,7 +355,7 @@ def _to_write(index: TensorIndex, settings: ConvertSettings) -> TensorIndex:
     if settings.dequantize:
         index = dequantize_weights(index, None if settings.dtype == "keep" else from_torch_name(settings.dtype))
     else:
-        _refuse_cast(index, settings.dtype)
+        refuse_cast(index, settings.dtype)
     return index if writer(settings.format).LISTS_TIED_NAMES else with_own_head(index)
 
 
@@ -457,82 +453,3 @@ def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
     paths = {path for read in (index, *(part for part, _ in index.decoded_from())) for path in read.files()}
     found = {str(path): path.stat() for path in paths}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
-
-
-def _refuse_part(index: TensorIndex) -> None:
-    if index.file is not None and (count := num_files(index.file.name)) > 1:
-        raise CheckpointError(f"{index.file} is one of {count} files of a model; give their directory.")
-
-
-def _refuse_undecodable(index: TensorIndex) -> None:
-    """Reject a file that HQQ itself wrote: it has numbers beside each weight that no tensor keeps."""
-    if quantization(index) != "hqq" or configured_quantization(index.model_directory) is not None:
-        return
-    for name in index.tensors:
-        if name.endswith(".W_q") and name.removesuffix("W_q") + "nbits" not in index.tensors:
-            raise CheckpointError(
-                f"{index.path} is quantized by HQQ, which needs more than the tensors of {name} (their nbits, shape "
-                f"and packing), and no other format keeps that; give the model that it was made from."
-            )
-
-
-def _refuse_mixed(index: TensorIndex) -> None:
-    """Reject rank files of another save than their index where no tensor digests would show it, as in ema/."""
-    if not index.headers or index.manifest() is not None:
-        return
-    described = read_shard_index(index.root)
-    if has_described_headers(index.root, described):
-        return
-    found = native_sharded.read_headers(index.root)
-    if (found.step, found.metadata.get("save")) != (described.step, described.save):
-        raise CheckpointError(
-            f"{index.root / SHARD_INDEX} is of another save than the rank files: they were mixed up. Restore the files "
-            f"of one save."
-        )
-
-
-def _refuse_cast(index: TensorIndex, dtype: str) -> None:
-    """Reject a cast of the scales of quantized weights, on which each weight depends, or of their inputs."""
-    if dtype != "keep" and (method := quantization(index)) is not None:
-        raise CheckpointError(
-            f"{index.path} is quantized ({method}), and dtype={dtype} would cast its scales or what they are "
-            f"computed from, and so change its weights; leave dtype out to keep them as they are, or "
-            + ("add dequantize=true." if method in DEQUANTIZED else "give the model that it was made from.")
-        )
-
-
-def _check_target(target: Path, index: TensorIndex, replaced: Collection[str] | None) -> None:
-    """Reject a target with anything but weights and `replaced` files; None if it must not exist."""
-    atomicity.recover(target)
-    if index.root.resolve().is_relative_to(target.resolve()) and index.root.resolve() != target.resolve():
-        raise CheckpointError(f"{target} contains the source {index.root}; give another target.")
-    if target.is_symlink() or os.path.ismount(target):
-        kind = "a link" if target.is_symlink() else "a mount point"
-        raise CheckpointError(f"{target} is {kind}, which a directory cannot replace; give a target below it.")
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if replaced is None:
-        raise CheckpointError(f"{target} exists already; give another target, or overwrite=true to replace it.")
-    if not target.is_dir() or recognize(target) is None:
-        raise CheckpointError(
-            f"{target} exists and is not a checkpoint directory, so overwrite=true does not replace it."
-        )
-    if others := _other_files(target, replaced):
-        raise CheckpointError(
-            f"{target} holds {first_few(others)} besides its weights, which overwrite=true would delete; move them "
-            "away, or give another target."
-        )
-
-
-def _other_files(target: Path, replaced: Collection[str]) -> list[str]:
-    """List the contents of a checkpoint directory that are neither weights nor `replaced` files."""
-    extras: list[str] = []
-    try:
-        with open_weights(target) as index:
-            known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
-            extras = [format_count(extra.num_tensors, f"{kind} tensor") for kind, extra in index.extras.items()]
-    except CheckpointError:  # a damaged checkpoint may be replaced, too: file names show its weights
-        files = (entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir())
-        known = {name for name in files if not name.startswith(_STATES)}
-    known |= {MANIFEST, INDEX_FILE, SHARD_INDEX, DCP_METADATA, "pytorch_model.bin.index.json", *replaced}
-    return extras + [name for name in list_files(target) if name not in known]
