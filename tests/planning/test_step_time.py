@@ -26,6 +26,7 @@ from transformers import (
     LlamaConfig,
     Mamba2Config,
     MistralConfig,
+    ModernBertConfig,
     PretrainedConfig,
     PreTrainedModel,
     T5Config,
@@ -234,24 +235,39 @@ def test_a_mask_hides_what_no_query_attends_to() -> None:
     assert Attention(3, True, None, 40, *sizes).flops(10, 10) == 3 * causal
     assert Attention(3, True, 40, None, *sizes).flops(10, 10) == 3 * causal
     assert Attention(3, False, None, None, *sizes).flops(10, 10) == 300
+    assert Attention(3, False, 4, None, *sizes).flops(10, 10) == 3 * sum(abs(query - key) < 4 for query, key in pairs)
+    assert Attention(3, False, 40, None, *sizes).flops(10, 10) == 300
     assert Attention(3, False, None, None, *sizes, in_decoder=(True, False)).flops(10, 4) == 120
     assert Attention(3, True, None, None, *sizes, in_decoder=(True, True)).flops(10, 4) == 30
-    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    wide, narrow = (
-        cost_of(MistralConfig(architectures=["MistralForCausalLM"], sliding_window=size, **shape)).flops or 0
-        for size in (None, 8)
-    )
-    assert wide > narrow
-    llama4 = {"architectures": ["Llama4ForCausalLM"], "intermediate_size_mlp": 64, "num_local_experts": 2, **shape}
-    layers = {"layer_types": ["chunked_attention", "full_attention"]}
-    whole, chunked = (
-        measured(Llama4TextConfig(attention_chunk_size=size, **layers, **llama4)).amounts for size in (LENGTH, 8)
-    )
-    assert whole is not None
-    assert chunked is not None
-    first, second = "model.layers.0", "model.layers.1"
-    assert chunked.blocks[first].forward.at(LENGTH) < whole.blocks[first].forward.at(LENGTH)
-    assert chunked.blocks[second].forward.at(LENGTH) == whole.blocks[second].forward.at(LENGTH)
+
+
+SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+MISTRAL = SHAPE | {"architectures": ["MistralForCausalLM"]}
+BERT = SHAPE | {"architectures": ["ModernBertForMaskedLM"], "intermediate_size": 48, "global_attn_every_n_layers": 2}
+LLAMA4 = SHAPE | {
+    "architectures": ["Llama4ForCausalLM"], "intermediate_size_mlp": 64, "num_local_experts": 2,
+    "layer_types": ["full_attention", "chunked_attention"],
+}  # fmt: skip
+# Model -> configs of little attention and of all, in its second layer or in every layer.
+MASKED_LAYERS: dict[str, tuple[PretrainedConfig, PretrainedConfig]] = {
+    "window": (MistralConfig(sliding_window=8, **MISTRAL), MistralConfig(sliding_window=None, **MISTRAL)),
+    "window on both sides": (
+        ModernBertConfig(local_attention=8, **BERT), ModernBertConfig(local_attention=2 * LENGTH, **BERT),
+    ),
+    "chunks": (Llama4TextConfig(attention_chunk_size=8, **LLAMA4), Llama4TextConfig(attention_chunk_size=48, **LLAMA4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED_LAYERS)
+def test_layers_with_masks_count_the_pairs_they_allow(name: str) -> None:
+    costs = []
+    for config in MASKED_LAYERS[name]:
+        amounts = measured(config).amounts
+        assert amounts is not None
+        costs.append([amounts.blocks[f"model.layers.{number}"].forward.at(LENGTH) for number in range(2)])
+    (first, second), (first_of_all, second_of_all) = costs
+    assert second < second_of_all
+    assert (first < first_of_all) == (name == "window"), "the first layer of the others attends to all"
 
 
 def test_flops_follow_the_batch_and_the_ranks() -> None:

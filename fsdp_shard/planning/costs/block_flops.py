@@ -42,7 +42,8 @@ class Attention:
     Attributes:
         flops_per_pair: FLOPs per query-key pair, over all heads.
         is_causal: Whether queries attend to no later keys.
-        window: Maximum number of keys that a query attends to; None for all.
+        window: Maximum number of keys that a query attends to, itself included, on each side that the mask allows; None
+            for all.
         chunk: Length of the chunks that a sequence is divided into, where queries attend within their own chunk only
             (Llama 4); None otherwise.
         heads: Number of heads of the queries, and of the keys and values.
@@ -62,7 +63,9 @@ class Attention:
         """FLOPs for sequences of these lengths, counting the pairs that the mask allows."""
         queries, keys = (decoder_length if is_there else length for is_there in self.in_decoder)
         if not self.is_causal:
-            return self.flops_per_pair * queries * keys
+            is_windowed = self.window is not None and queries == keys
+            num_pairs = 2 * self._causal_pairs(keys) - keys if is_windowed else queries * keys
+            return self.flops_per_pair * num_pairs
         num_chunks, rest = divmod(keys, self.chunk or keys)
         return self.flops_per_pair * (num_chunks * self._causal_pairs(self.chunk or keys) + self._causal_pairs(rest))
 
@@ -387,7 +390,7 @@ def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
     ) -> tuple[torch.Tensor, None]:
         is_causal = kwargs.get("is_causal")
         hides = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        allowed = (hides, kwargs.get("sliding_window"), _chunk_of(module)) if hides else (False, None, None)
+        allowed = (hides, kwargs.get("sliding_window"), _chunk_of(module) if hides else None)
         attended = _Attend.apply(  # type: ignore[no-untyped-call]  # untyped in torch
             query, key, value, counter, allowed
         )
