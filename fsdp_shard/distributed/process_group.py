@@ -317,7 +317,7 @@ def init_distributed(
     if is_joined := dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
-        _refuse_unnumbered()
+        _check_rank_is_set()
     parallel = (tensor_parallel, expert_parallel, context_parallel)
     _check_sizes(world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
@@ -364,7 +364,7 @@ def _groups(
         "mesh": _make_mesh(device_type, shape, timeout),
         "expert_mesh": None if expert_shape is None else _make_mesh(device_type, expert_shape, timeout),
         "num_context_ranks": context,
-        "context_group": _neighbors(context, world_size, timeout) if context > 1 else None,
+        "context_group": _adjacent_group(context, world_size, timeout) if context > 1 else None,
         "timeout_seconds": timeout.total_seconds(),
     }
 
@@ -410,31 +410,31 @@ def _make_mesh(device_type: str, shape: dict[str, int], timeout: timedelta) -> D
     ranks = torch.arange(math.prod(shape.values())).view(*shape.values())
     groups: list[Any] = []
     for dim, size in enumerate(shape.values()):  # ranks that differ in this dimension only are a group
-        lines: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        is_all = len(lines) == 1
-        groups.append(dist.group.WORLD if is_all else _own_group(lines, timeout))
+        rank_groups: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        is_all = len(rank_groups) == 1
+        groups.append(dist.group.WORLD if is_all else _own_group(rank_groups, timeout))
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(shape))
 
 
-def _neighbors(size: int, world_size: int, timeout: timedelta) -> Any:
+def _adjacent_group(size: int, world_size: int, timeout: timedelta) -> Any:
     """The group of this rank among groups of `size` adjacent ranks; a collective."""
     return _own_group([list(range(first, first + size)) for first in range(0, world_size, size)], timeout)
 
 
-def _own_group(lines: list[list[int]], timeout: timedelta) -> Any:
-    """The group of this rank, if each of `lines` is one; a collective.
+def _own_group(rank_groups: list[list[int]], timeout: timedelta) -> Any:
+    """The group of this rank, if each of `rank_groups` is one; a collective.
 
     Each rank makes its own group only. If all made each, a rank would split NCCL's communicator once for each of them:
     a thousand times for a dimension of size one on a thousand ranks.
     """
-    own = next(line for line in lines if dist.get_rank() in line)
+    own = next(group for group in rank_groups if dist.get_rank() in group)
     return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
 
 
 _SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
-def _refuse_unnumbered() -> None:
+def _check_rank_is_set() -> None:
     """Raise ConfigError for one of several processes whose environment does not say which rank it is."""
     if "RANK" in os.environ:
         return

@@ -264,6 +264,20 @@ def load_sharded(
         return model.load(shard.shard(model.module, context), seed)
 
 
+def _check_resumed_base(
+    config: ModelConfig,
+    source: checkpoint.Location,
+    index: checkpoint.TensorIndex,
+    resumed: Path,
+    recorded: checkpoint.BaseModel,
+) -> None:
+    """Raise CheckpointError unless the model is the one that the adapter in `resumed` was trained on."""
+    if not checkpoint.is_base_model(index, recorded, source.model_directory):
+        raise other_model(resumed, recorded, config.path)
+    if changes := checkpoint.config_changes(recorded, source.model_directory):
+        raise other_config(resumed, recorded, config.path, changes)
+
+
 def _base_model(
     config: ModelConfig,
     source: checkpoint.Location,
@@ -273,17 +287,15 @@ def _base_model(
 ) -> checkpoint.BaseModel | None:
     """Return the model that the run began from: as the step to resume from records it, or the one that is loaded.
 
-    Raises CheckpointError if an adapter is resumed on another model.
+    Raises CheckpointError if an adapter is resumed on another model, or with another config.
     """
     if isinstance(adapter, LoraConfig):
         recorded = None if resumed is None else checkpoint.read_base_model(resumed)
-        if resumed and recorded and not checkpoint.is_base_model(index, recorded, source.model_directory):
-            raise other_model(resumed, recorded, config.path)
+        if resumed is not None and recorded is not None:
+            _check_resumed_base(config, source, index, resumed, recorded)
         began, where = (recorded.adapter, recorded.adapter_path) if recorded is not None else (None, None)
         if resumed is None and (earlier := locate_earlier(adapter, model_name(config))) is not None:
             began, where = checkpoint.fingerprint(earlier.index), adapter.path
-        if resumed and recorded and (changes := checkpoint.config_changes(recorded, source.model_directory)):
-            raise other_config(resumed, recorded, config.path, changes)
         model, values = lora.base_path(config, source), checkpoint.computation(source.model_directory)
         return checkpoint.BaseModel(
             model,

@@ -52,7 +52,7 @@ from fsdp_shard.utils import first_line, initialize_fsdp2, one_thread, storage_k
 
 _STEPS = 2
 _MICRO_BATCHES = 3  # the first, a middle one, the last; further ones would be like the middle one
-_ON_HOST = ("parameters", "gradients", "optimizer", "optimizer temporaries", "average", "reference")
+_OFFLOADED_TERMS = ("parameters", "gradients", "optimizer", "optimizer temporaries", "average", "reference")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> Step
     # Ranks of a process group cannot fork; a plan has no process group, and a fork has everything imported.
     processes: Any = multiprocessing.get_context("spawn" if dist.is_initialized() else "fork")
     receiver, sender = processes.Pipe(duplex=False)
-    child = processes.Process(target=_answer, args=(sender, config, run, rank))
+    child = processes.Process(target=_trace_and_send, args=(sender, config, run, rank))
     child.start()
     sender.close()
     try:
@@ -162,7 +162,7 @@ def _check(run: PlannedRun, rank: int) -> None:
         )
 
 
-def _answer(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank: int) -> None:
+def _trace_and_send(sender: Connection, config: PretrainedConfig, run: PlannedRun, rank: int) -> None:
     """Trace in this process, and send the trace or the error."""
     torch.set_num_threads(1)
     try:
@@ -206,7 +206,7 @@ def _trace(config: PretrainedConfig, run: PlannedRun, rank: int) -> StepTrace:
             for _ in train(training):
                 training.interrupted_by = 0  # a fake tensor reads as 1, as if a signal to stop had come
                 live.phase = "optimizer"
-    uncounted = {*(_ON_HOST if shard.cpu_offload else (OFFLOADED,)), *((GLOO,) if run.on_gpu else ())}
+    uncounted = {*(_OFFLOADED_TERMS if shard.cpu_offload else (OFFLOADED,)), *((GLOO,) if run.on_gpu else ())}
     found = snapshots(live.events, uncounted)
     kept = tuple(_snapshot(snapshot) for snapshot in found if snapshot.phase != "load")
     return StepTrace(rank, kept, state, sum(state.values()) if shard.cpu_offload else 0)
@@ -264,7 +264,7 @@ def _training(
     """The run before its first step, on fake tensors."""
     model = _sharded(built.model, run, context)
     live.mark(model.module.parameters(), "parameters")
-    optimizer = build_optimizer(run.optim, model, context, built.adapter, _lengths(built, run))
+    optimizer = build_optimizer(run.optim, model, context, built.adapter, _elements_per_rank(built, run))
     num_batches = min(run.num_micro_batches, _MICRO_BATCHES)
     settings = replace(
         run.train, steps=_STEPS, epochs=None, schedule="constant", warmup_steps=0, profile=[],
@@ -300,20 +300,20 @@ def _sharded(model: PreTrainedModel, run: PlannedRun, context: DistributedContex
     shard = replace(run.shard, find_unused_parameters=True) if isinstance(run.shard, sharding.DdpConfig) else run.shard
     sharded = shard.shard(model, context)
     if isinstance(sharded.module, DistributedDataParallel):
-        sharded.module.register_comm_hook(None, _stay)
+        sharded.module.register_comm_hook(None, _pretend_all_reduce)
     if isinstance(sharded.module, FSDPModule):
         initialize_fsdp2(sharded.module)
     return sharded
 
 
-def _stay(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _pretend_all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return a bucket as if all-reduced in place, because the fake process group cannot complete the all-reduce."""
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
     return reduced
 
 
-def _lengths(built: _Built, run: PlannedRun) -> dict[str, list[int]] | None:
+def _elements_per_rank(built: _Built, run: PlannedRun) -> dict[str, list[int]] | None:
     """The number of elements of each parameter on each rank that shares it, for optimizers that need it."""
     if not run.optim.needs_full_params:
         return None
@@ -365,13 +365,13 @@ def _phases(
             optimizer.register_step_post_hook(after_update),
         ]
         for fqn, block in blocks.items():
-            handles += _follow(live, fqn, block)
+            handles += _hook_block(live, fqn, block)
         for handle in handles:
             hooks.callback(handle.remove)
         yield
 
 
-def _follow(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
+def _hook_block(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
     """Inform `live` when `block` runs, and when its backward pass begins."""
 
     def enter(*args: Any) -> None:
