@@ -1,5 +1,8 @@
 from . import errors as errors
 from .checkpoint import (
+    ConvertReport as ConvertReport,
+    TensorIndex as TensorIndex,
+    VerifyReport as VerifyReport,
     check_conversion as check_conversion,
     convert as convert,
     open_checkpoint as open_checkpoint,
@@ -24,7 +27,7 @@ from .config import (
     PlanConfig as PlanConfig,
     write_config as write_config,
 )
-from .distributed import init_distributed as init_distributed
+from .distributed import DistributedContext as DistributedContext, init_distributed as init_distributed
 from .evaluation import check_evaluation as check_evaluation, run_evaluation as run_evaluation
 from .inference import (
     check_checkpoint as check_checkpoint,
@@ -35,7 +38,12 @@ from .inference import (
 )
 from .models import no_split_blocks as no_split_blocks
 from .planning import check_plan as check_plan, plan_run as plan_run
-from .sharding import clip_grad_norm_ as clip_grad_norm_, no_sync as no_sync, shard as shard
+from .sharding import (
+    ShardedModel as ShardedModel,
+    clip_grad_norm_ as clip_grad_norm_,
+    no_sync as no_sync,
+    shard as shard,
+)
 from .training import (
     Checkpointer as Checkpointer,
     HeldOutEvaluator as HeldOutEvaluator,

@@ -55,6 +55,7 @@ from .integrity.step_integrity import (
     drop_cache as drop_cache,
 )
 from .integrity.verify import verify as verify
+from .integrity.verify_report import VerifyReport as VerifyReport
 from .io.fault_points import (
     FAULTS as FAULTS,
     POINTS as POINTS,

@@ -65,6 +65,10 @@ from fsdp_shard.utils import (
 class ConvertReport:
     """The result of a conversion.
 
+    Example:
+        >>> report = fsdp_shard.convert("outputs/run", "model")  # doctest: +SKIP
+        >>> report.num_tensors, report.seconds, report.notes  # doctest: +SKIP
+
     Attributes:
         source_format: Format of the source.
         target_format: Format of the target.

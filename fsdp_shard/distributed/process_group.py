@@ -198,7 +198,11 @@ def temporary_ranks(timeout_seconds: float) -> Iterator[Communicator]:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedContext(Communicator):
-    """The device of this rank and the meshes that divide a model over the ranks.
+    """This rank among all ranks, its device, and the meshes that divide a model over the ranks.
+
+    Example:
+        >>> with fsdp_shard.init_distributed() as context:  # doctest: +SKIP
+        ...     own_rows = batch.chunk(context.num_data_ranks)[context.data_rank].to(context.device)
 
     Attributes:
         local_rank: Rank of this process on its machine.

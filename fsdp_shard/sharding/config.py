@@ -241,7 +241,12 @@ def itemsize(dtype: str) -> int:
 
 
 class ShardedModel(Protocol):
-    """A model whose parameters are sharded over ranks."""
+    """A model whose parameters are sharded over ranks, as `shard` returns it.
+
+    Example:
+        >>> def loss_of(model: fsdp_shard.ShardedModel, ids: torch.Tensor) -> torch.Tensor:  # doctest: +SKIP
+        ...     return model.module(input_ids=ids, labels=ids).loss
+    """
 
     shard_mesh_dim: str
     """The dimension of the device mesh over which each parameter is divided."""

@@ -120,7 +120,8 @@ def test_maps_on_command_lines_are_in_quotes() -> None:
 @pytest.mark.long
 def test_the_reference_has_every_public_name(site: Path) -> None:
     ids = _Anchors(site / "reference" / "python" / "index.html").ids
-    assert {f"fsdp_shard.{name}" for name in public_names()} - ids == set()
+    missing = {f"fsdp_shard.{name}" for name in public_names()} - ids
+    assert missing == {"fsdp_shard.errors"}, "which has a page of its own, errors.md"
     assert "fsdp_shard.Checkpointer.restore" in ids
 
 

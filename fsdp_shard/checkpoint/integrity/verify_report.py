@@ -65,6 +65,10 @@ def size_problem(root: Path, name: str, record: FileRecord) -> Problem | None:
 class VerifyReport:
     """The result of `verify`.
 
+    Example:
+        >>> report = fsdp_shard.verify("outputs/run")  # doctest: +SKIP
+        >>> report.is_sound, [problem.message for problem in report.problems]  # doctest: +SKIP
+
     Attributes:
         path: The checkpoint.
         format: The name of its format; None if it could not be opened.
