@@ -76,7 +76,8 @@ def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
 def _uneven_outputs(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> list[str]:
     """Parameters whose outputs are gathered but not evenly divided; irrelevant once 5.23 is the oldest version."""
     gathered = {name for name, style in plan.items() if style in ("colwise_gather_output", "colwise_rep")}
-    return [name for name, param in model.named_parameters() if name in gathered and len(param) % num_ranks]
+    params = model.named_parameters(remove_duplicate=False)  # a tied head is gathered, too
+    return [name for name, param in params if name in gathered and len(param) % num_ranks]
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -14,12 +14,12 @@ from fsdp_shard.checkpoint import StepContent, Store, load_shards, open_checkpoi
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
-from fsdp_shard.sharding import check_ranks, check_shardable
+from fsdp_shard.sharding import check_ranks, check_shardable, tensor_parallel
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.utils import check
 from tests.support.ranks import on_ranks
 from tests.support.runs import Ended, run_recipe
-from tests.support.tiny import byte_tokenizer, llama_config
+from tests.support.tiny import byte_tokenizer, llama, llama_config
 
 SETTINGS = [
     "train.steps=6",
@@ -156,6 +156,13 @@ def test_columns_are_saved_and_hashed_in_both_layouts(tmp_path: Path) -> None:
         with open_checkpoint(directory) as index:
             assert torch.equal(index.read("w"), WHOLE)
             assert len(index.entry("w").pieces) == (2 if layout == "sharded" else 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_uneven_vocabulary_is_found_in_a_tied_head_too(tied: bool) -> None:
+    """transformers before 5.23 cannot gather it."""
+    plan = {"lm_head.weight": "colwise_gather_output", "model.layers.0.mlp.gate_proj.weight": "colwise"}
+    assert tensor_parallel._uneven_outputs(llama(tied=tied), plan, 2) == ["lm_head.weight"]
 
 
 def test_what_cannot_be_divided_is_named() -> None:
