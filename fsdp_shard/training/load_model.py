@@ -192,7 +192,7 @@ def unfilled_model(
         run_on_all(context, lambda: checkpoint.check_loadable(index))
         # Before names are matched: that may change the index, which is compared with that of an untouched model.
         base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
-        is_read = resumed is not None and not isinstance(adapter, LoraConfig)
+        is_read, stored = resumed is not None and not isinstance(adapter, LoraConfig), frozenset(index.tensors)
         head, matched = run_on_all(context, lambda: match_weights(model, config, index, head_is_read=is_read))
         blocks, aliases, names = no_split_blocks(model, shard.blocks), tied_names(model), matched.stored
         if isinstance(adapter, LoraConfig):
@@ -220,6 +220,8 @@ def unfilled_model(
             largest_block_bytes=max(block.num_bytes for block in no_split_blocks(model, shard.blocks)),
             described=described, head=head, earlier=earlier, before_bytes=resident_bytes(),
         )  # fmt: skip
+        for name in index.tensors.keys() - stored:  # values that were computed or drawn, which `source` would keep
+            del index.tensors[name]
 
 
 def match_weights(

@@ -19,6 +19,7 @@ from transformers import (
     BertConfig,
     GPT2Config,
     LlamaConfig,
+    MarianConfig,
     MBartConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -29,13 +30,13 @@ from transformers import (
 from fsdp_shard.checkpoint import CheckpointConfig, locate
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
-from fsdp_shard.distributed import LaunchConfig
+from fsdp_shard.distributed import LaunchConfig, init_distributed
 from fsdp_shard.errors import ConfigError, ModelError
-from fsdp_shard.models import ModelConfig
+from fsdp_shard.models import SEQ2SEQ, ModelConfig
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.finetune_checks import check_model
-from fsdp_shard.training.load_model import match_weights
+from fsdp_shard.training.load_model import load_sharded, match_weights
 from fsdp_shard.training.model_origin import (
     check_classifier,
     collect_model_files,
@@ -246,3 +247,19 @@ def test_adapters_are_saved_for_pefts_class_of_the_task(kind: Any, task: str, ex
     adapter, _ = inject_lora(model, LoraConfig(), "base", {}, task)
     assert json.loads(adapter.files()["adapter_config.json"])["task_type"] == expected
     assert not any("modules_to_save" in name for name, _ in model.named_parameters())
+
+
+def test_values_that_transformers_computes_are_not_kept(tmp_path: Path) -> None:
+    """Marian's positions are not stored; whole on each rank, they would take memory until the end of the run."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = MarianConfig(vocab_size=31, pad_token_id=30, decoder_start_token_id=30, **sizes, **heads)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    source = locate(tmp_path)
+    stored = set(source.model_index.tensors)
+    settings = ModelConfig(path=str(tmp_path), task=SEQ2SEQ)
+    with init_distributed("cpu") as context:
+        loaded = load_sharded(settings, Fsdp2Config(param_dtype="float32"), source, context)
+        positions = loaded.model.module.get_parameter("model.encoder.embed_positions.weight")
+        assert positions.full_tensor().any()
+    assert set(source.model_index.tensors) == stored
