@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AlbertConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -103,7 +104,7 @@ def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig
 
 def hidden_flops(amount: Amount, length: int, target_length: int) -> int:
     """FLOPs of the pairs that masks of attention hide, which others count."""
-    all_pairs = (replace(found, is_causal=False) for found in amount.attention)
+    all_pairs = (replace(found, is_causal=False, window=None) for found in amount.attention)
     all_flops = sum(found.flops(length, target_length) for found in all_pairs)
     return all_flops - sum(found.flops(length, target_length) for found in amount.attention)
 
@@ -243,7 +244,11 @@ def test_a_mask_hides_what_no_query_attends_to() -> None:
 
 SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 MISTRAL = SHAPE | {"architectures": ["MistralForCausalLM"]}
-BERT = SHAPE | {"architectures": ["ModernBertForMaskedLM"], "intermediate_size": 48, "global_attn_every_n_layers": 2}
+MODERN_BERT = SHAPE | {
+    "architectures": ["ModernBertForMaskedLM"],
+    "intermediate_size": 48,
+    "global_attn_every_n_layers": 2,
+}
 LLAMA4 = SHAPE | {
     "architectures": ["Llama4ForCausalLM"], "intermediate_size_mlp": 64, "num_local_experts": 2,
     "layer_types": ["full_attention", "chunked_attention"],
@@ -252,10 +257,23 @@ LLAMA4 = SHAPE | {
 MASKED_LAYERS: dict[str, tuple[PretrainedConfig, PretrainedConfig]] = {
     "window": (MistralConfig(sliding_window=8, **MISTRAL), MistralConfig(sliding_window=None, **MISTRAL)),
     "window on both sides": (
-        ModernBertConfig(local_attention=8, **BERT), ModernBertConfig(local_attention=2 * LENGTH, **BERT),
+        ModernBertConfig(local_attention=8, **MODERN_BERT), ModernBertConfig(local_attention=2 * LENGTH, **MODERN_BERT),
     ),
     "chunks": (Llama4TextConfig(attention_chunk_size=8, **LLAMA4), Llama4TextConfig(attention_chunk_size=48, **LLAMA4)),
 }  # fmt: skip
+
+
+def test_a_block_counts_as_often_as_it_is_called() -> None:
+    """ALBERT has one block in place of its layers."""
+    sizes = {"hidden_size": 32, "embedding_size": 16, "num_attention_heads": 4, "vocab_size": 257}
+    flops = []
+    for num_layers in (1, 3):
+        config = AlbertConfig(architectures=["AlbertForMaskedLM"], num_hidden_layers=num_layers, **sizes)
+        amounts = measured(config).amounts
+        assert amounts is not None
+        (block,) = amounts.blocks.values()
+        flops.append((block.forward.at(LENGTH), block.backward.at(LENGTH)))
+    assert flops[1] == tuple(3 * number for number in flops[0])
 
 
 @pytest.mark.parametrize("name", MASKED_LAYERS)

@@ -9,9 +9,10 @@ The count covers the matrix products, convolutions and attention that `torch.uti
 grouped products of experts. Scores that a flash kernel recomputes in its backward pass do not count.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import partial
 from math import lcm, prod
@@ -98,6 +99,10 @@ class Amount:
             for attention in self.attention
         )
 
+    def times(self, number: int) -> "Amount":
+        """The amount of so many calls."""
+        return Amount({powers: number * term for powers, term in self.terms.items()}, number * self.attention)
+
 
 @dataclass(frozen=True)
 class BlockAmounts:
@@ -119,6 +124,12 @@ class BlockAmounts:
     recomputed_selectively: Amount = Amount()
     saved_bytes: Amount = Amount()
     input_bytes: Amount = Amount()
+
+    def times(self, number: int) -> "BlockAmounts":
+        """The amounts of so many calls, as ALBERT calls one block in place of many layers."""
+        if number == 1:
+            return self
+        return BlockAmounts(**{item.name: getattr(self, item.name).times(number) for item in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -248,7 +259,8 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str) 
     of_both = model.config.is_encoder_decoder
     measured = [runs.measure(*lengths) for lengths in (_LENGTHS_OF_BOTH if of_both else _LENGTHS)]
     amounts = {key: _amounts([counts[key] for counts in measured], step) for key in measured[0]}
-    return ModelAmounts({fqn: amounts[runs.kinds[fqn]] for fqn in blocks if fqn in runs.kinds}, amounts[None])
+    of_blocks = {fqn: amounts[kind].times(runs.num_calls[fqn]) for fqn, kind in runs.kinds.items()}
+    return ModelAmounts({fqn: of_blocks[fqn] for fqn in blocks if fqn in of_blocks}, amounts[None])
 
 
 def _step_of(model: PreTrainedModel) -> int:
@@ -264,10 +276,12 @@ class _Runs:
 
     Attributes:
         kinds: FQN -> the key that blocks of one kind share.
+        num_calls: FQN -> how often the block is called in a pass.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[str], device: str, step: int) -> None:
         self.kinds: dict[str, Any] = {}
+        self.num_calls: Counter[str] = Counter()
         self._model, self._device, self._step = model, device, step
         self._found: dict[Any, _BlockCounts] = {}
         self._counter = _Counter(_BlockCounts())
@@ -278,6 +292,7 @@ class _Runs:
     def measure(self, num_steps: int, num_decoder_steps: int) -> dict[Any, _BlockCounts]:
         """Count each kind of block, and under None the rest of the model, for so many steps of tokens."""
         self._found = {None: _BlockCounts()}
+        self.num_calls.clear()
         self._counter.decoder_length = None if num_steps == num_decoder_steps else num_decoder_steps * self._step
         lengths = {"input_ids": num_steps}
         if self._model.config.is_encoder_decoder:
@@ -297,6 +312,7 @@ class _Runs:
     def _run_block(self, fqn: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         kind = self.kinds[fqn] = _kind(module, given)
+        self.num_calls[fqn] += 1
         if kind not in self._found:
             self._found[kind] = self._measure_block(forward, args, kwargs)
         sources = [tensor for tensor in given if tensor.requires_grad]
