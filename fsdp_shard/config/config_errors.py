@@ -124,7 +124,7 @@ def _unknown(override: Any, schema: type, error: BaseException, arguments: Seque
         inside = name.removeprefix(f"{outer}.")
         value = settings[outer].default
         return None if value.startswith("{") else f"{name}: {outer} is {value}, not a mapping that has {inside}."
-    return unknown_setting(name, schema, [argument.partition("=")[0] for argument in arguments])
+    return unknown_setting(name, schema, [argument.partition("=")[0].lstrip("+~") for argument in arguments])
 
 
 def _whole_section(override: Any, inside: Sequence[str]) -> str:
@@ -146,11 +146,14 @@ def unknown_setting(name: str, schema: type, given: Sequence[str] = ()) -> str:
     if name in settings:
         needed = settings[name].only_with or f"the options of {name.partition('.')[0]} that have it"
         return f"{name} needs {needed}; add that, or leave {name} out."
-    command = command_of(schema)
-    if not known_elsewhere(name, sorted(settings)) and (other := _command_with(name)) is not None:
+    command, last = command_of(schema), name.rpartition(".")[2]
+    is_known = known_elsewhere(name, sorted(settings)) or known_elsewhere(last, sorted(settings))
+    if not is_known and (other := _command_with(name)) is not None:
         names = [one for one in dict.fromkeys([*given, name]) if one not in settings and _command_with(one) == other]
         are, them = ("is a setting", "it") if len(names) == 1 else ("are settings", "them")
-        return f"{', '.join(names)} {are} of {other}, not of {command}; leave {them} out."
+        alike = [setting for setting in settings if setting.rpartition(".")[2] == last]
+        close = f" (or did you mean {alike[0]}?)" if len(names) == len(alike) == 1 else ""
+        return f"{', '.join(names)} {are} of {other}, not of {command}; leave {them} out{close}."
     return f"{name} is not a setting of {command}{_close(name, schema)}. See --help for all of them."
 
 

@@ -21,8 +21,6 @@ from fsdp_shard.utils import is_costly_operator, version, view_base
 
 _Forward = Callable[..., Any]
 
-# Arguments of blocks that hold a KV cache or the state of a Mamba layer.
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 # Prefixes that wrappers add to parameter names, which must not enter a checkpoint.
 _WRAPPER_LEVELS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
@@ -45,26 +43,8 @@ def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]
     )
     for fqn in recomputed_fqns(list(blocks), settings.activation_checkpointing):
         forward = blocks[fqn].forward
-        recomputed = partial(checkpoint, _without_cache(forward), use_reentrant=False, **options)
-        blocks[fqn].forward = wraps(forward)(recomputed)
+        blocks[fqn].forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False, **options))
     return list(blocks.values())
-
-
-def _without_cache(forward: _Forward) -> _Forward:
-    """Return a block's `forward` that, with gradients, fills no cache: a recomputation would fill it a second time.
-
-    A model creates a cache by default, unless it is called with `use_cache=False`. transformers' own checkpointing
-    leaves it out, too.
-    """
-
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            kwargs |= {name: None for name in _CACHES if name in kwargs}
-            kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
-        return forward(*args, **kwargs)
-
-    return run
 
 
 def offload_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:

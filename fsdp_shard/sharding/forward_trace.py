@@ -76,28 +76,37 @@ def unreached_by_text(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that only images or sound reach: a run on text gives them no gradient.
 
     They are those of the modules that images enter and text does not, such as a projector, and of nested models that
-    text does not enter, such as a vision tower. Experts that no token chose are not among them.
+    text does not enter, such as a vision tower. Experts that no token chose are not among them, nor is anything beside
+    a module that text enters: its layers may have been dropped at random (LayerDrop).
 
     Args:
         model: The model, on any device; it is not changed.
 
     Returns:
-        The names; none if the model takes nothing but text, or could not be traced on text.
+        The names; none if the model could not be traced on text.
     """
     nested = {fqn for fqn, module in model.named_modules() if fqn and isinstance(module, PreTrainedModel)}
     if not nested and _IMAGES not in inspect.signature(model.forward).parameters:
-        return frozenset()  # without a trace
+        return frozenset()
     trace = trace_forward(model)
     if (_TEXT,) not in trace.completed:
         return frozenset()
     on_text = trace.entered[(_TEXT,)]
-    others = (nested | set().union(*trace.entered.values())) - on_text
+    around_text = {fqn[:end] for fqn in on_text for end, character in enumerate(fqn) if character == "."}
+    others = (nested | set().union(*trace.entered.values())) - on_text - around_text
     inside = {module for fqn in others for module in model.get_submodule(fqn).modules()}
+    tied = {
+        id(param)
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if fqn in on_text
+        for param in module.parameters(recurse=False)
+    }
     return frozenset(
         f"{fqn}.{name}"
         for fqn, module in model.named_modules()
         if module in inside and fqn not in on_text
-        for name, _ in module.named_parameters(recurse=False)
+        for name, param in module.named_parameters(recurse=False)
+        if id(param) not in tied
     )
 
 

@@ -270,6 +270,23 @@ def test_names_of_other_libraries_are_answered(command: str, name: str, here: st
     assert f"{name} is not a setting of {command} (here it is {here}" in _refusal(command, f"{name}=1")
 
 
+@pytest.mark.parametrize(
+    ("command", "argument", "words"),
+    [
+        (
+            "finetune",
+            "tensor_parallel=2",
+            "of generate, not of finetune; leave it out (or did you mean shard.tensor_par",
+        ),
+        ("convert", "checkpoint.max_shard_size=1GB", "of finetune, not of convert; leave it out (or did you mean max_"),
+        ("evaluate", "train.steps=3", "train.steps is a setting of finetune, not of evaluate; leave it out."),
+        ("evaluate", "model.dtype=float32", "is not a setting of evaluate (here it is dispatch.dtype)"),
+    ],
+)
+def test_settings_of_another_command_are_named_as_such(command: str, argument: str, words: str) -> None:
+    assert words in _refusal(command, argument)
+
+
 def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
     assert "here it is" not in _refusal("generate", "num_train_epochs=1")
     known = {

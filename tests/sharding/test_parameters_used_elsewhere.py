@@ -135,6 +135,13 @@ def test_what_text_does_not_reach_has_no_gradient(name: str) -> None:
     assert any(fqn.startswith("model.visual.blocks") for fqn in without) == (name == "qwen3_vl")
 
 
+def test_layers_dropped_at_random_count_as_reached() -> None:
+    """And the decoder of BartForCausalLM, whose wrapper is never called."""
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+    config = transformers.BartConfig(vocab_size=131, d_model=32, decoder_layerdrop=0.5, **sizes)
+    assert not unreached_by_text(transformers.BartForCausalLM(config))
+
+
 def test_an_expert_that_no_token_chose_counts_as_reached() -> None:
     model = fresh("switch")
     assert "encoder.block.1.layer.1.mlp.experts.expert_3.wi.weight" in dict(model.named_parameters())

@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     MixtralForCausalLM,
@@ -69,6 +71,29 @@ def test_weights_go_into_a_wrapped_model_and_out_again(wrapper: str, tmp_path: P
     assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
     assert fs.verify(tmp_path / "target").is_sound
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"], "nothing is left beside it"
+
+
+class ScaledLlama(LlamaForCausalLM):
+    """A class of a user's own, which its config alone does not build."""
+
+    def __init__(self, config: LlamaConfig, scale: float) -> None:
+        super().__init__(config)
+        self.scale = scale
+
+
+def test_a_sharded_class_of_the_users_own_is_not_rebuilt(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", seed=3)
+    tensors = load_file(source / "model.safetensors")
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}  # of an older transformers
+    save_file(tensors | frequencies, source / "model.safetensors", {"format": "pt"})
+
+    def work(context: DistributedContext) -> None:
+        model = ScaledLlama(llama_config(), 2.0)
+        fully_shard(model)
+        fs.load_weights(model, source)
+        assert torch.equal(model.get_parameter("model.norm.weight").full_tensor(), tensors["model.norm.weight"])  # type: ignore[operator]  # a DTensor now
+
+    on_ranks(1, work)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llava"])

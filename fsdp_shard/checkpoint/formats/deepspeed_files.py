@@ -78,7 +78,10 @@ def universal_directory(path: Path) -> Path | None:
 def _is_universal(path: Path) -> bool:
     """Whether a directory has what ds_to_universal writes: model states, and a directory for each parameter."""
     zero = path / "zero"
-    return bool(_matches(path, _MODEL_FILE)) and zero.is_dir() and any(has_file(at, "fp32.pt") for at in zero.iterdir())
+    try:
+        return bool(_matches(path, _MODEL_FILE)) and any(has_file(at, "fp32.pt") for at in zero.iterdir())
+    except OSError:  # there is none, or it cannot be read
+        return False
 
 
 def _named_directory(path: Path, file: str) -> str | None:
@@ -155,7 +158,7 @@ def refuse_incomplete(content: Any, where: Path) -> None:
                 f"{where} holds the placeholders of ZeRO stage 3: tensor {name} has the shape {list(tensor.shape)} "
                 f"instead of {list(shape)}. The weights are in {source}; give the directory of the save that has them."
             )
-    if content.get("num_experts"):
+    if content.get("num_experts") and "ds_version" in content:
         raise CheckpointError(
             f"{where} holds a model without its experts, which DeepSpeed writes to files of their own. All weights of "
             f"a ZeRO save are in {source}; give the directory of the save that has them."

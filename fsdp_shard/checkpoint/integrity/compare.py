@@ -180,8 +180,9 @@ def _differs(one: TensorIndex, two: TensorIndex, pair: Pair, flat: int, note: st
         (index.root, ByteRange(*span))
         for index, entry in ((one, pair.one), (two, pair.two))
         for span in index.spans(entry.name, flat, flat + 1)
-        if span.stop > span.start  # a computed value has no bytes
+        if span.stop > span.start  # a computed or converted value has no bytes of its own
     ]
     where = " and ".join(item.text(root) for root, item in ranges)
+    where = where or f"{one.path} and {two.path}, which do not store it in this form"
     text = f"tensor {pair.name} differs from {position(pair.one, flat)} on: {where}{note}."
     return Problem(text, tuple(item for _, item in ranges), pair.name)

@@ -121,7 +121,7 @@ def _verify(pair: _Pair) -> VerifyReport:
         if two is None:
             one.check_loading()
         problems = [*one.problems, *(two.problems if two else ())]
-        index = one.index
+        index = one.stored or one.index
         return VerifyReport(
             path=str(path),
             format=index.format if index else None,
@@ -150,6 +150,7 @@ class _Checkpoint:
         self.has_digests = False
         self.location: Location | None = None
         self.index: TensorIndex | None = None
+        self.stored: TensorIndex | None = None  # if `index` shows it under other names
 
     @property
     def is_adapter(self) -> bool:
@@ -209,7 +210,7 @@ class _Checkpoint:
         """Replace the index, whose own bytes are already checked, with a view of it under other names."""
         self.read((), searches=False)
         self.manifest = None  # the stored tensors alone
-        self.index = self._stack.enter_context(view)
+        self.stored, self.index = self.index, self._stack.enter_context(view)
 
     def check_alone(self) -> None:
         """Check the content without comparing it with another checkpoint."""

@@ -58,6 +58,10 @@ def convert_tensors(
     for stored in sources.values():
         for source, _ in stored:
             index.tensors.pop(index.entry(source).name, None)
+    if stored_too := next((name for name in made if name in index.tensors), None):
+        raise CheckpointError(
+            f"{index.path} holds {stored_too}, and also the tensors that it is made of; remove what was left over."
+        )
     index.tensors.update(made)
     return list(made)
 

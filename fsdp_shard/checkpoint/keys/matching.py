@@ -123,9 +123,13 @@ def _always_ties(model: PreTrainedModel) -> bool:
 
 
 def _conversion_mapping(model: PreTrainedModel) -> list[Any]:
-    """The renamings and converters of transformers. They go by classes of modules, which `fully_shard` replaces."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        own_class: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    """The renamings and converters of transformers. They go by classes of modules, which `fully_shard` replaces.
+
+    There are none for classes outside of transformers.
+    """
+    own_class: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if is_sharded and own_class.__module__.startswith("transformers."):
         model = build_class_on_meta(own_class, model.config)
     return list(get_model_conversion_mapping(model))
 

@@ -136,3 +136,9 @@ def test_models_without_their_experts_are_refused(tmp_path: Path) -> None:
         (inner / optimizer_file(rank)).unlink()
     for path in (inner, tmp_path / "run"):
         assert_refused(path, "experts in files of their own are not supported")
+
+
+def test_a_file_with_names_like_those_of_deepspeed_is_read(tmp_path: Path) -> None:
+    torch.save({"module": {"a.weight": torch.ones(2)}, "num_experts": 8, "epoch": 3}, tmp_path / "last.pt")
+    with open_checkpoint(tmp_path / "last.pt") as index:
+        assert list(index.names) == ["a.weight"]

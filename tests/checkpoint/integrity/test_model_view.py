@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,6 +109,23 @@ def test_tensors_of_one_side_alone_are_found(tmp_path: Path) -> None:
     assert problem.message == f"tensor more is in {state}, but not in {saved}."
     change(saved, lambda tensors: tensors.pop("model.layers.0.block_sparse_moe.experts.1.w1.weight"))
     assert {problem.tensor for problem in verify(saved, state).problems} >= {"model.layers.0.mlp.experts.down_proj"}
+
+
+def test_a_tensor_stored_in_two_forms_hides_no_other(tmp_path: Path) -> None:
+    """One side has the experts apart, and stacked ones with other values too."""
+    saved, other = save(tmp_path, "mixtral")[0], tmp_path / "other"
+    shutil.copytree(saved, other)
+    name = "model.layers.0.mlp.experts.down_proj"
+    stacked = mixtral().state_dict()[name] + 1
+    change(other, lambda tensors: tensors.update({name: stacked}))
+    for one, two in ((saved, other), (other, saved)):
+        (problem,) = verify(one, two).problems
+        assert problem.message == f"tensor {name} is in {other}, but not in {saved}."
+
+
+def test_a_report_counts_what_is_stored(tmp_path: Path) -> None:
+    saved, state = save(tmp_path, "mixtral")
+    assert verify(saved, state).num_tensors == len(load_file(saved / "model.safetensors"))
 
 
 def test_without_a_config_the_names_in_the_files_are_compared(tmp_path: Path) -> None:
