@@ -104,6 +104,7 @@ class UnfilledModel:
         head: The head that is drawn from the seed, if any.
         earlier: The adapter with the initial values of a new one, if any.
         before_bytes: Resident memory of this rank before its weights.
+        computed: Names in the index of values that transformers computes.
     """
 
     module: PreTrainedModel
@@ -117,6 +118,7 @@ class UnfilledModel:
     head: NewHead | None = None
     earlier: checkpoint.Location | None = None
     before_bytes: int = 0
+    computed: Sequence[str] = ()
 
     def load(self, sharded: ShardedModel, seed: int) -> LoadedModel:
         """Read each rank's shards from the files; a collective.
@@ -138,6 +140,8 @@ class UnfilledModel:
             )
         if self.described.adapter is not None:
             self._fill_adapter(self.described.adapter, shards, seed)
+        for name in self.computed:  # the index outlives the model's loading, and has the values whole
+            self.index.tensors.pop(name, None)
         figures = replace(_figures(shards, self.largest_block_bytes, self.context), before_bytes=self.before_bytes)
         return LoadedModel(**vars(self.described), model=sharded, figures=figures)
 
@@ -192,7 +196,7 @@ def unfilled_model(
         run_on_all(context, lambda: checkpoint.check_loadable(index))
         # Before names are matched: that may change the index, which is compared with that of an untouched model.
         base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
-        is_read, stored = resumed is not None and not isinstance(adapter, LoraConfig), frozenset(index.tensors)
+        is_read = resumed is not None and not isinstance(adapter, LoraConfig)
         head, matched = run_on_all(context, lambda: match_weights(model, config, index, head_is_read=is_read))
         blocks, aliases, names = no_split_blocks(model, shard.blocks), tied_names(model), matched.stored
         if isinstance(adapter, LoraConfig):
@@ -218,10 +222,8 @@ def unfilled_model(
         yield UnfilledModel(
             module=model, index=index, names=names, quantized=quantized, resumed=resumed, context=context,
             largest_block_bytes=max(block.num_bytes for block in no_split_blocks(model, shard.blocks)),
-            described=described, head=head, earlier=earlier, before_bytes=resident_bytes(),
+            described=described, head=head, earlier=earlier, before_bytes=resident_bytes(), computed=matched.computed,
         )  # fmt: skip
-        for name in index.tensors.keys() - stored:  # values that were computed or drawn, which `source` would keep
-            del index.tensors[name]
 
 
 def match_weights(

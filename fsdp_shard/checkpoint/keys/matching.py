@@ -39,11 +39,13 @@ class MatchedNames:
         stored: Name of a parameter or persistent buffer -> name in the index; for tied parameters, only the kept name.
         note: Lines about unused stored tensors; empty if there are none.
         unused: The names of stored tensors that the model lacks.
+        computed: Names in the index of values that transformers computes.
     """
 
     stored: dict[str, str]
     note: str
     unused: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
 
 
 def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
@@ -79,7 +81,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     used = {*found.values(), *(other for _, other in copies)}
     unused = _unused(model, [name for name in index.names if name not in used])
     missing = [name for name in shapes if name not in found and name not in aliases]
-    for name, values in computed_values(model, missing).items():
+    computed = computed_values(model, missing)
+    for name, values in computed.items():
         index.tensors[name] = computed_entry(index, name, values, values.detach)
         found[name] = name
     _refuse_missing(index, [name for name in missing if name not in found], unused)
@@ -95,7 +98,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     notes = list(index.notes)
     if unused:
         notes.append(f"{index.path}: left out {first_few(unused)}, which {type(model).__name__} does not have")
-    return MatchedNames({name: found[name] for name in shapes if name in found}, "\n".join(notes), tuple(unused))
+    matched = {name: found[name] for name in shapes if name in found}
+    return MatchedNames(matched, "\n".join(notes), tuple(unused), tuple(computed))
 
 
 def untie(model: PreTrainedModel, index: TensorIndex) -> None:
