@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -45,6 +46,27 @@ def test_every_tensor_of_every_mesh(tmp_path: Path, dims: tuple[int, ...]) -> No
         assert index.format == "dcp"
     convert(tmp_path / "saved", tmp_path / "one")
     with open_checkpoint(tmp_path / "one") as index:
+        assert_same(index, plain())
+
+
+class _KeepsPlans(DefaultSavePlanner):
+    """Keeps the plans of all ranks in the metadata, as Megatron-core does."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.all_local_plans = plans  # type: ignore[attr-defined]  # pickled with it
+        return plans, metadata
+
+
+def _save_with_plans(context: DistributedContext, root: Path) -> None:
+    state = {"model": distributed((2,)), "step": 7}
+    quietly(lambda: dcp.save(state, checkpoint_id=root, planner=_KeepsPlans()))
+
+
+def test_metadata_with_the_plans_of_ranks_is_read(tmp_path: Path) -> None:
+    on_ranks(2, _save_with_plans, tmp_path / "saved")
+    assert b"WriteItem" in (tmp_path / "saved" / ".metadata").read_bytes()
+    with open_checkpoint(tmp_path / "saved") as index:
         assert_same(index, plain())
 
 
