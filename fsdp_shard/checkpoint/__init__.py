@@ -8,7 +8,7 @@ From a path to tensors:
 From tensors to files:
     conversion        plans a conversion; `transfer` moves the bytes
     sharded_state/    a rank's part of a step, on top of `steps/`, a run's steps on disk, and `io/`
-Beside both:
+For both:
     integrity/        verify, diff and inspect
     remote/           remote stores and the hub
 """

@@ -30,7 +30,7 @@ def refuse_part(index: TensorIndex) -> None:
 
 
 def refuse_undecodable(index: TensorIndex) -> None:
-    """Refuse a file that HQQ itself wrote: it has numbers beside each weight that no tensor keeps."""
+    """Refuse a file that HQQ itself wrote: it needs numbers for each weight that no tensor keeps."""
     if quantization(index) != "hqq" or configured_quantization(index.model_directory) is not None:
         return
     for name in index.tensors:

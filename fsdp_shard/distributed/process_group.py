@@ -28,6 +28,7 @@ from fsdp_shard.utils import clear_sharding_caches
 # For ranks that wait while one of them tokenizes, or reads all weights. The death of a rank is noticed at once, and a
 # hang by the launcher.
 LONG_WAIT_SECONDS = LONGEST_TIMEOUT_SECONDS
+_SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
 ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
 _calls = itertools.count()  # of `join_store` in this process
@@ -433,9 +434,6 @@ def _own_group(rank_groups: list[list[int]], timeout: timedelta) -> Any:
     """
     own = next(group for group in rank_groups if dist.get_rank() in group)
     return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
-
-
-_SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
 def _check_rank_is_set() -> None:

@@ -34,7 +34,6 @@ class ForwardTrace:
         with_grad: FQNs of the modules that ran with gradients. A layer that was called without gradients has a custom
             backward pass that recomputes it.
         converted: Names of the parameters that the forward pass itself converts, with the target dtype.
-        is_complete: Whether a run completed; otherwise, nothing is known about modules that were not called.
         entered: Inputs of a run -> FQNs of the modules whose forward pass began.
         completed: The inputs of the runs that completed.
     """
@@ -43,9 +42,13 @@ class ForwardTrace:
     outside: set[str] = field(default_factory=set)
     with_grad: set[str] = field(default_factory=set)
     converted: dict[str, str] = field(default_factory=dict)
-    is_complete: bool = False
     entered: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
     completed: set[tuple[str, ...]] = field(default_factory=set)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a run completed; otherwise, nothing is known about modules that were not called."""
+        return bool(self.completed)
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, ForwardTrace]] = WeakKeyDictionary()
@@ -72,12 +75,12 @@ def trace_forward(model: nn.Module) -> ForwardTrace:
     return _KNOWN[model][1]
 
 
-def unreached_by_text(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that only images or sound reach: a run on text gives them no gradient.
+def unused_by_text(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that only images or sound use: a run on text gives them no gradient.
 
-    They are those of the modules that images enter and text does not, such as a projector, and of nested models that
-    text does not enter, such as a vision tower. Experts that no token chose are not among them, nor is anything beside
-    a module that text enters: its layers may have been dropped at random (LayerDrop).
+    They are those of the modules that run on images and not on text, such as a projector, and of nested models that do
+    not run on text, such as a vision tower. Experts that no token chose are not among them, nor layers of a model of
+    which others ran: they may have been dropped at random (LayerDrop).
 
     Args:
         model: The model, on any device; it is not changed.
@@ -126,7 +129,6 @@ def _runs(model: nn.Module, kinds: tuple[str, ...], trace: ForwardTrace, *, is_t
                 copied(**inputs)
         finally:
             trace.converted.update(_converted(copied))
-        trace.is_complete = True
         trace.completed.add(kinds)
         return True
     return False

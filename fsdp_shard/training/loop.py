@@ -328,7 +328,8 @@ def _read_totals(
     own_norm = sums[1:2].clone()
     context.all_reduce_(sums)
     context.all_reduce_(highest, "max")
-    read = torch.cat([sums, highest, own_norm, counts]).tolist()  # in this order, of these lengths
+    # Loss, norm and wait (sums), memory and signal (maxima), this rank's norm, and the counts, as many as there are.
+    read = torch.cat([sums, highest, own_norm, counts]).tolist()
     total_loss, total_norm, all_waited, memory_bytes, stop_signal, norm, *all_counts = read
     num_tokens, *others = (count / context.num_tensor_ranks for count in all_counts)
     num_sources = len(run.dataset.source_names)

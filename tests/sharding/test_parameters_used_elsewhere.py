@@ -19,7 +19,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, ShardConfig, check_shardable, plan_units, wrap_policy
-from fsdp_shard.sharding.forward_trace import trace_forward, unreached_by_text
+from fsdp_shard.sharding.forward_trace import trace_forward, unused_by_text
 from fsdp_shard.sharding.registry import WRAPPERS
 from tests.support.ranks import on_ranks, update
 from tests.support.sharded import assembled
@@ -131,7 +131,7 @@ def test_what_text_does_not_reach_has_no_gradient(name: str) -> None:
     model = fresh(name)
     loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
     without = {fqn for fqn, param in model.named_parameters() if param.grad is None}
-    assert unreached_by_text(model) == without
+    assert unused_by_text(model) == without
     assert any(fqn.startswith("model.visual.blocks") for fqn in without) == (name == "qwen3_vl")
 
 
@@ -139,13 +139,13 @@ def test_layers_dropped_at_random_count_as_reached() -> None:
     """And the decoder of BartForCausalLM, whose wrapper is never called."""
     sizes = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
     config = transformers.BartConfig(vocab_size=131, d_model=32, decoder_layerdrop=0.5, **sizes)
-    assert not unreached_by_text(transformers.BartForCausalLM(config))
+    assert not unused_by_text(transformers.BartForCausalLM(config))
 
 
 def test_an_expert_that_no_token_chose_counts_as_reached() -> None:
     model = fresh("switch")
     assert "encoder.block.1.layer.1.mlp.experts.expert_3.wi.weight" in dict(model.named_parameters())
-    assert not unreached_by_text(model)
+    assert not unused_by_text(model)
 
 
 def units_of(name: str, **settings: Any) -> list[str]:

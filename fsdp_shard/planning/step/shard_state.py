@@ -89,7 +89,7 @@ def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
     model, units = part.model, part.units
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
-    updated = trained.keys() - sharding.unreached_by_text(model)
+    updated = trained.keys() - sharding.unused_by_text(model)
     if run.shard.flattens_units:  # a unit's parameters have one gradient
         updated = {name for unit in units if not updated.isdisjoint(unit.parameters) for name in unit.parameters}
         updated &= trained.keys()
@@ -140,11 +140,8 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
         if (key := (content, tuple(owned))) not in known:
             own = {name: shape for name, shape in local.items() if name in trained}
             gradients = {name: shape for name, shape in local.items() if name in shards.with_gradient}
-            # Under FSDP1 an empty part has no gradient.
-            has_gradient = {name: shape for name, shape in own.items() if name in shards.updated}
-            if run.shard.flattens_units:
-                has_gradient = {name: shape for name, shape in has_gradient.items() if prod(shape)}
-            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else has_gradient
+            parts = shards.parts_with_state(own)
+            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else parts
             optimizer, taken = (
                 step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach) if updated else (0, 0)
             )
@@ -166,7 +163,7 @@ def shard_states(shards: UnitShards, part: RankPart, run: PlannedRun) -> list[Sh
                 updates=taken,
                 staged=staged,
                 pinned=pinned,
-                updated=num_bytes({name: shape for name, shape in own.items() if name in shards.updated}),
+                updated=num_bytes(parts),
                 padding=_padded_bytes(local, shapes, dtypes, run),
             )
         states.append(known[key])

@@ -53,7 +53,7 @@ class UnitShards:
         padding_dtype: The dtype of the padding.
         with_gradient: Names of the parameters with a gradient.
         trained: Names of the trained parameters.
-        updated: Names of those that a run on text reaches: they get gradients, and optimizer state.
+        updated: Names of those that a run on text uses: they get gradients, and optimizer state.
         owned: Names of the whole parameters that each shard's rank updates; None if each updates its own part.
         optim: The optimizer.
         flattens_units: Whether a unit is one flat parameter.
@@ -72,6 +72,11 @@ class UnitShards:
     optim: OptimConfig
     flattens_units: bool
     has_average: bool
+
+    def parts_with_state(self, local: Mapping[str, Shape]) -> dict[str, Shape]:
+        """The parts among `local` that have optimizer state if each rank updates its own: under FSDP1, no empty one."""
+        updated = {name: shape for name, shape in local.items() if name in self.updated}
+        return {name: shape for name, shape in updated.items() if prod(shape) or not self.flattens_units}
 
     def held(self, shard: int) -> tuple[UnitHolding, ...]:
         """What a rank with this shard holds of each unit, in unit order; empty units are skipped."""
@@ -117,9 +122,8 @@ class UnitShards:
         if self.owned is not None:
             owned = {*self.owned[shard]} & {*unit.parameters}
             updated: Mapping[str, Shape] = {name: self.shapes[name] for name in unit.parameters if name in owned}
-        else:  # under FSDP1 an empty part has no gradient
-            reached = {name: shape for name, shape in own.items() if name in self.updated}
-            updated = {name: shape for name, shape in reached.items() if prod(shape) or not self.flattens_units}
+        else:
+            updated = self.parts_with_state(own)
         if not updated:
             return 0
         key = tuple((name.removeprefix(unit.fqn), shape, self.dtypes[name]) for name, shape in updated.items())
