@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -205,15 +206,20 @@ def test_an_address_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def _num_gloo_threads() -> int:
-    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
-    return sum("gloo_runloop" in name for name in names)
+    num_threads = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            num_threads += "gloo_runloop" in (task / "comm").read_text()
+    return num_threads
 
 
-def _once_at(expected: int) -> int:
-    """The number of gloo's threads once it is `expected`, or after ten seconds: the thread of a save ends later."""
-    deadline = time.monotonic() + 10
-    while (found := _num_gloo_threads()) != expected and time.monotonic() < deadline:
+def _num_settled_gloo_threads() -> int:
+    """Their number once it has not changed for a second: a thread names itself a little after its start."""
+    found, since = _num_gloo_threads(), time.monotonic()
+    while time.monotonic() - since < 1:
         time.sleep(0.01)
+        if (now := _num_gloo_threads()) != found:
+            found, since = now, time.monotonic()
     return found
 
 
@@ -222,14 +228,15 @@ def test_no_threads_of_groups_are_left(tmp_path: Path) -> None:
 
     def work(context: DistributedContext) -> list[int]:
         model = nn.Linear(2, 2)
-        counts = [_num_gloo_threads()]
+        context.barrier()
+        counts = [_num_settled_gloo_threads()]
         with fs.Checkpointer(tmp_path / "run") as checkpointer:
             checkpointer.save(1, model, torch.optim.AdamW(model.parameters()))
-            counts.append(_num_gloo_threads())
-        counts.append(_once_at(counts[0]))
+            counts.append(_num_settled_gloo_threads())
+        counts.append(_num_settled_gloo_threads())
         fs.save_pretrained(model, tmp_path / "model")
         fs.load_weights(model, tmp_path / "model")
-        return [*counts, _once_at(counts[0])]
+        return [*counts, _num_settled_gloo_threads()]
 
     for before, during, *after in on_ranks(2, work):
         assert during > before
