@@ -34,7 +34,7 @@ from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task, check_class_order
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
-from fsdp_shard.distributed import LONG_WAIT_SECONDS, run_on_all, run_on_main
+from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, run_on_all, run_on_main
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import CAUSAL, MASKED_LM, SEQUENCE_CLASSIFICATION, tokenizer_files
 
@@ -368,7 +368,7 @@ def prepare_on_ranks(
     Raises:
         FsdpShardError: On all ranks, if rank 0 fails, or ranks would stream different files.
     """
-    waiting = context.with_new_group(LONG_WAIT_SECONDS)
+    waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
     name = (task or Task()).name
     tokenized = run_on_main(waiting, lambda: tokenize_all(config, open_tokenizer(), task=name))
     if not config.streaming:

@@ -1,14 +1,22 @@
 from .agreement import run_on_all as run_on_all, run_on_main as run_on_main
+from .communicator import (
+    Communicator as Communicator,
+    OnlyRank as OnlyRank,
+    SilentCommunicator as SilentCommunicator,
+    current_ranks as current_ranks,
+    temporary_ranks as temporary_ranks,
+)
 from .config import LONGEST_TIMEOUT_SECONDS as LONGEST_TIMEOUT_SECONDS, LaunchConfig as LaunchConfig
-from .fake_ranks import as_fake_rank as as_fake_rank
 from .hardware import (
     count_gpus as count_gpus,
+    describe_unbound as describe_unbound,
     device_preset as device_preset,
     gpu_number as gpu_number,
     num_cores as num_cores,
     peak_flops as peak_flops,
     preset_of as preset_of,
 )
+from .key_value_store import is_restarted as is_restarted
 from .launcher import (
     check_machine as check_machine,
     is_joined_rank as is_joined_rank,
@@ -26,16 +34,10 @@ from .local_shard import (
     is_first_copy as is_first_copy,
     shard_of as shard_of,
 )
-from .numa_binding import describe_unbound as describe_unbound
 from .process_group import (
-    LONG_WAIT_SECONDS as LONG_WAIT_SECONDS,
-    Communicator as Communicator,
     DistributedContext as DistributedContext,
-    OnlyRank as OnlyRank,
-    current_ranks as current_ranks,
     init_distributed as init_distributed,
-    is_restarted as is_restarted,
-    temporary_ranks as temporary_ranks,
+    mesh_shapes as mesh_shapes,
 )
 from .rendezvous import is_this_machine as is_this_machine
 from .signals import (

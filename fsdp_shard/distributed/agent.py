@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.elastic_private import OverridableAgent
-from fsdp_shard.distributed.process_group import ATTEMPT, ATTEMPT_KEY, wait_for_members
+from fsdp_shard.distributed.key_value_store import ATTEMPT, ATTEMPT_KEY, wait_for_members
 from fsdp_shard.distributed.rank_reports import AttemptDirectory
 from fsdp_shard.distributed.signals import holding_signals
 from fsdp_shard.errors import InputError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from fsdp_shard.errors import FsdpShardError, StorageError, os_error_text
 
 if TYPE_CHECKING:  # it imports torch, which commands that only inspect a run avoid
-    from fsdp_shard.distributed.process_group import Communicator
+    from fsdp_shard.distributed.communicator import Communicator
 
 T = TypeVar("T")
 

@@ -7,7 +7,9 @@ from typing import ClassVar, Protocol
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import setting
 
-LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # torch accepts no infinite timeout
+# Also for ranks that wait while one of them tokenizes, or reads all weights: the launcher notices a rank that dies or
+# hangs. torch accepts no infinite timeout.
+LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600.0
 
 
 @dataclass

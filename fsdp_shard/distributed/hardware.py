@@ -1,17 +1,21 @@
-"""The GPUs and cores of this machine, the device presets, and the names that torch gives to GPUs."""
+"""The GPUs, cores and NUMA nodes of this machine, the device presets, and the names that torch gives to GPUs."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import shipped
 
 if TYPE_CHECKING:
     import torch
 
+_NUMA_NODES = Path("/sys/devices/system/node")
 # torch's names for the GPUs of the presets. Other GPUs of the same family (PCIe, NVL, 40 GB) have other figures.
 _PRESETS = {
     "NVIDIA H100 80GB HBM3": "h100",
@@ -72,6 +76,30 @@ def init_device(device: str, local_rank: int) -> torch.device:
 def num_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def can_bind_to_numa_nodes() -> bool:
+    """Return whether torch can bind ranks: it requires the program numactl, although it does not run it."""
+    return shutil.which("numactl") is not None
+
+
+def wants_numa_binding(settings: LaunchConfig) -> bool:
+    """Return whether ranks started here should be bound, if possible."""
+    binding, num_gpus = settings.numa_binding, 0 if settings.device == "cpu" else count_gpus()
+    return binding != "none" and num_gpus >= (1 if binding == "node" else 2)
+
+
+def describe_unbound(settings: LaunchConfig) -> list[str]:
+    """On a rank that our launcher started, report that a missing program prevents the binding, if that matters."""
+    from fsdp_shard.distributed.key_value_store import ATTEMPT
+
+    has_one_node = len(list(_NUMA_NODES.glob("node[0-9]*"))) < 2
+    if ATTEMPT not in os.environ or has_one_node or can_bind_to_numa_nodes() or not wants_numa_binding(settings):
+        return []
+    return [
+        f"launch.numa_binding={settings.numa_binding} binds no rank to the processors near its GPU: the program "
+        f"numactl is not installed (apt-get install numactl)"
+    ]
 
 
 def device_preset(name: str) -> dict[str, Any]:

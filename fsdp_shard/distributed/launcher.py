@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsdp_shard.distributed.config import Launchable, LaunchConfig
-from fsdp_shard.distributed.hardware import count_gpus, num_cores
-from fsdp_shard.distributed.numa_binding import can_bind
+from fsdp_shard.distributed.hardware import can_bind_to_numa_nodes, count_gpus, num_cores
 from fsdp_shard.distributed.started_ranks import is_allocation_only, joins, number_in, slurm_variables
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.utils import first_line, format_count, in_yaml, redact_setting, refuse_changed, set_environment, walk
@@ -133,7 +132,7 @@ def _join_ranks(
     """Join the ranks that the environment describes: check, use rank 0's run_dir, begin once, and work."""
     from torch.distributed import DistNetworkError, DistStoreError
 
-    from fsdp_shard.distributed.process_group import join_store, leave_store
+    from fsdp_shard.distributed.key_value_store import join_store, leave_store
 
     # All are checked here: an error after the ranks have met would come as late as the last of them.
     rank, world_size, _ = (number_in(os.environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -294,7 +293,7 @@ def check_machine(settings: LaunchConfig) -> None:
             "launch.numa_binding=node has no effect without GPUs, to which processors are near; leave it out."
         )
     _refuse_settings_of_others(settings)
-    if settings.numa_binding == "node" and not can_bind():
+    if settings.numa_binding == "node" and not can_bind_to_numa_nodes():
         raise ConfigError(
             "launch.numa_binding=node needs the program numactl, which is not in a directory of PATH; install it "
             "(apt-get install numactl), or set launch.numa_binding=none."

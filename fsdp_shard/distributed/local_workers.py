@@ -19,8 +19,8 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from fsdp_shard.distributed.agent import Agent
 from fsdp_shard.distributed.config import Launchable, LaunchConfig
-from fsdp_shard.distributed.numa_binding import can_bind, wants_binding
-from fsdp_shard.distributed.process_group import attempt
+from fsdp_shard.distributed.hardware import can_bind_to_numa_nodes, wants_numa_binding
+from fsdp_shard.distributed.key_value_store import attempt
 from fsdp_shard.distributed.rank_reports import (
     AttemptDirectory,
     RankFailure,
@@ -104,7 +104,7 @@ def _keep_handlers(cleanup: ExitStack) -> None:
 def numa_options(settings: LaunchConfig) -> NumaOptions | None:
     """Return how torch binds ranks to processors; `auto` binds none if the machine does not report which are near."""
     is_auto = settings.numa_binding == "auto"
-    if not wants_binding(settings) or (is_auto and not can_bind()):
+    if not wants_numa_binding(settings) or (is_auto and not can_bind_to_numa_nodes()):
         return None
     return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=is_auto)
 

@@ -1,200 +1,29 @@
-"""The process group and the device of this rank, and the key-value store through which ranks find each other.
+"""The process group, the meshes and the device of this rank.
 
 Everything else gets a `DistributedContext` and calls its collectives; only launchers read RANK or WORLD_SIZE too.
 """
 
-import itertools
 import math
 import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from fsdp_shard.distributed.config import LONGEST_TIMEOUT_SECONDS
+from fsdp_shard.distributed.communicator import Communicator
 from fsdp_shard.distributed.hardware import init_device
+from fsdp_shard.distributed.key_value_store import join_store
 from fsdp_shard.distributed.started_ranks import number_in
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import clear_sharding_caches
 
-# For ranks that wait while one of them tokenizes, or reads all weights. The death of a rank is noticed at once, and a
-# hang by the launcher.
-LONG_WAIT_SECONDS = LONGEST_TIMEOUT_SECONDS
 _SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
-ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
-_calls = itertools.count()  # of `join_store` in this process
-
-
-@dataclass(frozen=True, kw_only=True)
-class Communicator:
-    """This rank among all ranks, and collectives on Python objects and small lists of numbers.
-
-    Attributes:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        group: Process group over all ranks; None is the default one.
-    """
-
-    rank: int
-    world_size: int
-    group: Any = None
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    @property
-    def local_world_size(self) -> int:
-        """Number of ranks on this machine; all ranks, if whoever started them does not say."""
-        return number_in(os.environ, "LOCAL_WORLD_SIZE", str(self.world_size))
-
-    @property
-    def mesh_shape(self) -> dict[str, int]:
-        """The sizes of the dimensions that the ranks are arranged in, by name; empty if that is not known."""
-        return {}
-
-    def with_new_group(self, timeout_seconds: float) -> Self:
-        """Return the same ranks with a gloo group and timeout of their own, for use by another thread. A collective."""
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        return replace(self, group=group)
-
-    def destroy_group(self) -> None:
-        """Destroy the group that `with_new_group` made, after its last use; its threads end with the last reference."""
-        if dist.is_initialized():
-            with suppress(ValueError):  # it was destroyed with all others
-                dist.destroy_process_group(self.group)
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        dist.barrier(group=self.group)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return `value` of every rank, in rank order, on every rank. For small Python objects only."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def gather_object(self, value: Any) -> list[Any]:
-        """Return `value` of every rank, in rank order, on rank 0, and an empty list on the others."""
-        values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values, group=self.group)
-        return values or []
-
-    def send_rows(self, rows: torch.Tensor, source: int, destination: int, num_rows: int) -> torch.Tensor:
-        """Send rows from one rank to another; a collective.
-
-        All ranks take part, since NCCL may make a communicator for each pair of ranks that send and receive alone.
-
-        Args:
-            rows: On rank `source`, what is sent, [num_rows, ...]; elsewhere no rows, [0, ...] of the same dtype.
-            source: The rank that sends.
-            destination: The rank that receives.
-            num_rows: Number of rows that are sent.
-
-        Returns:
-            The rows on rank `destination`, no rows elsewhere. `rows` itself if a rank keeps its own.
-        """
-        if source == destination:
-            return rows
-        sent, received = [0] * self.world_size, [0] * self.world_size
-        sent[destination] = num_rows if self.rank == source else 0
-        received[source] = num_rows if self.rank == destination else 0
-        found = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=self.group)
-        return found
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Return `value` of rank `source` on every rank."""
-        values = [value]
-        dist.broadcast_object_list(values, src=source, group=self.group)
-        return values[0]
-
-    def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
-        """Return the element-wise `sum`, `max` or `min` of `values` over the ranks, computed in float64."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        self.all_reduce_(tensor, operation)
-        return [float(value) for value in tensor]
-
-    def all_reduce_(self, tensor: torch.Tensor, operation: str = "sum") -> None:
-        """Replace `tensor` by its element-wise `sum`, `max` or `min` over the ranks; on a GPU, without waiting."""
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
-
-
-class SendsNothing(Communicator):
-    """A rank that waits for no others: every collective returns its own values."""
-
-    def with_new_group(self, timeout_seconds: float) -> Self:
-        return self
-
-    def destroy_group(self) -> None:
-        return
-
-    def barrier(self) -> None:
-        return
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.world_size
-
-    def gather_object(self, value: Any) -> list[Any]:
-        return [value] * self.world_size if self.is_main else []
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnlyRank(SendsNothing):
-    """A process that is the only rank, and needs no process group."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    @property
-    def local_world_size(self) -> int:
-        return 1
-
-    def all_reduce_(self, tensor: torch.Tensor, operation: str = "sum") -> None:
-        return
-
-
-def current_ranks(timeout_seconds: float) -> Communicator:
-    """The ranks of the process group that this process is in, with a gloo group of their own; a collective.
-
-    Args:
-        timeout_seconds: Timeout of the new group.
-
-    Raises:
-        ConfigError: This process is one of several ranks, according to WORLD_SIZE, but has no process group yet.
-    """
-    if dist.is_initialized():
-        ranks = Communicator(rank=dist.get_rank(), world_size=dist.get_world_size())
-        return ranks.with_new_group(timeout_seconds)
-    if (world_size := number_in(os.environ, "WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"This process is one of {world_size} ranks (WORLD_SIZE={world_size}), but has no process group yet; call "
-            f"torch.distributed.init_process_group() or fsdp_shard.init_distributed() first."
-        )
-    return OnlyRank()
-
-
-@contextmanager
-def temporary_ranks(timeout_seconds: float) -> Iterator[Communicator]:
-    """`current_ranks`, whose group is destroyed when the block ends; a collective."""
-    ranks = current_ranks(timeout_seconds)
-    try:
-        yield ranks
-    finally:
-        ranks.destroy_group()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,74 +281,3 @@ def _check_rank_is_set() -> None:
             f"LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT. For tasks that have nothing to do with each "
             f"other, set RANK=0."
         )
-
-
-def join_store(rendezvous: str, timeout_seconds: float) -> Store:
-    """Connect to the store of the ranks that the environment describes.
-
-    Each attempt has its own prefix, so that it never sees the keys of a dead one. So has each call in a process: the
-    store of torchrun outlives a run, and the same ranks may start another one. All ranks make the same calls.
-
-    Args:
-        rendezvous: Init method, such as `env://` or `file:///path`.
-        timeout_seconds: How long to wait for the store.
-
-    Returns:
-        The store of this attempt.
-
-    Raises:
-        ConfigError: The environment does not say at which address the ranks meet.
-    """
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if rendezvous == "env://" and missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot meet; start "
-            f"them with torchrun, or set both to an address and a free port of the machine of rank 0."
-        )
-    # A method such as file:// may bring both numbers itself; otherwise torch raises an error without them.
-    rank, world_size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
-    timeout = timedelta(seconds=timeout_seconds)
-    store, _, _ = next(torch_rendezvous(rendezvous, rank, world_size, timeout=timeout))
-    return PrefixStore(f"fsdp-shard/attempt-{attempt()}/{next(_calls)}", store)
-
-
-def attempt() -> str:
-    """Return which attempt of the run this is, the same on all its ranks: 1, 2, ... under our own launcher.
-
-    torchrun counts restarts on each machine separately, so on several machines its number is unreliable.
-    """
-    if ATTEMPT in os.environ:
-        return os.environ[ATTEMPT]
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
-
-
-def is_restarted() -> bool:
-    """Return whether the ranks of this run were started before, and failed or changed in number."""
-    return int(attempt()) > (1 if ATTEMPT in os.environ else 0)
-
-
-def leave_store(store: Store, num_members: int, *, serves: bool, seconds: float) -> None:
-    """Announce that this member no longer uses `store`; the member that serves it waits for the others.
-
-    A store that is already gone is no error: nobody is left to wait for.
-
-    Args:
-        store: Store that all members use.
-        num_members: Number of members.
-        serves: Whether this member serves the store.
-        seconds: How long the serving member waits at most.
-    """
-    try:
-        wait_for_members(store, "fsdp-shard/left", num_members if serves else 1, seconds)
-    except (RuntimeError, ValueError):
-        return
-
-
-def wait_for_members(store: Store, key: str, num_members: int, seconds: float) -> None:
-    """Count this member under `key`, and wait until `num_members` have been counted, for at most `seconds`."""
-    deadline = time.monotonic() + seconds
-    num_arrived = store.add(key, 1)
-    while num_arrived < num_members and time.monotonic() < deadline:
-        time.sleep(0.02)
-        num_arrived = store.add(key, 0)

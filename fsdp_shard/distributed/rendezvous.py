@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.elastic_private import CountingRendezvous
-from fsdp_shard.distributed.process_group import ATTEMPT_KEY, leave_store
+from fsdp_shard.distributed.key_value_store import ATTEMPT_KEY, leave_store
 
 _SECONDS_TO_LEAVE = 15.0
 # How long each round waits for more machines than the minimum.

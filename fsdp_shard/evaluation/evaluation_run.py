@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location
-from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
+from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, DistributedContext
 from fsdp_shard.evaluation.config import LM_EVAL, PERPLEXITY, SCORED_ROWS, EvaluateSettings, check_inputs
 from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
 from fsdp_shard.evaluation.registry import EVALUATIONS
@@ -78,7 +78,7 @@ def run_evaluation(
             check_packing(config)
     tokenizer = load_tokenizer(settings.source.tokenizer, trust)
     if context is not None:  # weight digests, and batches of large models, take longer than a training step
-        context = context.with_new_group(LONG_WAIT_SECONDS)
+        context = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
     is_main = context is None or context.is_main
     log: Callable[[str], object] = say if is_main else lambda text: None
     given = EvaluationInputs(settings, Path(run_dir), seed, tokenizer, context)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fsdp_shard.checkpoint import BASE_MODEL, RUN_CONFIG
 from fsdp_shard.data import Dataset, Samples, prepare_on_ranks
 from fsdp_shard.distributed import (
-    LONG_WAIT_SECONDS,
+    LONGEST_TIMEOUT_SECONDS,
     DistributedContext,
     describe_unbound,
     init_distributed,
@@ -89,7 +89,7 @@ def _find_start(config: FinetuneSettings, context: DistributedContext, stop: Sto
     """Find the step to resume from and verify it; a collective."""
     remote, trust = config.checkpoint.remote, config.model.trust_remote_code
     # Rank 0 may download a step. Without a remote store nothing takes long, and no other group is needed.
-    waiting = context.with_new_group(LONG_WAIT_SECONDS) if remote else context
+    waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS) if remote else context
     step = run_on_main(
         waiting, lambda: resume.find_step(config.resume, config.run_dir, remote, is_again=is_restarted())
     )

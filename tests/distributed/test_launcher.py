@@ -23,12 +23,12 @@ from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import (
     LaunchConfig,
     describe_unbound,
+    hardware,
     init_distributed,
     launch,
     launcher,
     local_workers,
     num_cores,
-    numa_binding,
 )
 from fsdp_shard.distributed.launcher import check_machine
 from fsdp_shard.distributed.local_workers import numa_options
@@ -268,7 +268,7 @@ def test_without_numactl_ranks_are_not_bound_and_say_so(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path / "programs"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(numa_binding, "_NODES", tmp_path)
+    monkeypatch.setattr(hardware, "_NUMA_NODES", tmp_path)
     monkeypatch.setenv("FSDP_SHARD_ATTEMPT", "1")
     auto, node = LaunchConfig(ranks=2), LaunchConfig(ranks=2, numa_binding="node")
     check_machine(auto)

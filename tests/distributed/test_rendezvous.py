@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.distributed import LaunchConfig, rendezvous
-from fsdp_shard.distributed.process_group import ATTEMPT
+from fsdp_shard.distributed.key_value_store import ATTEMPT
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _Round = tuple[int, int, str, int, str]  # rank, machines, address and port of the store, number

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all
+from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, DistributedContext, run_on_all
 from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText, seed_draws
 from fsdp_shard.inference.generation.padding_trial import reads_padding
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
@@ -75,7 +75,7 @@ def complete(
     """
     rank, num_ranks = (context.data_rank, context.num_data_ranks) if context else (0, 1)
     if context is not None:  # one rank may have a batch with long answers, and another none
-        context = context.with_new_group(LONG_WAIT_SECONDS)
+        context = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
         num_done = context.broadcast_object(num_done)
     lengths, adapters = [len(ids) for ids in encoded], [prompt.adapter for prompt in prompts]
     log = say if context is None or context.is_main else lambda text: None

@@ -29,13 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import data, models, sharding
-from fsdp_shard.distributed import DistributedContext, as_fake_rank
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
 from fsdp_shard.planning.step.recording.recorder import tensors_in
 from fsdp_shard.planning.step.snapshot import Snapshot, highest, highest_of_phases
+from fsdp_shard.planning.trace.fake_rank import as_fake_rank
 from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveSnapshot, LiveStorages, plain_parts, snapshots
 from fsdp_shard.training import (
     DistillConfig,

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location, describe_model, model_digests
 from fsdp_shard.data import NO_WINDOW, ComparedRows, Samples, SourceDataset, cache_directory, with_extras
-from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
+from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError
 from fsdp_shard.sharding import ShardedModel, free_gathered
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, read_batch, to_device
@@ -211,7 +211,7 @@ class _CachedReference:
     def __init__(self, config: FinetuneSettings, start: RunStart) -> None:
         self._config, self._start = config, start
         self._reference: _PassReference | None = None
-        self.waiting = start.context.with_new_group(LONG_WAIT_SECONDS)
+        self.waiting = start.context.with_new_group(LONGEST_TIMEOUT_SECONDS)
 
     def values(self, source: SourceDataset, file: Path) -> tuple[torch.Tensor, str]:
         """Return the values of a source, float32 [num_pairs, 2], and a line to print; a collective."""

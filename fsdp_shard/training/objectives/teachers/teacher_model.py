@@ -28,7 +28,7 @@ from fsdp_shard.data import (
     used_samples,
     with_token_values,
 )
-from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
+from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import DataError, Interrupted
 from fsdp_shard.models import load_config
 from fsdp_shard.training.batch_loader import evaluation_batches, read_batch, to_device
@@ -110,7 +110,7 @@ def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStar
     if distill.teacher_logits != PRECOMPUTED:
         return data
     context = start.context
-    waiting = context.with_new_group(LONG_WAIT_SECONDS)
+    waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
     caches = run_on_main(waiting, lambda: _caches(config, distill, data.sources))
     used = run_on_all(waiting, lambda: _used(config, start.step, data))
     teacher = _TeacherPass(config, distill, start)

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_shard.distributed.process_group import DistributedContext, SendsNothing, mesh_shapes
+from fsdp_shard.distributed import DistributedContext, SilentCommunicator, mesh_shapes
 from fsdp_shard.utils import fake_store, without_fakes
 
 
-class FakeContext(SendsNothing, DistributedContext):
+class FakeContext(SilentCommunicator, DistributedContext):
     """A rank of a run of any size, without the other ranks."""
 
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
