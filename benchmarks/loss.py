@@ -26,7 +26,7 @@ def side(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-    from fsdp_shard.training import giving_loss, use_loss_head
+    from fsdp_shard.training import head_returns_loss, use_loss_head
 
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
@@ -50,7 +50,7 @@ def side(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     seconds, losses = [], []
     for _ in range(3):
         began = time.perf_counter()
-        with giving_loss(model, labels, float(labels.numel())) as is_loss:
+        with head_returns_loss(model, labels, float(labels.numel())) as is_loss:
             logits = model(input_ids=inputs, use_cache=False).logits
         loss = logits.reshape(()) if is_loss else F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         del logits

@@ -180,7 +180,7 @@ def _run(
     except SystemExit as leaving:
         raise RunError("Another rank has found what is wrong, and says it.") from leaving
     finally:
-        if COMMANDS[command].ranks_are == "started":
+        if COMMANDS[command].rank_mode == "started":
             gc.collect()  # reference cycles hold the model, the optimizer, process groups and data workers
     return jobs[0].config
 

@@ -152,7 +152,7 @@ def run_jobs(
         if joined_rank() == 0:
             for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
                 print(line, file=sys.stderr, flush=True)
-        later = [job for job in jobs if schema.ranks_are == "started" and is_joined_rank(job.config.launch)]
+        later = [job for job in jobs if schema.rank_mode == "started" and is_joined_rank(job.config.launch)]
         for job in jobs:
             if job not in later:  # one rank of each machine checks the later ones
                 _check(find(), job.config)
@@ -190,7 +190,7 @@ def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) ->
 
 def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
     """Reject a sweep whose ranks cannot go on together after a failed run."""
-    if schema.ranks_are != "started":
+    if schema.rank_mode != "started":
         return
     if any(is_joined_rank(job.config.launch) for job in jobs):
         raise ConfigError(
@@ -226,7 +226,7 @@ def _first_rank_reports() -> Iterator[None]:
 
 def _check(recipe: Recipe[C], config: C) -> None:
     """Find mistakes before any rank starts."""
-    if config.ranks_are == "started":
+    if config.rank_mode == "started":
         check_machine(config.launch)
     _refuse_unused(config)
     checkpoint.refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
@@ -293,7 +293,7 @@ def _lock(config: configs.RunConfig) -> Iterator[None]:
 def _perform(recipe: Recipe[C], config: C, *, may_fork: bool) -> None:
     if joined_rank() == 0:
         remove_error(config.run_dir)
-    if config.ranks_are == "started":
+    if config.rank_mode == "started":
         begin = partial(_make_run_dir, writes_config=recipe.writes_config)
         check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
         launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)

@@ -87,7 +87,7 @@ def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:
         failed: The run_dir of each that failed.
     """
     # Even a plan that does not fit leaves its figures.
-    has_result = [job.config.run_dir not in failed or job.config.ranks_are == "planned" for job in jobs]
+    has_result = [job.config.run_dir not in failed or job.config.rank_mode == "planned" for job in jobs]
     results = [_result(job.config) if has else {} for job, has in zip(jobs, has_result, strict=True)]
     figures = [name for name in jobs[0].config.headline if any(result.get(name) is not None for result in results)]
     changed = changed_settings_of(jobs)

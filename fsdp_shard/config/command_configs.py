@@ -56,7 +56,7 @@ class RunConfig:
 
     Attributes:
         command: The command of this config.
-        ranks_are: The meaning of launch.ranks: ranks to start, ranks to plan for, or one if the command uses a single
+        rank_mode: The meaning of launch.ranks: ranks to start, ranks to plan for, or one if the command uses a single
             process.
         unused: Settings and sections that the command does not use: `--help` omits them, and setting one is an error.
         writes: Whether the command writes a run_dir, with its config.yaml.
@@ -65,12 +65,12 @@ class RunConfig:
         for_less_memory: What to do if a rank is out of memory, in one sentence.
         per_machine: Settings that may differ between the machines of a run, besides run_dir, debug and launch.
         is_default_run_dir: Whether run_dir was not given.
-        given: Names of the settings and groups on the command line.
+        explicit_settings: Names of the settings and groups on the command line.
         own_recipe: The file name of the recipe, unless it is the shipped one.
     """
 
     command: ClassVar[str] = ""
-    ranks_are: ClassVar[Ranks] = "one"
+    rank_mode: ClassVar[Ranks] = "one"
     unused: ClassVar[tuple[str, ...]] = ("launch",)
     writes: ClassVar[bool] = True
     takes_training_run: ClassVar[bool] = False
@@ -91,7 +91,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     is_default_run_dir = False  # not annotated, so it is not a setting
-    given = frozenset[str]()
+    explicit_settings = frozenset[str]()
     own_recipe = ""
 
     @property
@@ -131,7 +131,7 @@ class FinetuneConfig(RunConfig):
         "`fsdp-shard plan` with the same settings (it names those to leave out) shows what the memory is for, and with "
         "device.memory=SIZE, which settings need less."
     )
-    ranks_are: ClassVar[Ranks] = "started"
+    rank_mode: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
     takes_training_run: ClassVar[bool] = True
 
@@ -261,7 +261,7 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
         *("accuracy", "mean_margin", "f1_macro", "exact_match", "f1", "rougeL", "wer", "seconds"),
     )
     for_less_memory: ClassVar[str] = _FOR_LESS_MEMORY
-    ranks_are: ClassVar[Ranks] = "started"
+    rank_mode: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
 
     run_dir: str = default_run_dir("evaluate")
@@ -301,7 +301,7 @@ class GenerateConfig(RunConfig, GenerateSettings):
     command: ClassVar[str] = "generate"
     headline: ClassVar[tuple[str, ...]] = ("num_new_tokens", "tokens_per_second", "peak_memory_bytes")
     for_less_memory: ClassVar[str] = _FOR_LESS_MEMORY
-    ranks_are: ClassVar[Ranks] = "started"
+    rank_mode: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ("dispatch.schedule",)  # each token needs the previous one
 
     run_dir: str = default_run_dir("generate")
@@ -330,7 +330,7 @@ class PlanConfig(RunConfig, PlanSettings):
 
     command: ClassVar[str] = "plan"
     headline: ClassVar[tuple[str, ...]] = ("peak_bytes", "fits")
-    ranks_are: ClassVar[Ranks] = "planned"
+    rank_mode: ClassVar[Ranks] = "planned"
     takes_training_run: ClassVar[bool] = True
     # The activations of fused kernels cannot be measured, batches are not planned, and no ranks are started.
     unused: ClassVar[tuple[str, ...]] = (
@@ -367,7 +367,7 @@ class DoctorConfig(FinetuneConfig):
     """
 
     command: ClassVar[str] = "doctor"
-    ranks_are: ClassVar[Ranks] = "planned"
+    rank_mode: ClassVar[Ranks] = "planned"
     writes: ClassVar[bool] = False
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path=""))

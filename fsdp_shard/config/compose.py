@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
-from fsdp_shard.config.config_errors import close_to_flag, composition_error, unknown_setting
+from fsdp_shard.config.config_errors import composition_error, flag_suggestion, unknown_setting_message
 from fsdp_shard.config.preset_file import (
     CONFIG_NAME,
     check_values,
@@ -193,19 +193,19 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str, config_nam
     conf, arguments = _preset_directories(arguments, schema)
     # argparse requires contiguous positional arguments, but users put -m anywhere.
     arguments = sorted(arguments, key=lambda argument: "=" in argument and not argument.startswith("-"))
-    said, own_argv = io.StringIO(), sys.argv
+    stderr, own_argv = io.StringIO(), sys.argv
     sys.argv = [program, *arguments]  # from which hydra.main reads the command line
     try:
-        with set_environment({"HYDRA_FULL_ERROR": "1"}), redirect_stderr(said):  # exceptions are passed on unchanged
+        with set_environment({"HYDRA_FULL_ERROR": "1"}), redirect_stderr(stderr):  # exceptions are passed on unchanged
             hydra.main(version_base="1.3", config_path=str(conf), config_name=config_name)(collect)()
     except SystemExit as leaving:
         if leaving.code:
-            line = said.getvalue().strip().rpartition("\n")[2]
+            line = stderr.getvalue().strip().rpartition("\n")[2]
             message = line.partition("error: ")[2] or line  # argparse prints the usage and the program's name first
-            message = f"{message[:1].upper()}{message[1:]}{close_to_flag(message, schema)}"
+            message = f"{message[:1].upper()}{message[1:]}{flag_suggestion(message, schema)}"
             raise ConfigError(f"{message}; settings have the form name=value; --help lists them.") from None
     else:
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(stderr.getvalue())
     finally:
         sys.argv = own_argv
     return composed
@@ -246,20 +246,22 @@ def _preset_directories(arguments: list[str], schema: type) -> tuple[Path, list[
 def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: type[C]) -> Job[C]:
     # Hydra accepts `+name=value` for any name, although nothing would read it.
     if (name := next(_unknown_keys(composed), None)) is not None:
-        raise ConfigError(unknown_setting(name, schema))
+        raise ConfigError(unknown_setting_message(name, schema))
     _fill_alternatives(composed)
     if missing := sorted(OmegaConf.missing_keys(composed)):
-        raise ConfigError(_missing(missing, schema))
+        raise ConfigError(_missing_message(missing, schema))
     config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     if config.run_dir in ("", "null"):
-        raise ConfigError(f"run_dir is {config.run_dir or 'empty'}; give a directory, or leave it out for one by date.")
+        raise ConfigError(
+            f"run_dir is {config.run_dir or 'empty'}; give a directory, or leave it out for a directory named by date."
+        )
     run_dir = os.path.expanduser(config.run_dir)  # a shell does not expand the ~ in name=~/directory
     if number is not None:
         run_dir = str(Path(run_dir) / str(number))
     config = dataclasses.replace(config, run_dir=run_dir)
     raw: Any = OmegaConf.to_container(composed, resolve=False)
     # A sweep keeps all directories, as its table is created from them.
-    config.given = frozenset(override.lstrip("+~").partition("=")[0] for override in overrides)
+    config.explicit_settings = frozenset(override.lstrip("+~").partition("=")[0] for override in overrides)
     config.is_default_run_dir = number is None and raw["run_dir"] == schema().run_dir
     return Job(config, overrides)
 
@@ -304,11 +306,11 @@ def _sections(composed: Any) -> Iterator[tuple[str, Any]]:
             yield key, section
 
 
-def _missing(missing: Sequence[str], schema: type) -> str:
+def _missing_message(missing: Sequence[str], schema: type) -> str:
     helps = {setting.name: setting.help for setting in settings_of(schema)}
     verb = "is" if len(missing) == 1 else "are"
-    said = [f"{' and '.join(missing)} {verb} not set. Add {' '.join(f'{name}=VALUE' for name in missing)}."]
-    return " ".join([*said, *(f"{name}: {_first_sentence(helps[name])}" for name in missing if name in helps)])
+    sentences = [f"{' and '.join(missing)} {verb} not set. Add {' '.join(f'{name}=VALUE' for name in missing)}."]
+    return " ".join([*sentences, *(f"{name}: {_first_sentence(helps[name])}" for name in missing if name in helps)])
 
 
 def _first_sentence(text: str) -> str:

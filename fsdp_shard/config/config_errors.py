@@ -19,7 +19,7 @@ from omegaconf.errors import (
 
 from fsdp_shard.config.command_configs import COMMANDS, command_of
 from fsdp_shard.config.names_elsewhere import known_elsewhere
-from fsdp_shard.config.preset_file import CONFIG_NAME, unresolved
+from fsdp_shard.config.preset_file import CONFIG_NAME, unresolved_message
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import REQUIRED, nearest
@@ -38,10 +38,10 @@ def composition_error(
     """
     if isinstance(error, InterpolationResolutionError | UnsupportedInterpolationType):
         is_in_file = preset_file is not None and not any(one.startswith(f"{error.full_key}=") for one in arguments)
-        return ConfigError(f"{preset_file}: {unresolved(error)}" if is_in_file else unresolved(error))
-    if said := _wrong_override(error, schema, arguments) or _wrong_value(error, schema):
-        return ConfigError(said.replace(f"{CONFIG_NAME}.yaml", preset_file or ""))
-    name = _not_found(error)
+        return ConfigError(f"{preset_file}: {unresolved_message(error)}" if is_in_file else unresolved_message(error))
+    if message := _wrong_override_message(error, schema, arguments) or _wrong_value_message(error, schema):
+        return ConfigError(message.replace(f"{CONFIG_NAME}.yaml", preset_file or ""))
+    name = _config_not_found(error)
     if name.startswith("hydra/"):
         group, _, option = name.rpartition("/")
         return ConfigError(
@@ -49,28 +49,28 @@ def composition_error(
             f"{group} out."
         )
     if preset_file is not None and name:
-        return ConfigError(f"{preset_file}: {_no_such_config(name, schema)}")
-    said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
-    said = " ".join(said.split()).replace(f"{Path.cwd()}/", "")
-    if preset_file is not None and said.startswith("Error resolving interpolation"):  # of an option in its defaults
-        said = f"{preset_file}: {said}"
-    return ConfigError(said.replace(f"In '{CONFIG_NAME}'", preset_file or ""))
+        return ConfigError(f"{preset_file}: {_no_such_config_message(name, schema)}")
+    message = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+    message = " ".join(message.split()).replace(f"{Path.cwd()}/", "")
+    if preset_file is not None and message.startswith("Error resolving interpolation"):  # of an option in its defaults
+        message = f"{preset_file}: {message}"
+    return ConfigError(message.replace(f"In '{CONFIG_NAME}'", preset_file or ""))
 
 
-def _not_found(error: BaseException) -> str:
+def _config_not_found(error: BaseException) -> str:
     """The config that Hydra could not find, such as group/option; empty for other errors."""
     match = re.search(r"Could not (?:find|load) '([^']+)'", str(error))
     return match[1] if match else ""
 
 
-def _no_such_config(name: str, schema: type) -> str:
+def _no_such_config_message(name: str, schema: type) -> str:
     group, _, option = name.rpartition("/")
     if options := groups_of(schema).get(group):
         return f"{group}={option}: there is no such option; {group} has {', '.join(options)}{nearest(option, options)}."
     return f"there is no config {name}; `fsdp-shard ls` lists them."
 
 
-def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]) -> str | None:
+def _wrong_override_message(error: BaseException, schema: type, arguments: Sequence[str]) -> str | None:
     """The message for the first override that cannot be parsed, or names an unknown setting, group or option."""
     for before, argument in zip(["", *arguments], arguments, strict=False):
         is_value_of_flag = before.startswith("-") and "=" not in argument
@@ -79,9 +79,9 @@ def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]
         try:
             override = OverridesParser.create().parse_override(argument)
         except HydraException:
-            return _unreadable(argument, schema)
-        if (said := _unknown(override, schema, error, arguments)) is not None:
-            return said
+            return _unreadable_message(argument, schema)
+        if (message := _unknown_override_message(override, schema, error, arguments)) is not None:
+            return message
         if override.is_sweep_override() and "Ambiguous value" in str(error):
             value = argument.partition("=")[2]
             return (
@@ -91,7 +91,7 @@ def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]
     return None
 
 
-def _unreadable(argument: str, schema: type) -> str:
+def _unreadable_message(argument: str, schema: type) -> str:
     if "=" not in argument:
         is_file = argument.endswith((".yaml", ".yml"))
         settings = settings_of(schema)
@@ -110,30 +110,32 @@ def _unreadable(argument: str, schema: type) -> str:
     )
 
 
-def _unknown(override: Any, schema: type, error: BaseException, arguments: Sequence[str]) -> str | None:
+def _unknown_override_message(
+    override: Any, schema: type, error: BaseException, arguments: Sequence[str]
+) -> str | None:
     settings = {setting.name: setting for setting in settings_of(schema)}
     groups = groups_of(schema)
     name = override.key_or_group
     if name in groups:
-        return _unknown_option(override, groups, error, schema)
+        return _unknown_option_message(override, groups, error, schema)
     if name in settings:
         return None
     if inside := [setting.name for setting in settings.values() if setting.name.startswith(f"{name}.")]:
-        return None if isinstance(override.value(), dict) else _whole_section(override, inside)
+        return None if isinstance(override.value(), dict) else _whole_section_message(override, inside)
     if (outer := next((setting for setting in settings if name.startswith(f"{setting}.")), None)) is not None:
         inside = name.removeprefix(f"{outer}.")
         value = settings[outer].default
         return None if value.startswith("{") else f"{name}: {outer} is {value}, not a mapping that has {inside}."
-    return unknown_setting(name, schema, [argument.partition("=")[0].lstrip("+~") for argument in arguments])
+    return unknown_setting_message(name, schema, [argument.partition("=")[0].lstrip("+~") for argument in arguments])
 
 
-def _whole_section(override: Any, inside: Sequence[str]) -> str:
+def _whole_section_message(override: Any, inside: Sequence[str]) -> str:
     name, value = override.key_or_group, override.input_line.partition("=")[2]
     likely = f"{name}.path" if f"{name}.path" in inside else inside[0]
     return f"{name}={value}: {name} is a section of settings and has no value itself; did you mean {likely}={value}?"
 
 
-def unknown_setting(name: str, schema: type, given: Sequence[str] = ()) -> str:
+def unknown_setting_message(name: str, schema: type, given: Sequence[str] = ()) -> str:
     """The message for a setting that does not exist, or not with the selected options.
 
     Args:
@@ -154,7 +156,7 @@ def unknown_setting(name: str, schema: type, given: Sequence[str] = ()) -> str:
         alike = [setting for setting in settings if setting.rpartition(".")[2] == last]
         close = f" (or did you mean {alike[0]}?)" if len(names) == len(alike) == 1 else ""
         return f"{', '.join(names)} {are} of {other}, not of {command}; leave {them} out{close}."
-    return f"{name} is not a setting of {command}{_close(name, schema)}. See --help for all of them."
+    return f"{name} is not a setting of {command}{_suggestion(name, schema)}. See --help for all of them."
 
 
 def _command_with(name: str) -> str | None:
@@ -165,15 +167,15 @@ def _command_with(name: str) -> str | None:
     return None
 
 
-def close_to_flag(message: str, schema: type) -> str:
+def flag_suggestion(message: str, schema: type) -> str:
     """Return ` (did you mean X?)` for the first argument in `message`, such as `--learning_rate=1e-4`."""
     flag = re.search(r"Unrecognized arguments: --([\w.-]+)", message, re.IGNORECASE)
     if flag and any(setting.name == flag[1] for setting in settings_of(schema)):
         return f" (did you mean {flag[1]}=VALUE?)"
-    return _close(flag[1], schema) if flag else ""
+    return _suggestion(flag[1], schema) if flag else ""
 
 
-def _close(name: str, schema: type) -> str:
+def _suggestion(name: str, schema: type) -> str:
     known = sorted({*(setting.name for setting in settings_of(schema)), *groups_of(schema)})
     section, _, last = name.rpartition(".")
     if close := known_elsewhere(name, known) or (known_elsewhere(last, known) if section else ""):
@@ -185,23 +187,25 @@ def _close(name: str, schema: type) -> str:
     return f" (did you mean {last_parts[matches[0]]}?)" if matches else ""
 
 
-def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException, schema: type) -> str | None:
+def _unknown_option_message(
+    override: Any, groups: dict[str, list[str]], error: BaseException, schema: type
+) -> str | None:
     """The message for an option that Hydra could not find; other presets may be in the user's --config-dir."""
     group = override.key_or_group
     if override.is_sweep_override():
-        of, _, option = _not_found(error).rpartition("/")
+        of, _, option = _config_not_found(error).rpartition("/")
         if of != group:
             return None
-    elif override.value() is None or _not_found(error):
+    elif override.value() is None or _config_not_found(error):
         option = override.get_value_element_as_str()
     else:
         return None
     if option in groups[group]:
         return None
-    return _no_such_config(f"{group}/{option}", schema)
+    return _no_such_config_message(f"{group}/{option}", schema)
 
 
-def _wrong_value(error: BaseException, schema: type) -> str | None:
+def _wrong_value_message(error: BaseException, schema: type) -> str | None:
     """The message for a value of the wrong type, or for an unknown key in a YAML file."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
@@ -214,9 +218,9 @@ def _wrong_value(error: BaseException, schema: type) -> str | None:
     if match and isinstance(cause, ConfigAttributeError | ConfigKeyError) and name in groups_of(schema):
         return f"{where}its settings are taken for a section {name}; make `# @package _global_` its first line."
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and name:
-        return f"{where}{unknown_setting(name, schema)}"
+        return f"{where}{unknown_setting_message(name, schema)}"
     if isinstance(cause, ValidationError) and name:
-        return f"{where}{_expected(name, str(cause.msg))}."
+        return f"{where}{_expected_value(name, str(cause.msg))}."
     return None
 
 
@@ -228,7 +232,7 @@ _TYPES = {
 }
 
 
-def _expected(name: str, message: str) -> str:
+def _expected_value(name: str, message: str) -> str:
     """`Value 'abc' of type 'str' could not be converted to Integer` without the names of Python types."""
     message = message.partition("\n")[0]
     if match := re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", message):

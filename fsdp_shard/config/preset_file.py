@@ -118,7 +118,7 @@ def check_whole_config(file: Path, schema: type) -> None:
         raise ConfigError(f"{file} is a config of {other}, not of {command}.")
 
 
-def unresolved(error: OmegaConfBaseException) -> str:
+def unresolved_message(error: OmegaConfBaseException) -> str:
     """The message for a `${...}` that OmegaConf cannot replace, with the name of its setting."""
     reason = str(error).partition("\n")[0].rstrip(".").rpartition("while resolving interpolation: ")[2]
     return (
@@ -161,7 +161,7 @@ def read_settings(file: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{file}: there is no such file of settings.") from None
     except GrammarParseError as error:
-        raise ConfigError(f"{file}: {unresolved(error)}") from error
+        raise ConfigError(f"{file}: {unresolved_message(error)}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict | None):

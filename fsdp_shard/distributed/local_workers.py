@@ -84,7 +84,9 @@ def run_ranks(work: Callable[[C], None], config: C, *, start_method: str, num_th
             error = _interruption(AttemptDirectory.last(reports), settings.ranks, int(stopped.sigval))
         except RendezvousError as failed:
             _kill_ranks()
-            error = RunError(f"The machines could not meet at launch.rendezvous={settings.rendezvous}: {failed}")
+            error = RunError(
+                f"The rendezvous of the machines failed at launch.rendezvous={settings.rendezvous}: {failed}"
+            )
     if error is not None:
         raise error
 

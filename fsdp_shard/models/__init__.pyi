@@ -7,7 +7,7 @@ from .config import (
     SEQUENCE_CLASSIFICATION as SEQUENCE_CLASSIFICATION,
     ModelConfig as ModelConfig,
 )
-from .context import (
+from .context_length import (
     ContextLength as ContextLength,
     LengthSettings as LengthSettings,
     context_length_of as context_length_of,

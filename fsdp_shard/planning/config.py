@@ -156,11 +156,11 @@ class PlanSettings:
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for a rank range without a search, a search without a limit, or two devices."""
-        ranks_are, kind = {"cpu": "cpu", "cuda": "gpu"}.get(self.launch.device), self.device.kind
-        if self.run is None and ranks_are is not None and kind is not None and ranks_are != kind:
+        rank_kind, kind = {"cpu": "cpu", "cuda": "gpu"}.get(self.launch.device), self.device.kind
+        if self.run is None and rank_kind is not None and kind is not None and rank_kind != kind:
             raise ConfigError(
                 f"{prefix}launch.device={self.launch.device} contradicts {prefix}device.kind={kind}, which a preset "
-                f"sets too; leave {prefix}launch.device out, or choose a device whose kind is {ranks_are}."
+                f"sets too; leave {prefix}launch.device out, or choose a device whose kind is {rank_kind}."
             )
         if self.search and self.trace:
             raise ConfigError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SectionSettings(Protocol):
     """The sections of a run that affect its memory, and the command line's part of them."""
 
-    given: frozenset[str]
+    explicit_settings: frozenset[str]
     model: ModelConfig
     shard: ShardConfig
     objective: ObjectiveConfig
@@ -129,7 +129,7 @@ class PlanResult:
 
 def chosen_settings(config: SectionSettings) -> set[str]:
     """Names of the settings and groups that the user set on the command line, or that differ from the defaults."""
-    names = set(config.given)
+    names = set(config.explicit_settings)
     if config.launch.num_ranks > 1:
         names.add("launch.ranks")
     usual = {"shard": "Fsdp2Config", "objective": "ObjectiveConfig", "adapter": "AdapterConfig", "optim": "AdamWConfig"}
@@ -146,4 +146,4 @@ def switched_off(config: SectionSettings) -> set[str]:
     """Names of the settings typed as false, which advice never sets to true."""
     sections = ("model", "train", "shard", "objective", "adapter", "optim")
     values = [found for name in sections for found in walk(getattr(config, name), f"{name}.")]
-    return {name for name, _, now in values if now is False and name in config.given}
+    return {name for name, _, now in values if now is False and name in config.explicit_settings}

@@ -11,11 +11,11 @@ from .config import (
     itemsize as itemsize,
 )
 from .context_parallel.attention import (
-    attending as attending,
-    attending_alone as attending_alone,
+    attention_over as attention_over,
     chosen_method as chosen_method,
     divide_attention as divide_attention,
     divided_by as divided_by,
+    without_context_parallel as without_context_parallel,
 )
 from .context_parallel.checks import check_context_parallel as check_context_parallel
 from .context_parallel.sequence_parts import (

@@ -48,7 +48,7 @@ from .loss.device_batch import DeviceBatch as DeviceBatch, PackedAnswers as Pack
 from .loss.distillation import Targets as Targets, TopTokens as TopTokens, split_targets as split_targets
 from .loss.forward_loss import forward_answers as forward_answers
 from .loss.linear_cross_entropy import (
-    giving_loss as giving_loss,
+    head_returns_loss as head_returns_loss,
     linear_cross_entropy as linear_cross_entropy,
     use_loss_head as use_loss_head,
 )
@@ -67,7 +67,7 @@ from .model_origin import (
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.dispatched_model import dispatched_rows as dispatched_rows
 from .objectives.distill import DistillConfig as DistillConfig
-from .objectives.objective import ObjectiveConfig as ObjectiveConfig, Pass as Pass
+from .objectives.objective import ForwardPass as ForwardPass, ObjectiveConfig as ObjectiveConfig
 from .objectives.objective_checks import check_objective as check_objective, check_task as check_task
 from .objectives.reference_model import (
     ModelReference as ModelReference,
@@ -78,10 +78,10 @@ from .objectives.registry import OBJECTIVES as OBJECTIVES
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer
 from .optim.config import OptimConfig as OptimConfig
+from .optim.ema import WeightAverage as WeightAverage
 from .optim.muon import MuonConfig as MuonConfig
 from .optim.registry import OPTIMIZERS as OPTIMIZERS
 from .optim.torch_optim import AdamWConfig as AdamWConfig, SgdConfig as SgdConfig
-from .optim.weight_average import WeightAverage as WeightAverage
 from .peft.config import PRINCIPAL as PRINCIPAL, AdapterConfig as AdapterConfig, LoraConfig as LoraConfig
 from .peft.disable_adapters import adapters_disabled as adapters_disabled
 from .peft.earlier_adapter import check_planned as check_planned

@@ -19,7 +19,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
 from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, divided_by, transformers_model
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart, PackedAnswers, own_counted
+from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart, PackedAnswers, own_label_positions
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
 
 
@@ -36,15 +36,15 @@ class DividedBatch(Batch):
 
     Attributes:
         own: The inputs of the part, and a description of the whole sequences.
-        places: The positions of its tokens in the sequences, int64 [part].
+        token_positions: The positions of its tokens in the sequences, int64 [part].
     """
 
     own: SequencePart
-    places: Ints
+    token_positions: Ints
 
 
 @dataclass(frozen=True)
-class LoadedStep:
+class StepBatches:
     """The samples of one step.
 
     Attributes:
@@ -52,7 +52,7 @@ class LoadedStep:
         parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
         batches: The micro-batches.
         counts: The divisor of each term of the loss, the trained tokens, and those of each source of a mixture, float64
-            on the device: those of this rank, or its share of them if several ranks counted the same sequences.
+            on the device: those of this rank, or its share of them if several ranks count the same sequences.
     """
 
     samples: Ints
@@ -91,7 +91,7 @@ class BatchLoader:
         self._thread = ThreadPoolExecutor(1, "batch-loader")
         # Also at exit: a generator of `train` that still exists is closed only after modules are gone.
         self._end_thread = weakref.finalize(self, self._thread.shutdown, cancel_futures=True)
-        self._loading: Future[LoadedStep] | None = None
+        self._loading: Future[StepBatches] | None = None
         self.seconds_waited = 0.0
 
     def __enter__(self) -> Self:
@@ -100,7 +100,7 @@ class BatchLoader:
     def __exit__(self, *error: object) -> None:
         self._end_thread()
 
-    def next(self, first: int, is_last: bool) -> LoadedStep:
+    def next(self, first: int, is_last: bool) -> StepBatches:
         """Return the samples of a step, and begin to load those of the next one; a collective.
 
         Args:
@@ -115,12 +115,12 @@ class BatchLoader:
         self.seconds_waited = time.perf_counter() - began
         return loaded
 
-    def _begin(self, first: int) -> Future[LoadedStep]:
+    def _begin(self, first: int) -> Future[StepBatches]:
         # Here, not in the thread: the ranks exchange the rows of streamed data that they tokenized.
         self._dataset.prepare(first, self._config.global_batch_size)
         return self._thread.submit(self._load, np.arange(first, first + self._config.global_batch_size))
 
-    def _load(self, samples: Ints) -> LoadedStep:
+    def _load(self, samples: Ints) -> StepBatches:
         context = self._context
         parts = micro_batches(samples, self._config.micro_batch_size, context.data_rank, context.num_data_ranks)
         whole = (read_batch(self._dataset, part, self._model) for part in parts)
@@ -131,7 +131,7 @@ class BatchLoader:
             counts = [count / context.num_context_ranks for count in counts]
         with self._copying():
             on_device = [to_device(batch, context.device) for batch in batches]
-            return LoadedStep(samples, parts, on_device, copy_to(context.device, torch.tensor(counts).double()))
+            return StepBatches(samples, parts, on_device, copy_to(context.device, torch.tensor(counts).double()))
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
@@ -167,9 +167,9 @@ def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = Fa
     part = ranks.own_part(batch.inputs, batch.labels, MASKED)
     if not keeps_whole:
         return PartBatch(part.inputs, part.labels, sequence=part.sequence)
-    places = ranks.own_tokens(part.sequence.length)
+    token_positions = ranks.own_tokens(part.sequence.length)
     whole = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return DividedBatch(**whole, own=part, places=places)
+    return DividedBatch(**whole, own=part, token_positions=token_positions)
 
 
 def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
@@ -231,21 +231,21 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     def copied(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         return {name: copy_to(device, torch.from_numpy(array)) for name, array in arrays.items()}
 
-    labels, counted = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
+    labels, label_positions = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
     inputs = copied(batch.inputs)
     extras = copied(batch.extras)
     values = copied(batch.token_values)
     sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
     own, packed = None, None
     if isinstance(batch, DividedBatch):
-        places = torch.from_numpy(batch.places)
-        counted_here, chosen = own_counted(labels, places)
+        token_positions = torch.from_numpy(batch.token_positions)
+        own_positions, label_indices = own_label_positions(labels, token_positions)
         own = OwnPart(
             inputs=copied(batch.own.inputs),
             sequence=batch.own.sequence.map(partial(copy_to, device)),
-            places=copy_to(device, places),
-            counted=copy_to(device, counted_here),
-            chosen=copy_to(device, chosen),
+            token_positions=copy_to(device, token_positions),
+            label_positions=copy_to(device, own_positions),
+            label_indices=copy_to(device, label_indices),
         )
     if batch.segments is not None:
         sizes = batch.answer_sizes.flatten().tolist()
@@ -256,7 +256,7 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     return DeviceBatch(
         inputs=inputs,
         labels=copy_to(device, labels),
-        counted=copy_to(device, counted),
+        label_positions=copy_to(device, label_positions),
         extras=extras,
         token_values=values,
         sequence=sequence,
@@ -270,7 +270,7 @@ def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _hand_over(loaded: LoadedStep, copies: torch.cuda.Stream) -> None:
+def _hand_over(loaded: StepBatches, copies: torch.cuda.Stream) -> None:
     """Make the current stream wait for the copies, and keep their memory until it has used them."""
     current = torch.cuda.current_stream(copies.device)
     current.wait_stream(copies)

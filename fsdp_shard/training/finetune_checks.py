@@ -24,13 +24,13 @@ from fsdp_shard.training.model_identity import check_base_model, model_name
 from fsdp_shard.training.model_origin import (
     check_classifier,
     decoder_start,
-    empty_model,
+    model_on_meta,
     model_source,
     origin_config,
 )
 from fsdp_shard.training.objectives.objective_checks import check_objective
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, check_teacher
-from fsdp_shard.training.optim.weight_average import check_average
+from fsdp_shard.training.optim.ema import check_average
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import PRINCIPAL, AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.earlier_adapter import (
@@ -76,43 +76,43 @@ def check_finetune(config: FinetuneSettings) -> None:
     check_held_out(config.train, config.data)
     config.adapter.check_installed()
     is_again = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()
-    resumed = resume.find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_again)
-    if resumed is None and checkpoint.recognize(Path(config.run_dir)) is not None:
+    resume_from = resume.find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_again)
+    if resume_from is None and checkpoint.recognize(Path(config.run_dir)) is not None:
         raise ConfigError(
             f"run_dir={config.run_dir} holds the weights of a model, which the checkpoints of a run in it would hide; "
             f"give another directory."
         )
-    if not resume.is_finished(resumed, config.run_dir, config.train):
-        resume.check_optimizer(resumed)
-        check_average(config.train.ema_decay, resumed)
+    if not resume.is_finished(resume_from, config.run_dir, config.train):
+        resume.check_optimizer(resume_from)
+        check_average(config.train.ema_decay, resume_from)
     if config.train.ema_decay is not None and config.adapter.init in PRINCIPAL:
         raise ConfigError(
             f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
         )
-    _check_labels(config, resumed)
-    resume.check_same_objective(resumed, config.objective, config.loss)
-    lora.check_continues(config.adapter, resumed)
-    if resumed is not None:
-        check_resumed(config.adapter, model_name(config.model), resumed)
-    if resumed is None or not is_gone(config.adapter):
+    _check_labels(config, resume_from)
+    resume.check_same_objective(resume_from, config.objective, config.loss)
+    lora.check_continues(config.adapter, resume_from)
+    if resume_from is not None:
+        check_resumed(config.adapter, model_name(config.model), resume_from)
+    if resume_from is None or not is_gone(config.adapter):
         pin_earlier(config.adapter, model_name(config.model))
-    check_base_model(config, resumed)
-    source = model_source(config, resumed)
-    check_model(config, source, resumed)
+    check_base_model(config, resume_from)
+    source = model_source(config, resume_from)
+    check_model(config, source, resume_from)
     check_teacher(config, source)
-    check_same_teacher(config, resumed)
+    check_same_teacher(config, resume_from)
     check_trackers(config.train.trackers)
     if config.train.plot:
         check_plots()
 
 
-def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: Path | None = None) -> None:
+def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_from: Path | None = None) -> None:
     """Build the model on the meta device, check that it fits the settings, and determine `data.sequence_length`.
 
     Args:
         config: The settings of the run.
         source: The model.
-        resumed: The step to resume from, if any.
+        resume_from: The step to resume from, if any.
 
     Raises:
         ModelError, ConfigError, DataError: The model cannot be built, sharded or adapted by these settings, or it or
@@ -134,13 +134,13 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         data.SpecialTokens.of(open_tokenizer())
     if any(part.kind != "text" for part in data.all_sources(config.data)):
         data.check_tokenizer(config.data, open_tokenizer(), task)
-    model = empty_model(config.model, source)
-    head_is_read = resumed is not None and not isinstance(adapter, LoraConfig)
+    model = model_on_meta(config.model, source)
+    head_is_read = resume_from is not None and not isinstance(adapter, LoraConfig)
     # Matching adds entries to an index, but the index of `source` must stay as stored for later comparisons.
     with replace(source).model_index as index:
         head, _ = match_weights(model, config.model, index, head_is_read=head_is_read)
     context_length = models.context_length_of(model_config, config.model.trust_remote_code)
-    settle_run_length(config.data, resumed, context_length)
+    settle_run_length(config.data, resume_from, context_length)
     if (target := config.data.target_length) is not None:
         context_length.check(f"data.target_length={target}", target)
     if packs_pairs:
@@ -156,7 +156,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     check_known(model_config, config.model.kernels)
     check_adapter_mesh(adapter, shard)
     if isinstance(adapter, LoraConfig):
-        _check_lora(config, adapter, model, source, resumed, () if head is None else head.modules)
+        _check_lora(config, adapter, model, source, resume_from, () if head is None else head.modules)
     config.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
     check_trained(model, shard, adapter)
     chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
@@ -167,12 +167,12 @@ def _check_lora(
     adapter: LoraConfig,
     model: PreTrainedModel,
     source: checkpoint.Location,
-    resumed: Path | None,
+    resume_from: Path | None,
     head: Sequence[str],
 ) -> None:
     """Inject the adapter into `model`, compare it with the adapter it continues from, and quantize the base."""
     added, _ = lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, config.model.task, head)
-    is_read = resumed is None or not is_gone(adapter)  # by a resumed run, too, as the reference
+    is_read = resume_from is None or not is_gone(adapter)  # by a resumed run, too, as the reference
     if is_read and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         check_head(adapter, config.model.labels, earlier)
@@ -198,19 +198,20 @@ def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig, adapter: 
     _check_float16(model)
 
 
-def _check_labels(config: FinetuneSettings, resumed: Path | None) -> None:
+def _check_labels(config: FinetuneSettings, resume_from: Path | None) -> None:
     """Raise ConfigError if the resumed run has a new head with other classes, or the same ones in another order."""
-    if resumed is None or not config.model.labels:
+    if resume_from is None or not config.model.labels:
         return
     if config.adapter.trains_all:
-        names = checkpoint.class_names(models.load_config(resumed, config.model.trust_remote_code).id2label or {})
+        names = checkpoint.class_names(models.load_config(resume_from, config.model.trust_remote_code).id2label or {})
     else:
-        base = checkpoint.read_base_model(resumed)
+        base = checkpoint.read_base_model(resume_from)
         names = [] if base is None or base.head is None else base.head.classes
     if names != list(config.model.labels):
         raise ConfigError(
-            f"{resumed} has a head with the classes {names}, and model.labels={list(config.model.labels)} are others; "
-            f"set the same, or start a new run in another run_dir."
+            f"{resume_from} has a head with the classes [{','.join(names)}], but model.labels="
+            f"[{','.join(config.model.labels)}]; set model.labels=[{','.join(names)}], or start a new run in another "
+            f"run_dir."
         )
 
 

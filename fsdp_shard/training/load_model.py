@@ -3,26 +3,24 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
 from pathlib import Path
 
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import ModelConfig, attention_implementations, no_split_blocks, rebuild_buffers, tied_names
+from fsdp_shard.models import ModelConfig, no_split_blocks, rebuild_buffers, tied_names
 from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.model_identity import model_name, other_config, other_model
-from fsdp_shard.training.model_origin import NewHead, classifier_entries, empty_model, layer_drop_notes
+from fsdp_shard.training.model_origin import NewHead, classifier_entries, layer_drop_notes, model_on_meta
 from fsdp_shard.training.peft import initial_values, lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.earlier_adapter import load_earlier, locate_earlier
 from fsdp_shard.training.peft.qlora import QuantizedBase, quantize_base
-from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, resident_bytes
+from fsdp_shard.utils import peak_resident_bytes, resident_bytes
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class UnfilledModel:
         index: The stored tensors, open.
         names: Parameter -> stored name, without the parameters of a new adapter and quantized ones.
         quantized: The base weights that are encoded as they are read, if any.
-        resumed: The step whose adapter is restored, if any.
+        resume_from: The step whose adapter is restored, if any.
         context: The ranks.
         largest_block_bytes: The largest block.
         described: The properties that are known before its weights are loaded.
@@ -111,7 +109,7 @@ class UnfilledModel:
     index: checkpoint.TensorIndex
     names: Mapping[str, str]
     quantized: QuantizedBase | None
-    resumed: Path | None
+    resume_from: Path | None
     context: DistributedContext
     largest_block_bytes: int
     described: ModelDescription
@@ -148,8 +146,8 @@ class UnfilledModel:
     def _fill_adapter(self, adapter: lora.Adapter, shards: Mapping[str, LocalShard], seed: int) -> None:
         """Fill an adapter from the step to resume from, from an earlier adapter, or with initial values."""
         context, names = self.context, self.names
-        if (resumed := self.resumed) is not None:
-            run_on_all(context, lambda: lora.restore(adapter, shards, resumed))
+        if (resume_from := self.resume_from) is not None:
+            run_on_all(context, lambda: lora.restore(adapter, shards, resume_from))
             return
         if (earlier := self.earlier) is not None:
             run_on_all(context, lambda: load_earlier(adapter, shards, earlier))
@@ -169,7 +167,7 @@ def unfilled_model(
     source: checkpoint.Location,
     shard: ShardConfig,
     adapter: AdapterConfig,
-    resumed: Path | None,
+    resume_from: Path | None,
     context: DistributedContext,
     *,
     chunks_any_vocabulary: bool = False,
@@ -181,7 +179,7 @@ def unfilled_model(
         source: The location of config and weights, which stay open within the block.
         shard: How it will be sharded: the blocks that the user names, and what the wrapper can quantize.
         adapter: The adapter to add, if any.
-        resumed: Step directory to resume from, with the adapter's weights; None makes a new adapter.
+        resume_from: Step directory to resume from, with the adapter's weights; None makes a new adapter.
         context: The ranks to shard over.
         chunks_any_vocabulary: Whether `model.chunked_loss=auto` includes small vocabularies.
 
@@ -189,14 +187,14 @@ def unfilled_model(
         ModelError, ConfigError, CheckpointError: On all ranks: model, weights and adapter do not match.
     """
     check_adapter_mesh(adapter, shard)
-    model = run_on_all(context, lambda: empty_model(config, source))
+    model = run_on_all(context, lambda: model_on_meta(config, source))
     num_fused = run_on_all(context, lambda: use_kernels(model, config.kernels))
     added, quantized, earlier = None, None, None
     with run_on_all(context, lambda: source.model_index) as index:
         run_on_all(context, lambda: checkpoint.check_loadable(index))
         # Before names are matched: that may change the index, which is compared with that of an untouched model.
-        base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
-        is_read = resumed is not None and not isinstance(adapter, LoraConfig)
+        base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resume_from))
+        is_read = resume_from is not None and not isinstance(adapter, LoraConfig)
         head, matched = run_on_all(context, lambda: match_weights(model, config, index, head_is_read=is_read))
         blocks, aliases, names = no_split_blocks(model, shard.blocks), tied_names(model), matched.stored
         if isinstance(adapter, LoraConfig):
@@ -207,7 +205,7 @@ def unfilled_model(
             added, names = lora.inject_lora(model, adapter, base.path, names, config.task, modules)
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
             added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
-            if resumed is None:
+            if resume_from is None:
                 earlier = run_on_all(context, lambda: locate_earlier(adapter, model_name(config)))
         # The adapter may add an output head.
         run_on_all(context, lambda: chunk_loss(model, config, shard, any_vocabulary=chunks_any_vocabulary))
@@ -220,7 +218,7 @@ def unfilled_model(
             notes=[note for note in (matched.note, drawn, *layer_drop_notes(config, source)) if note],
         )  # fmt: skip
         yield UnfilledModel(
-            module=model, index=index, names=names, quantized=quantized, resumed=resumed, context=context,
+            module=model, index=index, names=names, quantized=quantized, resume_from=resume_from, context=context,
             largest_block_bytes=max(block.num_bytes for block in no_split_blocks(model, shard.blocks)),
             described=described, head=head, earlier=earlier, before_bytes=resident_bytes(), computed=matched.computed,
         )  # fmt: skip
@@ -257,14 +255,14 @@ def load_sharded(
     context: DistributedContext,
     adapter: AdapterConfig | None = None,
     seed: int = 0,
-    resumed: Path | None = None,
+    resume_from: Path | None = None,
 ) -> LoadedModel:
     """Build a model, shard it, and read each rank's shards from the files, as `finetune` does; a collective.
 
     The arguments and errors are those of `unfilled_model`; `seed` is that of a new adapter's weights. Without `adapter`
     all parameters are trained.
     """
-    with unfilled_model(config, source, shard, adapter or AdapterConfig(), resumed, context) as model:
+    with unfilled_model(config, source, shard, adapter or AdapterConfig(), resume_from, context) as model:
         return model.load(shard.shard(model.module, context), seed)
 
 
@@ -272,14 +270,14 @@ def _check_resumed_base(
     config: ModelConfig,
     source: checkpoint.Location,
     index: checkpoint.TensorIndex,
-    resumed: Path,
+    resume_from: Path,
     recorded: checkpoint.BaseModel,
 ) -> None:
-    """Raise CheckpointError unless the model is the one that the adapter in `resumed` was trained on."""
+    """Raise CheckpointError unless the model is the one that the adapter in `resume_from` was trained on."""
     if not checkpoint.is_base_model(index, recorded, source.model_directory):
-        raise other_model(resumed, recorded, config.path)
+        raise other_model(resume_from, recorded, config.path)
     if changes := checkpoint.config_changes(recorded, source.model_directory):
-        raise other_config(resumed, recorded, config.path, changes)
+        raise other_config(resume_from, recorded, config.path, changes)
 
 
 def _base_model(
@@ -287,18 +285,18 @@ def _base_model(
     source: checkpoint.Location,
     adapter: AdapterConfig,
     index: checkpoint.TensorIndex,
-    resumed: Path | None,
+    resume_from: Path | None,
 ) -> checkpoint.BaseModel | None:
     """Return the model that the run began from: as the step to resume from records it, or the one that is loaded.
 
     Raises CheckpointError if an adapter is resumed on another model, or with another config.
     """
     if isinstance(adapter, LoraConfig):
-        recorded = None if resumed is None else checkpoint.read_base_model(resumed)
-        if resumed is not None and recorded is not None:
-            _check_resumed_base(config, source, index, resumed, recorded)
+        recorded = None if resume_from is None else checkpoint.read_base_model(resume_from)
+        if resume_from is not None and recorded is not None:
+            _check_resumed_base(config, source, index, resume_from, recorded)
         began, where = (recorded.adapter, recorded.adapter_path) if recorded is not None else (None, None)
-        if resumed is None and (earlier := locate_earlier(adapter, model_name(config))) is not None:
+        if resume_from is None and (earlier := locate_earlier(adapter, model_name(config))) is not None:
             began, where = checkpoint.fingerprint(earlier.index), adapter.path
         model, values = lora.base_path(config, source), checkpoint.computation(source.model_directory)
         return checkpoint.BaseModel(
@@ -310,8 +308,8 @@ def _base_model(
             config=values,
             vocabulary=checkpoint.vocabulary(source.tokenizer_directory),
         )
-    if resumed is not None:
-        return checkpoint.read_base_model(resumed)
+    if resume_from is not None:
+        return checkpoint.read_base_model(resume_from)
     values = checkpoint.computation(source.model_directory)
     return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index), config=values)
 
@@ -363,43 +361,6 @@ def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, 
             f"model.chunked_loss=true does not go together with shard.tensor_parallel={shard.tensor_parallel}, which "
             f"divides the output head; set model.chunked_loss=auto."
         )
-
-
-def describe_loaded_model(
-    loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, context: DistributedContext
-) -> list[str]:
-    """Describe the model, its sharding, and the memory that loading took, one line each."""
-    figures = loaded.figures
-    mesh = format_count(context.world_size, f"{context.device.type} rank")
-    divided = {"layers": context.num_tensor_ranks, "experts": context.num_expert_ranks}
-    for what, num_ranks in (divided | {"sequences": context.num_context_ranks}).items():
-        if num_ranks > 1:
-            mesh += f" ({what} divided over {num_ranks})"
-    if context.num_replicas > 1:
-        mesh += f" ({context.num_replicas} replicas of {context.world_size // context.num_replicas})"
-    used = attention_implementations(loaded.model.module)
-    attention = f" with {' and '.join(used)} attention" if used else ""
-    lines = [
-        f"{config.path}: {loaded.num_params / 1e6:,.1f} M parameters in {loaded.num_blocks} blocks on {mesh}, "
-        f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}{attention}",
-        f"loaded: {format_size(figures.shard_bytes)} of weights per rank, peak memory "
-        f"{format_size(figures.peak_memory_bytes)}",
-        *loaded.notes,
-        *loaded.tree,
-    ]
-    if loaded.num_fused:
-        lines.append(f"{format_count(loaded.num_fused, 'module')} with fused kernels ({config.kernels})")
-    if loaded.adapter is None:
-        params = [part for part in loaded.model.local_shards().values() if isinstance(part.tensor, nn.Parameter)]
-        frozen = sum(not part.tensor.requires_grad for part in params if prod(part.shape))
-        lines += [f"frozen: {frozen} of {format_count(len(params), 'tensor')}"] if frozen else []
-    else:
-        lines.append(loaded.adapter.describe(loaded.model.local_shards()))
-    if getattr(loaded.config, "output_router_logits", False):
-        lines.append(
-            "config.json has output_router_logits, but the loss here does not include the router's auxiliary loss"
-        )
-    return lines
 
 
 def _figures(shards: Mapping[str, LocalShard], block_bytes: int, context: DistributedContext) -> LoadFigures:

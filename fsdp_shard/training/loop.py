@@ -22,15 +22,15 @@ from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.sharding import ShardedModel, free_gathered
-from fsdp_shard.training.batch_loader import BatchLoader, LoadedStep, copy_to
+from fsdp_shard.training.batch_loader import BatchLoader, StepBatches, copy_to
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.dataset_figures import finite, source_figures
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
 from fsdp_shard.training.loss.forward_loss import quiet_pass
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
-from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
+from fsdp_shard.training.neftune import noisy_embeddings
+from fsdp_shard.training.objectives.objective import ForwardPass, ObjectiveConfig, Reference, Teacher
+from fsdp_shard.training.optim.ema import WeightAverage
 from fsdp_shard.training.optim.lr_schedule import learning_rate
-from fsdp_shard.training.optim.weight_average import WeightAverage
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
@@ -236,7 +236,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     )
 
 
-def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor], totals: "_Totals") -> str:
+def _update(run: TrainingRun, loaded: StepBatches, losses: Sequence[torch.Tensor], totals: "_Totals") -> str:
     """Update the weights if loss and gradients are finite, otherwise return the reason; a collective.
 
     Raises:
@@ -256,7 +256,7 @@ def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
     return fault
 
 
-def _describe_non_finite(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
+def _describe_non_finite(run: TrainingRun, loaded: StepBatches, losses: Sequence[torch.Tensor]) -> str:
     """Find where a step is not finite: in the loss of some samples, or only in the gradients; a collective."""
     bad = [int(i) for part, loss in zip(loaded.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
     in_loss = [position for rank in run.context.all_gather_object(bad) for position in rank]
@@ -275,14 +275,14 @@ def _set_learning_rate(run: TrainingRun) -> float:
     return float(run.optimizer.param_groups[0]["lr"])
 
 
-def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, sums: StepSums) -> list[torch.Tensor]:
+def _accumulate(run: TrainingRun, loaded: StepBatches, divisors: torch.Tensor, sums: StepSums) -> list[torch.Tensor]:
     """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
     losses, model, objective, reference = [], run.model, run.objective, run.reference
     shared = objective.prepare(model, loaded.batches, reference, run.context)
     for number, batch in enumerate(loaded.batches, start=1):
         is_synced = run.sync_every_micro_batch or number == len(loaded.batches)
         with nullcontext() if is_synced else model.no_sync():
-            loss = objective.terms(Pass(model, batch, divisors, sums, reference, shared)).sum()
+            loss = objective.terms(ForwardPass(model, batch, divisors, sums, reference, shared)).sum()
             with quiet_pass():
                 loss.backward()
         # Each context-parallel rank has the whole loss, but only the gradient of its own tokens.

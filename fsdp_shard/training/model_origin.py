@@ -40,7 +40,7 @@ class RunStart:
     Attributes:
         context: The ranks that train.
         source: The location of config, tokenizer and weights.
-        step: The directory of the step to resume from, if any.
+        resume_from: The directory of the step to resume from, if any.
         is_finished: Whether the run has already ended, so that nothing is left to do.
         stop: The signals that ask the run to stop.
         lock: The lock of the run directory.
@@ -50,7 +50,7 @@ class RunStart:
 
     context: DistributedContext
     source: Location
-    step: Path | None = None
+    resume_from: Path | None = None
     is_finished: bool = False
     stop: StopSignal = field(default_factory=StopSignal)
     lock: RunLock = field(default_factory=RunLock)
@@ -71,7 +71,7 @@ def model_source(config: ModelSettings, step_directory: Path | None) -> Location
     return config.source
 
 
-def empty_model(config: ModelConfig, source: Location) -> PreTrainedModel:
+def model_on_meta(config: ModelConfig, source: Location) -> PreTrainedModel:
     """Build the model on the meta device, with the dtype and attention of `config`, and without random layer drop."""
     model, trust = origin_config(config, source), config.trust_remote_code
     for name in _dropped_layers(model):
@@ -188,7 +188,7 @@ def build_model(
         settings: dict[str, Any] = {"dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
         config = ModelConfig(os.fspath(path), **settings)
         check(config)
-        return empty_model(config, locate(config.path))
+        return model_on_meta(config, locate(config.path))
 
     return build() if ranks is None else run_on_all(ranks, build)
 
@@ -215,7 +215,7 @@ def data_task(config: ModelConfig, source: Location, samples: str = ROWS) -> Tas
         samples: The shape of the samples that the objective needs.
     """
     model = origin_config(config, source)
-    start = decoder_start(empty_model(config, source)) if config.task == SEQ2SEQ else 0
+    start = decoder_start(model_on_meta(config, source)) if config.task == SEQ2SEQ else 0
     label_ids = dict(getattr(model, "label2id", None) or {})
     num_labels = getattr(model, "num_labels", 0)
     found = getattr(model.get_text_config(), "vocab_size", None)
@@ -308,7 +308,7 @@ def collect_model_files(
         names = copy_model_files(source.model_files, Path(directory), model.dtype)
         files = {name: read_bounded(Path(directory) / name, "tokenizer_bytes") for name in names}
     if model.labels and adapter is None:
-        files[CONFIG] = set_classes(files[CONFIG], classifier_entries(model, empty_model(model, source)))
+        files[CONFIG] = set_classes(files[CONFIG], classifier_entries(model, model_on_meta(model, source)))
     if not has_own_template:
         return files
     tokenizer = with_chat_template(load_tokenizer(source.tokenizer, model.trust_remote_code), data)

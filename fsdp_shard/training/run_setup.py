@@ -27,8 +27,9 @@ from fsdp_shard.training.checkpoints.saver import Saver
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.dataset_figures import data_figures, describe_streams
 from fsdp_shard.training.held_out.sample_completions import sample_completions
-from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, describe_loaded_model, unfilled_model
+from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, unfilled_model
 from fsdp_shard.training.logging.mfu import trains_every_token, utilization
+from fsdp_shard.training.logging.model_summary import describe_loaded_model
 from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.run_log import RunLog
 from fsdp_shard.training.logging.trackers import public_settings
@@ -39,7 +40,7 @@ from fsdp_shard.training.model_origin import RunStart, collect_model_files, data
 from fsdp_shard.training.objectives.reference_model import open_reference
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, teacher_record
 from fsdp_shard.training.optim.build import check_rates
-from fsdp_shard.training.optim.weight_average import average_files, open_average
+from fsdp_shard.training.optim.ema import average_files, open_average
 from fsdp_shard.training.peft.eva import fill_eva
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
@@ -62,7 +63,7 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
 
     Example:
         >>> with fs.start_run(config) as start:  # doctest: +SKIP
-        ...     print(start.context.world_size, start.step)
+        ...     print(start.context.world_size, start.resume_from)
     """
     launch, shard = config.launch, config.shard
     with (
@@ -90,17 +91,19 @@ def _find_start(config: FinetuneSettings, context: DistributedContext, stop: Sto
     remote, trust = config.checkpoint.remote, config.model.trust_remote_code
     # Rank 0 may download a step. Without a remote store nothing takes long, and no other group is needed.
     waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS) if remote else context
-    step = run_on_main(
+    resume_from = run_on_main(
         waiting, lambda: resume.find_step(config.resume, config.run_dir, remote, is_again=is_restarted())
     )
-    note = run_on_main(context, lambda: check_base_model(config, step))
-    source = model_source(config, step)
-    if step is not None and run_on_main(context, lambda: resume.is_finished(step, config.run_dir, config.train)):
-        run_on_main(context, lambda: say(describe_finished(config, step), sys.stderr))
-        return RunStart(context, source, step, is_finished=True)
-    run_on_main(context, lambda: check_same_teacher(config, step))
-    resume.verify_resumed(step, config.checkpoint, context)
-    return RunStart(context, source, step, stop=stop, lock=lock, note=note, trust_remote_code=trust)
+    note = run_on_main(context, lambda: check_base_model(config, resume_from))
+    source = model_source(config, resume_from)
+    if resume_from is not None and run_on_main(
+        context, lambda: resume.is_finished(resume_from, config.run_dir, config.train)
+    ):
+        run_on_main(context, lambda: say(describe_finished(config, resume_from), sys.stderr))
+        return RunStart(context, source, resume_from, is_finished=True)
+    run_on_main(context, lambda: check_same_teacher(config, resume_from))
+    resume.verify_resumed(resume_from, config.checkpoint, context)
+    return RunStart(context, source, resume_from, stop=stop, lock=lock, note=note, trust_remote_code=trust)
 
 
 def open_data(config: FinetuneSettings, start: RunStart) -> Samples:
@@ -149,7 +152,7 @@ def build_unfilled(config: FinetuneSettings, start: RunStart) -> AbstractContext
         start.source,
         config.shard,
         config.adapter,
-        start.step,
+        start.resume_from,
         start.context,
         chunks_any_vocabulary=not config.objective.is_cross_entropy,
     )
@@ -180,8 +183,8 @@ def open_run(
     context, adapter = start.context, loaded.adapter
     check_rates(optimizer, has_rates=adapter is not None and adapter.lora_plus is not None)
     state = run_on_main(context, lambda: _open_trainer(config, start, dataset))
-    if start.step is not None:
-        resume.restore_optimizer(optimizer, loaded, start.step, context)
+    if start.resume_from is not None:
+        resume.restore_optimizer(optimizer, loaded, start.resume_from, context)
     elif adapter is not None and adapter.eva:
         loaded.notes.append(fill_eva(config, loaded.model, adapter.eva, dataset, context, start.stop))
     names = {} if adapter is None else adapter.names
@@ -200,15 +203,15 @@ def open_run(
         ),
         objective=config.objective,
         reference=open_reference(config, start, loaded),
-        average=open_average(config.train.ema_decay, loaded.model.local_shards(), names, start.step, context),
+        average=open_average(config.train.ema_decay, loaded.model.local_shards(), names, start.resume_from, context),
     )
 
 
 def _open_trainer(config: FinetuneSettings, start: RunStart, dataset: Dataset) -> TrainerState:
     """Return the training progress of the run, with the settings that a resume changes."""
-    state = resume.open_trainer(start.step, config, dataset.identity)
-    if start.step is not None:
-        state.record_resume(changed_values(config, start.step))
+    state = resume.open_trainer(start.resume_from, config, dataset.identity)
+    if start.resume_from is not None:
+        state.record_resume(changed_values(config, start.resume_from))
     return state
 
 
@@ -242,12 +245,12 @@ def open_log(
     mfu = None
     if trains_every_token(config):
         mfu = utilization(loaded, config.shard.param_dtype, config.data.window_length, run.context)
-    return RunLog(config.run_dir, run, start.step, settings, mfu, [*opening, *described, *notes])
+    return RunLog(config.run_dir, run, start.resume_from, settings, mfu, [*opening, *described, *notes])
 
 
 def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> list[str]:
     """Return the first lines of a run: where it resumes, and how long its samples are."""
-    lines = [] if start.step is None else [describe_resume(config, start.step, run)]
+    lines = [] if start.resume_from is None else [describe_resume(config, start.resume_from, run)]
     lines += [] if start.note is None else [start.note]
     if (loss := run.functions.loss) is not None:
         name = config.loss or f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__name__)}"

@@ -40,7 +40,6 @@ from .file_limits import (
 )
 from .limited_process import (
     LimitedProcess as LimitedProcess,
-    is_out_of_memory as is_out_of_memory,
     run_limited as run_limited,
 )
 from .module_tensors import replace_tensors as replace_tensors
@@ -52,6 +51,7 @@ from .process_memory import (
     disk_bytes_read as disk_bytes_read,
     empty_pages as empty_pages,
     give_back_free_memory as give_back_free_memory,
+    is_out_of_memory as is_out_of_memory,
     keep_freed_memory as keep_freed_memory,
     lock_pages as lock_pages,
     peak_resident_bytes as peak_resident_bytes,

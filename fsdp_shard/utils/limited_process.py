@@ -19,7 +19,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from fsdp_shard.errors import FsdpShardError
 from fsdp_shard.utils.file_limits import exceeded, limits
-from fsdp_shard.utils.process_memory import proc_field
+from fsdp_shard.utils.process_memory import is_out_of_memory, proc_field
 from fsdp_shard.utils.text import first_line
 
 A = TypeVar("A")
@@ -134,12 +134,6 @@ def run_limited(
     """Return `work()`, called once in a `LimitedProcess`."""
     with LimitedProcess[None, R](lambda _: work(), what, kind=kind, error=error) as process:
         return process(None, num_bytes)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error reports a lack of memory of the machine or a GPU; torch has no class for the first."""
-    is_said = any(phrase in str(error) for phrase in ("can't allocate memory", "out of memory"))
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_said)
 
 
 def _serve(

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports a lack of memory of the machine or a GPU; torch has no class for the first."""
+    is_said = any(phrase in str(error) for phrase in ("can't allocate memory", "out of memory"))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_said)
+
+
 def peak_resident_bytes() -> int:
     """Return the most memory that this process has had in RAM so far, in bytes.
 

@@ -360,11 +360,11 @@ def test_root_schemas_are_where_the_commands_are() -> None:
     assert set(GIVEN) == set(COMMANDS)
     for schema in COMMANDS.values():
         assert dataclasses.is_dataclass(schema)
-    assert PlanConfig.ranks_are == "planned"
+    assert PlanConfig.rank_mode == "planned"
     assert [command for command in COMMANDS if not COMMANDS[command].writes] == ["doctor"]
-    assert FinetuneConfig.ranks_are == "started"
-    assert GenerateConfig.ranks_are == "started"
-    assert ConvertConfig.ranks_are == "one"
+    assert FinetuneConfig.rank_mode == "started"
+    assert GenerateConfig.rank_mode == "started"
+    assert ConvertConfig.rank_mode == "one"
 
 
 def test_a_setting_is_parsed_once_and_reported_by_its_full_name() -> None:

@@ -542,11 +542,11 @@ def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_
             os.kill(os.getpid(), signal.SIGSTOP)
         (Path(here) / f"met-{attempt}-{rank}").write_text(str(context.all_gather_object(rank)))
     """
-    done = run(_program(tmp_path, body, "max_restarts=1, timeout_seconds=2"), tmp_path)
+    done = run(_program(tmp_path, body, "max_restarts=1, timeout_seconds=6"), tmp_path)
     assert (done.out, done.err) == ("", "")
     assert sorted(file.name for file in tmp_path.glob("met-*")) == ["met-1-0", "met-1-1"]
-    done = run(_program(tmp_path, body, "timeout_seconds=2"), tmp_path)
-    assert done.out.startswith("RankError: Rank 1 sent no heartbeat for 1.5 s (of launch.timeout_seconds=2) and")
+    done = run(_program(tmp_path, body, "timeout_seconds=6"), tmp_path)
+    assert done.out.startswith("RankError: Rank 1 sent no heartbeat for 4.5 s (of launch.timeout_seconds=6) and")
 
 
 def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:

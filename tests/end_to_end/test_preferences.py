@@ -402,7 +402,7 @@ def test_the_classes_of_a_head_stay_in_their_order(settings: list[str], tmp_path
         _done(run, *given, f"adapter={adapter}", "model.labels=[reward]", "train.steps=2")
         ended = run_recipe("finetune", run, *given, f"adapter={adapter}", "model.labels=[score]")
         assert ended.status == 2, ended.err
-        assert "has a head with the classes ['reward'], and model.labels=['score'] are others" in ended.err
+        assert "has a head with the classes [reward], but model.labels=[score]; set model.labels=[reward]" in ended.err
 
 
 def test_other_samples_are_another_run_and_the_setting_is_named(settings: list[str], tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_run_goes_on_from_the_remote_store_alone(
     elsewhere = find_step(f"{address}/step-00000002", str(tmp_path / "elsewhere"))
     assert elsewhere is not None
     assert elsewhere.is_relative_to(tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"would in the end overwrite checkpoints: checkpoint\.remote"):
+    with pytest.raises(ConfigError, match=r"would eventually overwrite checkpoints: checkpoint\.remote"):
         find_step(f"{address}/step-00000002", str(tmp_path / "elsewhere"), address)
 
 
@@ -124,7 +124,7 @@ def test_an_upload_that_fails_counts_as_a_save_that_fails(tmp_path: Path) -> Non
     refused = "Step 1 could not be uploaded, and is in the run directory only. URL/step-00000001/"
     assert lines[0].startswith(refused)
     assert "could not be written: PermissionError: no more room" in lines[0]
-    assert lines[0].endswith("Training goes on (failure 1 of checkpoint.max_failures=2 in a row).")
+    assert lines[0].endswith("Training continues (failure 1 of checkpoint.max_failures=2 in a row).")
     assert lines[1:3] == ["saved step-00000002", "uploaded URL/step-00000002"]
     assert "Step 3 could not be uploaded" in lines[3]
     assert lines[4:] == ["uploaded URL/step-00000004, which was in the run directory only"]

@@ -171,7 +171,7 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
     data, losses = Job(config_of("100M", layers=4), length).data(), []
     with start_run(config) as start:
         context = start.context
-        loaded = load_sharded(config.model, config.shard, start.source, context, None, config.seed, start.step)
+        loaded = load_sharded(config.model, config.shard, start.source, context, None, config.seed, start.resume_from)
         optimizer = build_optimizer(config.optim, loaded.model, context)
         run = open_run(config, start, loaded, optimizer, data)
         state = run.state

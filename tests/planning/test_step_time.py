@@ -52,7 +52,7 @@ from fsdp_shard.training import (
     AdapterConfig,
     LoraConfig,
     TrainConfig,
-    giving_loss,
+    head_returns_loss,
     inject_lora,
     use_loss_head,
 )
@@ -194,7 +194,7 @@ def masked_flops(config: PretrainedConfig, num_masked: int) -> int:
     labels = torch.full((1, LENGTH), MASKED)
     labels[0, chosen] = tokens[0, chosen]
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        with giving_loss(model, labels, 1.0, chosen):
+        with head_returns_loss(model, labels, 1.0, chosen):
             loss = model(input_ids=tokens, use_cache=False).logits
         loss.backward(torch.ones_like(loss))
     of_weight_gradient = 2 * num_masked * model.get_output_embeddings().weight.numel()  # torch counts no addmm_

@@ -28,7 +28,7 @@ from fsdp_shard.sharding import (
     Fsdp2Config,
     ShardConfig,
     ShardedModel,
-    attending,
+    attention_over,
     chosen_method,
 )
 from fsdp_shard.training import (
@@ -192,7 +192,7 @@ def _passes(model: Any, context: DistributedContext, shard: ShardConfig, config:
         ranks = ContextRanks.of(context, chosen_method(shard, config))
         part = ranks.own_part(inputs, tokens.astype(np.int64), masked=-100)
         inputs, labels, sequence = part.inputs, part.labels, part.sequence
-    with attending(sequence):
+    with attention_over(sequence):
         given_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
         logits = model(**given_inputs, use_cache=False).logits
     F.cross_entropy(logits.flatten(0, 1).float(), torch.from_numpy(labels).flatten()).backward()  # type: ignore[no-untyped-call]  # untyped in torch

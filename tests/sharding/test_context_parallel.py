@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.sharding import ContextRanks, attending
+from fsdp_shard.sharding import ContextRanks, attention_over
 from fsdp_shard.sharding.context_parallel.attention import divide_attention
 from fsdp_shard.sharding.context_parallel.masks import SequenceMask
 from fsdp_shard.sharding.context_parallel.sequence_parts import WholeSequence, zigzag_chunks
@@ -92,7 +92,7 @@ def in_parts(context: DistributedContext, model: Any, method: str, *, packed: bo
     divided = copy.deepcopy(model)
     divide_attention(divided, method)
     part = ContextRanks.of(context, method).own_part(*batch_of(packed=packed), masked=MASKED)
-    with attending(part.sequence):
+    with attention_over(part.sequence):
         loss = loss_of(divided, part.inputs, part.labels)
     loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     total = loss.detach().double()

@@ -15,7 +15,7 @@ from torch import UntypedStorage
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.sharding import ContextRanks, attending
+from fsdp_shard.sharding import ContextRanks, attention_over
 from fsdp_shard.sharding.context_parallel.attention import divide_attention
 from fsdp_shard.utils import TorchDispatchMode
 from tests.support.ranks import on_ranks
@@ -99,7 +99,7 @@ def train_once(context: DistributedContext, model: Any, method: str, batch_size:
         divide_attention(model, method)
         part = ContextRanks.of(context, method).own_part(inputs, labels, masked=-100)
         inputs, labels, sequence = part.inputs, part.labels, part.sequence
-    with attending(sequence):
+    with attention_over(sequence):
         logits = model(**{name: torch.from_numpy(array) for name, array in inputs.items()}, use_cache=False).logits
     F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).flatten()).backward()
 

@@ -66,7 +66,7 @@ def _run(context: DistributedContext, config: FinetuneConfig, live: LiveBytes) -
         optimizer = build_optimizer(config.optim, loaded.model, start.context, loaded.adapter)
         by_phase = dict(live.most_by_phase)
         live.reset()
-        live.phase = "resume" if start.step is not None else "eva"
+        live.phase = "resume" if start.resume_from is not None else "eva"
         run = open_run(config, start, loaded, optimizer, data.train)
         live.phase = "start"
         complete = run.functions.samples

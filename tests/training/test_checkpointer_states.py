@@ -123,7 +123,7 @@ class _Global(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot be saved as an optimizer: restore.* a step with gradients of zeros"),
+        (torch.optim.LBFGS, "LBFGS cannot be saved as an optimizer: restore.* a step with zero gradients"),
         (torch.optim.SparseAdam, "SparseAdam cannot be saved .*such as state_of_sparseadam=optimizer"),
         (_Global, "_Global cannot be saved as an optimizer: it has a state under the key 'global'"),
     ],

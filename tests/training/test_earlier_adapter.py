@@ -203,4 +203,4 @@ def test_the_classes_of_an_earlier_head_stay(settings: list[str], tmp_path: Path
     same = f"adapter.path={tmp_path}/first"
     assert "drawn from the seed" not in _done(tmp_path / "second", *given, "model.labels=[neg,pos]", same).err
     said = _refused(tmp_path / "other", *given, "model.labels=[pos,neg]", same)
-    assert "has a head with the classes ['neg', 'pos']" in said
+    assert "has a head with the classes [neg,pos]" in said

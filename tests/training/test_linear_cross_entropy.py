@@ -17,7 +17,7 @@ from fsdp_shard.models import rebuild_buffers
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_loss
-from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, linear_cross_entropy, use_loss_head
+from fsdp_shard.training.loss.linear_cross_entropy import head_returns_loss, linear_cross_entropy, use_loss_head
 from fsdp_shard.training.loss.row_values import rows_a_chunk
 from tests.support.ranks import on_ranks, update
 from tests.support.tiny import token_batch
@@ -135,7 +135,7 @@ def test_models_give_the_same_loss_through_their_heads(family: str, values: dict
     ids = token_batch(0, rows=2)
     labels = token_batch(1, rows=2)
     expected = F.cross_entropy(plain(input_ids=ids, use_cache=False).logits.flatten(0, 1), labels.flatten())
-    with giving_loss(ours, labels, float(labels.numel())) as is_loss:
+    with head_returns_loss(ours, labels, float(labels.numel())) as is_loss:
         assert is_loss
         loss = ours(input_ids=ids, use_cache=False).logits.reshape(())
     torch.testing.assert_close(loss, expected, rtol=2e-6, atol=0)
@@ -150,7 +150,7 @@ def test_models_that_change_their_logits_keep_the_plain_loss() -> None:
     for model in (model_of("cohere", logit_scale=0.5), model_of("granite", logits_scaling=3.0)):
         with pytest.raises(ModelError, match=f"{type(model).__name__}: it changes the logits after"):
             use_loss_head(model, True)
-        with giving_loss(model, torch.zeros(1), 1.0) as is_loss:
+        with head_returns_loss(model, torch.zeros(1), 1.0) as is_loss:
             assert not is_loss
     t5 = AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=1 << 16)
     large = AutoConfig.for_model("llama", **(SMALL | {"vocab_size": 1 << 16}))

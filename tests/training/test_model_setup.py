@@ -41,8 +41,8 @@ from fsdp_shard.training.model_origin import (
     check_classifier,
     collect_model_files,
     data_task,
-    empty_model,
     layer_drop_notes,
+    model_on_meta,
     origin_config,
 )
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
@@ -197,7 +197,7 @@ def test_a_pooler_that_masked_models_lack_is_part_of_a_new_head(kind: str, tmp_p
     saved = save(tmp_path / "masked", config, AutoModelForMaskedLM)
     model = replace(saved, task="sequence_classification", labels=["bad", "good"])
     source = locate(model.path)
-    classifier = empty_model(model, source)
+    classifier = model_on_meta(model, source)
     with source.model_index as index:
         head, matched = match_weights(classifier, model, index, head_is_read=False)
     assert head is not None

@@ -30,7 +30,7 @@ from fsdp_shard.training.batch_loader import to_device
 from fsdp_shard.training.held_out.evaluator import evaluate_loss
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass
+from fsdp_shard.training.objectives.objective import ForwardPass, ObjectiveConfig
 from fsdp_shard.training.objectives.reference_model import EXTRA, ModelReference, PrecomputedReference
 from fsdp_shard.training.objectives.registry import OBJECTIVES
 from tests.support.tiny import byte_tokenizer
@@ -119,7 +119,7 @@ def _results(
     divisors = torch.tensor([sum(counts) for counts in zip(*map(objective.counts, batches), strict=True)])
     plain, total, sums = Plain(model), 0.0, StepSums(CustomFunctions(), alone)
     for batch in batches:
-        step = Pass(plain, to_device(batch, alone.device), divisors, sums, reference)  # type: ignore[arg-type]  # it has the module
+        step = ForwardPass(plain, to_device(batch, alone.device), divisors, sums, reference)  # type: ignore[arg-type]  # it has the module
         loss = objective.terms(step).sum()
         loss.backward()
         total += loss.item()

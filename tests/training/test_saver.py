@@ -119,7 +119,7 @@ def failing(context: DistributedContext, run_dir: Path) -> list[str]:
 def test_a_full_disk_stops_training_only_when_it_stays_full(tmp_path: Path) -> None:
     told = on_ranks(2, failing, tmp_path)
     assert told[0] == told[1]
-    assert sum("Training goes on (failure 1 of checkpoint.max_failures=2 in a row)" in line for line in told[0]) == 2
+    assert sum("Training continues (failure 1 of checkpoint.max_failures=2 in a row)" in line for line in told[0]) == 2
     assert all(verify(Store(tmp_path / "checkpoints").path(step)).is_sound for step in (1, 3))
 
 

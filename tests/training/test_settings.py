@@ -12,8 +12,8 @@ from transformers import get_scheduler
 from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.config import TrainConfig, check_batch, check_held_out
-from fsdp_shard.training.optim.config import is_decayed
 from fsdp_shard.training.optim.lr_schedule import learning_rate
+from fsdp_shard.training.optim.parameter_groups import is_decayed
 from fsdp_shard.training.optim.torch_optim import AdamWConfig
 from fsdp_shard.utils import check
 from tests.support.tiny import llama

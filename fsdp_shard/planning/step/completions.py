@@ -15,7 +15,7 @@ from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.events import DONE, Event
 from fsdp_shard.planning.step.recording.fake_attention import FULL
 from fsdp_shard.planning.step.recording.recorder import Recorder
-from fsdp_shard.sharding import attending_alone
+from fsdp_shard.sharding import without_context_parallel
 
 _LOOP_BYTES = 4096  # left over from the skipped passes: positions, and tokens that are read
 
@@ -42,7 +42,7 @@ class Completions:
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
         """Configure attention for the passes: each rank has whole sequences."""
-        return attending_alone(model)
+        return without_context_parallel(model)
 
     def run(self, model: nn.Module, recorder: Recorder) -> None:
         """Generate the first two tokens, then set up the state before the last token, then generate the last token.

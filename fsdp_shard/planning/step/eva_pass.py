@@ -56,8 +56,8 @@ class EvaPass:
         """Run the model; the recording has an event for each layer with an input that no earlier layer had."""
         layers = {name.removesuffix(_A): len(param) for name, param in _matrices(model)}
         batch = planned_batch(model, ObjectiveConfig(), None, self.size, recorder).batch
-        counted = torch.zeros(self.num_tokens, dtype=torch.long)
-        recorder.ignore([counted])
+        label_positions = torch.zeros(self.num_tokens, dtype=torch.long)
+        recorder.ignore([label_positions])
         last: list[torch.Tensor] = []
 
         def seen(fqn: str, inputs: torch.Tensor) -> None:
@@ -65,7 +65,7 @@ class EvaPass:
                 return
             last[:] = [inputs]
             inputs = inputs.flatten(0, -2)
-            rows = inputs[counted].float()
+            rows = inputs[label_positions].float()
             torch.empty(_pca_bytes(layers[fqn], *reversed(rows.shape))[1], dtype=torch.uint8)
             del rows
             recorder.mark(_STEP, fqn)

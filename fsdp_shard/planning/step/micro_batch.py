@@ -16,9 +16,9 @@ from fsdp_shard.training import (
     LOSS_CHUNK_BYTES,
     CustomFunctions,
     DeviceBatch,
+    ForwardPass,
     ObjectiveConfig,
     PackedAnswers,
-    Pass,
     StepSums,
     Targets,
     cross_entropy_chunk_bytes,
@@ -80,7 +80,7 @@ class _Compared:
             self.recorder.is_reference = False
 
     def targets(self, batch: DeviceBatch) -> Targets:
-        number, k, is_given = len(batch.counted), self.num_targets, self.targets_of_batch is not None
+        number, k, is_given = len(batch.label_positions), self.num_targets, self.targets_of_batch is not None
         if self.targets_of_batch is not None and batch.sequence is None:
             return self.targets_of_batch
         # If sequences are divided, a rank selects outputs of its own tokens. A teacher that runs alongside returns all:
@@ -116,8 +116,8 @@ class PlannedBatch:
         """Run the forward pass and return the loss."""
         divisors, context = torch.ones(self.objective.num_terms), SimpleNamespace(device=_CPU)
         sums = StepSums(CustomFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
-        step = Pass(self.model, self.batch, divisors, sums, self.reference, shared)  # type: ignore[arg-type]  # it has the module
-        return self.objective.terms(step).sum()
+        forward = ForwardPass(self.model, self.batch, divisors, sums, self.reference, shared)  # type: ignore[arg-type]  # it has the module
+        return self.objective.terms(forward).sum()
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class BatchSize:
         return self.num_rows * (self.target_length or self.length)
 
     @property
-    def num_counted(self) -> int:
+    def num_trained_labels(self) -> int:
         """Maximum number of labels that count. A masked language model draws them; almost no micro-batch has more."""
         if self.mask_fraction is None:
             return self.num_label_tokens
@@ -188,7 +188,7 @@ def planned_batch(
     """
     batch, plain = _batch(model, size), _Plain(model)
     recorder.most_chosen = most_chosen(model)
-    batch = replace(batch, counted=batch.counted[: recorder.most_chosen])
+    batch = replace(batch, label_positions=batch.label_positions[: recorder.most_chosen])
     if size.upcasts_logits:  # the loss makes a pass per chunk of labels, each with the same memory
         batch = replace(batch, labels=batch.labels.flatten()[: _num_labels(model, batch.labels.numel())])
     if size.rows == PACKED and size.num_parts == 1:
@@ -203,7 +203,7 @@ def planned_batch(
             batch = _with_an_answer_a_row(batch)
     targets = None
     if size.has_targets:
-        shape = len(batch.counted), size.num_targets
+        shape = len(batch.label_positions), size.num_targets
         targets = Targets(torch.zeros(shape), torch.zeros(shape, dtype=torch.int32))
         recorder.ignore([targets.log_probs, targets.tokens])
     recorder.ignore([*batch.tensors()])
@@ -220,21 +220,21 @@ def _batch(model: PreTrainedModel, size: BatchSize) -> DeviceBatch:
         inputs["decoder_input_ids"] = torch.zeros_like(labels)
     if "SequenceClassification" in type(model).__name__:
         labels = torch.zeros((num_rows,), dtype=torch.long)
-    counted = torch.zeros(min(labels.numel(), size.num_counted), dtype=torch.long)
+    label_positions = torch.zeros(min(labels.numel(), size.num_trained_labels), dtype=torch.long)
     method = divided_by(model)
     if method is None:
-        return DeviceBatch(inputs, labels, counted)
+        return DeviceBatch(inputs, labels, label_positions)
     ranks = _SilentRanks.of(SimpleNamespace(num_context_ranks=num_parts, rank=0, context_group=None), method)  # type: ignore[arg-type]  # as much of a context as it uses
     whole = torch.zeros((num_rows, length * num_parts), dtype=torch.long)
     inputs |= {name: torch.ones((num_rows, length), dtype=torch.long) for name in ("position_ids", "attention_mask")}
-    return DeviceBatch(inputs, labels, counted, sequence=WholeSequence(ranks, whole))
+    return DeviceBatch(inputs, labels, label_positions, sequence=WholeSequence(ranks, whole))
 
 
 def _with_an_answer_a_row(batch: DeviceBatch) -> DeviceBatch:
     """The batch with a window of one answer in each row; each pass uses every other row."""
     num_rows, _ = batch.inputs["input_ids"].shape
-    num_counted = min(len(batch.counted), batch.labels[0::2].numel())
-    sizes = _shares(num_counted, num_rows // 2)
+    num_trained_labels = min(len(batch.label_positions), batch.labels[0::2].numel())
+    sizes = _shares(num_trained_labels, num_rows // 2)
     of_both = tuple(size for size in sizes for _ in range(2))
     return replace(batch, packed=PackedAnswers(None, of_both, torch.ones(num_rows), has_two_rows=True))
 
@@ -244,9 +244,14 @@ def _with_pairs(batch: DeviceBatch) -> DeviceBatch:
     num_rows, length = batch.inputs["input_ids"].shape
     num_answers = 2 * num_rows
     if batch.labels.ndim == 1:  # a classifier reads the last token of each answer
-        labels, counted = torch.zeros((num_rows, length), dtype=torch.long), torch.zeros(num_answers, dtype=torch.long)
-        batch = replace(batch, labels=labels, counted=counted)
-    return replace(batch, packed=PackedAnswers(None, _shares(len(batch.counted), num_answers), torch.ones(num_answers)))
+        labels, label_positions = (
+            torch.zeros((num_rows, length), dtype=torch.long),
+            torch.zeros(num_answers, dtype=torch.long),
+        )
+        batch = replace(batch, labels=labels, label_positions=label_positions)
+    return replace(
+        batch, packed=PackedAnswers(None, _shares(len(batch.label_positions), num_answers), torch.ones(num_answers))
+    )
 
 
 def _shares(number: int, num_parts: int) -> tuple[int, ...]:
@@ -280,7 +285,7 @@ def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     divided = 2 + size.num_parts * (4 if size.keeps_whole else 1) if size.num_parts > 1 else 0
     num_arrays = 1 + (size.rows != FULL) + size.shares_prompts + divided
     num_values = size.num_rows * size.length * num_arrays
-    num_values += size.num_label_tokens * (1 + bool(config.is_encoder_decoder)) + size.num_counted
-    num_values += 2 * max(0, size.num_counted - most_chosen(model))
+    num_values += size.num_label_tokens * (1 + bool(config.is_encoder_decoder)) + size.num_trained_labels
+    num_values += 2 * max(0, size.num_trained_labels - most_chosen(model))
     targets = _TARGET_BYTES * size.num_targets * size.num_predictions if size.has_targets else 0
     return num_values * _TOKEN_BYTES + targets

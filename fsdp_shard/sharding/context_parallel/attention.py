@@ -67,7 +67,7 @@ def divided_by(model: nn.Module) -> str | None:
 
 
 @contextmanager
-def attending(sequence: WholeSequence | None) -> Iterator[None]:
+def attention_over(sequence: WholeSequence | None) -> Iterator[None]:
     """Within the block, forward passes process parts of `sequence`, or whole sequences if it is None."""
     token = _sequence.set(sequence)
     try:
@@ -77,7 +77,7 @@ def attending(sequence: WholeSequence | None) -> Iterator[None]:
 
 
 @contextmanager
-def attending_alone(model: nn.Module) -> Iterator[None]:
+def without_context_parallel(model: nn.Module) -> Iterator[None]:
     """Within the block, `model`, or the model that it wraps, attends as before `divide_attention`, to generate."""
     method, inside = divided_by(model), transformers_model(model)
     if method is None or inside is None:
@@ -107,7 +107,7 @@ def _make_mask(
     if sequence is None:
         raise ModelError(
             "A model whose sequences are divided over ranks was called with whole ones; call it within "
-            "fsdp_shard.sharding.attending_alone(model), or set shard.context_parallel=1."
+            "fsdp_shard.sharding.without_context_parallel(model), or set shard.context_parallel=1."
         )
     if use_vmap or allow_is_bidirectional_skip is not None:
         what = "attends in both directions" if allow_is_bidirectional_skip is not None else "adds to its causal mask"

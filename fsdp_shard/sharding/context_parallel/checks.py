@@ -10,7 +10,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import CAUSAL, ModelConfig, attention_implementations, try_tiny_model
 from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.context_parallel.attention import attending, chosen_method, divide_attention, num_query_heads
+from fsdp_shard.sharding.context_parallel.attention import (
+    attention_over,
+    chosen_method,
+    divide_attention,
+    num_query_heads,
+)
 from fsdp_shard.sharding.context_parallel.sequence_parts import RING, ULYSSES, ContextRanks
 
 _LENGTH, _VOCABULARY = 16, 90
@@ -111,7 +116,7 @@ def _check_model(config: PretrainedConfig, cls: type[PreTrainedModel], given: st
     elif others:
         reason = f"it has layers without attention ({', '.join(others)})"
     elif getattr(config.get_text_config(), "attn_temperature_tuning", False):  # takes effect beyond thousands of tokens
-        reason = "its layers count the places of tokens themselves (attn_temperature_tuning)"
+        reason = "its layers count token positions themselves (attn_temperature_tuning)"
     elif "position_ids" not in inspect.signature(cls.forward).parameters:
         reason = "it takes no position_ids"
     else:
@@ -132,7 +137,7 @@ def _is_same_in_parts(model: PreTrainedModel) -> bool:
         whole = run(input_ids=window).logits
         divide_attention(model, RING)
         part = _MIXED.own_part({"input_ids": window.numpy()}, window.numpy(), masked=-100)
-        with attending(part.sequence):
+        with attention_over(part.sequence):
             mixed = run(**{name: torch.from_numpy(array) for name, array in part.inputs.items()}).logits
     expected = whole[:, _MIXED.own_tokens(_LENGTH)]
     return float((mixed - expected).abs().max()) <= _ROUNDING * float(expected.abs().max())

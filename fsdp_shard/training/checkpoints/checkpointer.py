@@ -242,7 +242,7 @@ class Checkpointer:
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
             raise SaveError(
                 f"Step {step} was not saved: the ranks differ in {name}, and only what one of them has could be "
-                f"restored. What each rank has of its own is for extra_per_rank; what is divided must be DTensors."
+                f"restored. Pass data that differs by rank as extra_per_rank; sharded tensors must be DTensors."
             )
         of_ranks = ranks.gather_object((parts.own, parts.values))
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none

@@ -46,7 +46,7 @@ def check_savable(optimizers: Mapping[str, Optimizer]) -> None:
         kind = type(optimizer).__name__
         why = None
         if isinstance(optimizer, LBFGS | SparseAdam):
-            why = "restore() has its states made by a step with gradients of zeros, which it does not take"
+            why = "restore() creates its states by a step with zero gradients, which it does not support"
         elif other := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
             why = f"it has a state under the key {other[0]!r}, and only those of parameters are saved"
         elif any(isinstance(one, Optimizer) and one.state is not optimizer.state for one in vars(optimizer).values()):

@@ -84,7 +84,7 @@ def _find_other(resume: str) -> Path:
 
 def _would_overwrite(resume: str, setting: str, value: str, step: int) -> ConfigError:
     return ConfigError(
-        f"resume={resume} would in the end overwrite checkpoints: {setting}={value} already holds checkpoints up to "
+        f"resume={resume} would eventually overwrite checkpoints: {setting}={value} already holds checkpoints up to "
         f"step {step}. Give another {setting}, or resume=auto to resume from there."
     )
 
@@ -119,8 +119,12 @@ def open_trainer(step_directory: Path | None, config: FinetuneSettings, data: st
     return state
 
 
-def train_on(data: Dataset, config: FinetuneSettings, step_directory: Path | None) -> tuple[TrainConfig, TrainerState]:
-    """The loop settings with `epochs` as a number of steps, and the trainer state, before the run is created.
+def planned_training(
+    data: Dataset, config: FinetuneSettings, step_directory: Path | None
+) -> tuple[TrainConfig, TrainerState]:
+    """The loop settings with `epochs` as a number of steps, and the trainer state, that a run would begin with.
+
+    For work before the run is created, so that the errors come first.
 
     Raises:
         ConfigError: Other settings contradict the number of steps, or the step has another seed or other data.

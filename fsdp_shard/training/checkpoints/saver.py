@@ -14,7 +14,7 @@ from fsdp_shard.training.checkpoints.resume import read_trainer
 from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_saver import SaveLog, StepSaver
 from fsdp_shard.training.load_model import LoadedModel
-from fsdp_shard.training.optim.weight_average import WeightAverage
+from fsdp_shard.training.optim.ema import WeightAverage
 from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 

@@ -194,7 +194,7 @@ class StepSaver:
             if self._num_failures >= self._config.max_failures:
                 raise self._failed from error
             limit = f"{self._prefix}max_failures={self._config.max_failures}"
-            self._log.warn(f"{self._failed} Training goes on (failure {self._num_failures} of {limit} in a row).")
+            self._log.warn(f"{self._failed} Training continues (failure {self._num_failures} of {limit} in a row).")
         else:
             self._num_failures, self._failed = 0, None
             self._log.saved(saved.directory)

@@ -12,12 +12,12 @@ import torch
 from fsdp_shard.data import Batch, Concatenation, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
-from fsdp_shard.sharding import ShardedModel, attending_alone, free_gathered
+from fsdp_shard.sharding import ShardedModel, free_gathered, without_context_parallel
 from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, read_batch, to_device
 from fsdp_shard.training.dataset_figures import finite
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.custom_functions import CustomFunctions, StepSums, metric_means
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
+from fsdp_shard.training.objectives.objective import ForwardPass, ObjectiveConfig, Reference, Teacher
 from fsdp_shard.training.trainer_state import TrainerState, is_due
 from fsdp_shard.utils import json_digest
 
@@ -125,7 +125,7 @@ class HeldOutEvaluator:
         else:
             state.evaluated_step = state.step  # else a run that is over would sample again
         if run.functions.samples is not None:
-            with evaluating(run.model), attending_alone(run.model.module):
+            with evaluating(run.model), without_context_parallel(run.model.module):
                 samples = run.functions.samples(run.model)
             self._log.samples(state.step, samples)
         state.owes_evaluation = False
@@ -229,8 +229,8 @@ class _Evaluation:
         on_device = (to_device(batch, context.device) for batch in self._batches(dataset))
         shared = objective.prepare(self.model, on_device, self.reference, context)
         for batch in self._batches(dataset):
-            step = Pass(self.model, to_device(batch, context.device), ones, sums, self.reference, shared)
-            terms += objective.terms(step).double()
+            forward = ForwardPass(self.model, to_device(batch, context.device), ones, sums, self.reference, shared)
+            terms += objective.terms(forward).double()
             counts += torch.tensor(objective.all_counts(batch)).double()
         # Tensor-parallel ranks evaluate the same samples.
         totals = context.all_reduce([*terms.tolist(), *counts.tolist()])

@@ -125,8 +125,8 @@ class StepSums:
         """Whether there are functions, which need the unmodified model output."""
         return self._functions.loss is not None or self._functions.metrics is not None
 
-    def loss(self, output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Call the functions for one micro-batch; return the sum of the losses [] if there is a loss function."""
+    def add_micro_batch(self, output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Add the metrics of a micro-batch; return the sum of its losses [], and add its count, if a loss is given."""
         if self._functions.metrics is not None:
             with torch.no_grad():
                 for name, pair in self._functions.metrics(output, batch).items():

@@ -39,16 +39,16 @@ class OwnPart:
     Attributes:
         inputs: Arguments of the model by name, int64 [num_rows, part].
         sequence: The information about whole sequences that this rank needs.
-        places: Positions of its tokens in the sequences, int64 [part]; positions after the end are padding.
-        counted: Positions of the trained labels in the flattened own tokens, int64.
-        chosen: Indices of these labels among the trained labels of the whole micro-batch, int64.
+        token_positions: Positions of its tokens in the sequences, int64 [part]; positions after the end are padding.
+        label_positions: Positions of the trained labels in the flattened own tokens, int64.
+        label_indices: Indices of these labels among the trained labels of the whole micro-batch, int64.
     """
 
     inputs: dict[str, torch.Tensor]
     sequence: WholeSequence
-    places: torch.Tensor
-    counted: torch.Tensor
-    chosen: torch.Tensor
+    token_positions: torch.Tensor
+    label_positions: torch.Tensor
+    label_indices: torch.Tensor
 
     def rows(self, row: int, labels: torch.Tensor) -> "OwnPart":
         """Return row 0 or 1 of each two-row sample; `labels` are those of these rows, for whole sequences."""
@@ -57,24 +57,24 @@ class OwnPart:
 
     def of(self, labels: torch.Tensor) -> "OwnPart":
         """Return this part with other labels for the whole sequences, int64 [num_rows, length]."""
-        counted, chosen = own_counted(labels, self.places)
-        return replace(self, counted=counted, chosen=chosen)
+        label_positions, label_indices = own_label_positions(labels, self.token_positions)
+        return replace(self, label_positions=label_positions, label_indices=label_indices)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all of them."""
         yield from self.inputs.values()
         yield from self.sequence.tensors()
-        yield from (self.places, self.counted, self.chosen)
+        yield from (self.token_positions, self.label_positions, self.label_indices)
 
 
-def own_counted(labels: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `counted` and `chosen` of an `OwnPart` from the labels of whole sequences, int64 [num_rows, length]."""
-    is_counted = labels != MASKED
-    numbers = torch.where(is_counted, is_counted.flatten().cumsum(0).view(labels.shape) - 1, -1)
-    inside = places < labels.shape[1]
-    own = torch.where(inside, numbers[:, torch.where(inside, places, 0)], -1).flatten()
-    counted = torch.nonzero(own >= 0).flatten()
-    return counted, own[counted]
+def own_label_positions(labels: torch.Tensor, token_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `label_positions` and `label_indices` of an `OwnPart` from whole labels [num_rows, length]."""
+    is_trained = labels != MASKED
+    numbers = torch.where(is_trained, is_trained.flatten().cumsum(0).view(labels.shape) - 1, -1)
+    inside = token_positions < labels.shape[1]
+    own = torch.where(inside, numbers[:, torch.where(inside, token_positions, 0)], -1).flatten()
+    label_positions = torch.nonzero(own >= 0).flatten()
+    return label_positions, own[label_positions]
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class DeviceBatch:
     Attributes:
         inputs: Arguments of the model by name, int64 [micro_batch_size, length].
         labels: Labels as in `Batch`, int64.
-        counted: Positions of the trained labels in the flattened labels, int64 [num_predictions]. Found on the CPU, to
-            avoid waiting for a GPU.
+        label_positions: Positions of the trained labels in the flattened labels, int64 [num_predictions].
+            Found on the CPU, to avoid waiting for a GPU.
         extras: Additional values of each sample, as in `Batch`, float32.
         token_values: Values of each trained label, as in `Batch`.
         sequence: The information about whole sequences that this rank needs, if it holds parts of them.
@@ -95,7 +95,7 @@ class DeviceBatch:
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
-    counted: torch.Tensor
+    label_positions: torch.Tensor
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
     token_values: dict[str, torch.Tensor] = field(default_factory=dict)
     sequence: WholeSequence | None = None
@@ -118,7 +118,7 @@ class DeviceBatch:
             raise ValueError("the answers of a pair are in two rows; take one of them")
         if not self.packed.sizes:
             return values.flatten()[:0]
-        parts = values.flatten()[self.counted].split(self.packed.sizes)
+        parts = values.flatten()[self.label_positions].split(self.packed.sizes)
         return torch.stack([part.sum() for part in parts])
 
     def of_row(self, row: int) -> "DeviceBatch":
@@ -128,7 +128,7 @@ class DeviceBatch:
             self,
             inputs={name: value[row::2] for name, value in self.inputs.items()},
             labels=labels,
-            counted=torch.nonzero(labels.flatten() != MASKED).flatten(),
+            label_positions=torch.nonzero(labels.flatten() != MASKED).flatten(),
             extras={name: value[:, row : row + 1] for name, value in self.extras.items() if value.ndim > 1},
             packed=None if self.packed is None else self.packed.of_row(row),
             own=None if self.own is None else self.own.rows(row, labels),
@@ -136,14 +136,16 @@ class DeviceBatch:
 
     def with_labels(self, labels: torch.Tensor) -> "DeviceBatch":
         """Return the batch with other labels, int64 [num_rows, length]. Counting them waits for a GPU."""
-        counted = torch.nonzero(labels.flatten() != MASKED).flatten()
-        return replace(self, labels=labels, counted=counted, own=None if self.own is None else self.own.of(labels))
+        label_positions = torch.nonzero(labels.flatten() != MASKED).flatten()
+        return replace(
+            self, labels=labels, label_positions=label_positions, own=None if self.own is None else self.own.of(labels)
+        )
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all of them."""
         yield from self.inputs.values()
         yield self.labels
-        yield self.counted
+        yield self.label_positions
         yield from self.extras.values()
         yield from self.token_values.values()
         yield from () if self.sequence is None else self.sequence.tensors()

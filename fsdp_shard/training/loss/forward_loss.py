@@ -10,11 +10,11 @@ from torch import nn
 
 from fsdp_shard.data import NUM_PARTS, PROMPT_PART
 from fsdp_shard.models import giving_answer_scores, running, shared_prompt_masks
-from fsdp_shard.sharding import ShardedModel, attending, transformers_model
+from fsdp_shard.sharding import ShardedModel, attention_over, transformers_model
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.custom_functions import StepSums
 from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart
-from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, giving_rows
+from fsdp_shard.training.loss.linear_cross_entropy import head_returns_loss, head_returns_rows
 from fsdp_shard.training.loss.log_probs import LabelLogProbs
 from fsdp_shard.training.loss.row_values import RowFunction, rows_of_logits
 
@@ -35,10 +35,10 @@ def forward_loss(
     """
     chunked: AbstractContextManager[bool] = nullcontext(False)  # custom functions need logits
     if sums is None or not sums.needs_output:
-        chunked = giving_loss(model.module, batch.labels, divisor, batch.counted)
-    with chunked as is_loss, attending(batch.sequence), forward_pass(model.module):
+        chunked = head_returns_loss(model.module, batch.labels, divisor, batch.label_positions)
+    with chunked as is_loss, attention_over(batch.sequence), forward_pass(model.module):
         output = model.module(**batch.inputs, use_cache=False)
-    own = None if sums is None else sums.loss(output, {**batch.inputs, "labels": batch.labels})
+    own = None if sums is None else sums.add_micro_batch(output, {**batch.inputs, "labels": batch.labels})
     if own is not None:
         return own.float() / divisor
     return output.logits.reshape(()) if is_loss else cross_entropy(output.logits, batch.labels, divisor)
@@ -50,7 +50,7 @@ def forward_log_probs(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
     Returns:
         float32 [num_rows, length] in nats, 0 for ignored labels. With a loss head, no logits are kept.
     """
-    function = LabelLogProbs(batch.labels.flatten()[batch.counted])
+    function = LabelLogProbs(batch.labels.flatten()[batch.label_positions])
     return forward_rows(model.module, batch, function).view(batch.labels.shape)
 
 
@@ -67,9 +67,9 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
     """
     if batch.own is not None:
         return _forward_own_rows(module, batch, batch.own, function)
-    rows = batch.counted
-    given = giving_rows(module, batch.labels.numel(), rows, function)
-    with given as are_given, attending(batch.sequence), forward_pass(module):
+    rows = batch.label_positions
+    given = head_returns_rows(module, batch.labels.numel(), rows, function)
+    with given as are_given, attention_over(batch.sequence), forward_pass(module):
         output = module(**_inputs(module, batch), use_cache=False)
     flat: torch.Tensor = output.logits.flatten(0, -2)
     return flat if are_given else rows_of_logits(flat, rows, function)
@@ -78,15 +78,15 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
 def _forward_own_rows(module: nn.Module, batch: DeviceBatch, own: OwnPart, function: RowFunction) -> torch.Tensor:
     """`forward_rows` for sequences divided over ranks: each receives the values of whole sequences; a collective."""
     num_rows, length = batch.labels.shape
-    of_own, part = function.of(own.chosen), own.inputs["input_ids"]
+    of_own, part = function.of(own.label_indices), own.inputs["input_ids"]
     with (
-        giving_rows(module, part.numel(), own.counted, of_own) as are_given,
-        attending(own.sequence),
+        head_returns_rows(module, part.numel(), own.label_positions, of_own) as are_given,
+        attention_over(own.sequence),
         forward_pass(module),
     ):
         output = module(**own.inputs, use_cache=False)
     flat: torch.Tensor = output.logits.flatten(0, -2)
-    values = flat if are_given else rows_of_logits(flat, own.counted, of_own)
+    values = flat if are_given else rows_of_logits(flat, own.label_positions, of_own)
     whole = own.sequence.ranks.gather(values.view(*part.shape, -1))
     return whole[:, :length].reshape(num_rows * length, -1)
 
@@ -100,7 +100,7 @@ def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
     """Run the forward pass of a model with one output and return that output for each answer, float32 [num_answers]."""
     module = model.module
     inside = None if batch.packed is None else transformers_model(module)
-    reading = nullcontext() if inside is None else giving_answer_scores(inside, batch.counted)
+    reading = nullcontext() if inside is None else giving_answer_scores(inside, batch.label_positions)
     with reading, forward_pass(module):
         scores: torch.Tensor = module(**_inputs(module, batch), use_cache=False).logits
     return scores.float().squeeze(-1) if inside is None else scores.float()[0]

@@ -58,8 +58,8 @@ def use_loss_head(model: PreTrainedModel, when: bool | str, *, any_vocabulary: b
 
 
 @contextmanager
-def giving_loss(
-    module: nn.Module, labels: torch.Tensor, divisor: float | torch.Tensor, counted: torch.Tensor | None = None
+def head_returns_loss(
+    module: nn.Module, labels: torch.Tensor, divisor: float | torch.Tensor, label_positions: torch.Tensor | None = None
 ) -> Iterator[bool]:
     """Within the block, a model with a loss head returns the loss of `labels` divided by `divisor` as its `logits`.
 
@@ -67,7 +67,7 @@ def giving_loss(
         module: The model.
         labels: [...], already shifted; labels equal to -100 are ignored.
         divisor: What the sum is divided by: a number, or a float32 scalar on the device.
-        counted: Positions of the other labels in the flattened labels, int64; computed if None.
+        label_positions: Positions of the other labels in the flattened labels, int64; computed if None.
 
     Yields:
         Whether the model has a loss head.
@@ -76,7 +76,7 @@ def giving_loss(
 
     def loss(hidden: torch.Tensor, head: nn.Linear, softcap: float | None) -> torch.Tensor:
         flat = _flat(hidden, len(targets))
-        total = linear_cross_entropy(flat, head.weight, head.bias, targets, divisor, softcap, counted)
+        total = linear_cross_entropy(flat, head.weight, head.bias, targets, divisor, softcap, label_positions)
         return total + total.new_zeros([1] * hidden.ndim)  # the dimensions of logits; FSDP2 warns of a view
 
     with _wanting(module, loss) as has_head:
@@ -84,7 +84,7 @@ def giving_loss(
 
 
 @contextmanager
-def giving_rows(module: nn.Module, num_tokens: int, rows: torch.Tensor, function: RowFunction) -> Iterator[bool]:
+def head_returns_rows(module: nn.Module, num_tokens: int, rows: torch.Tensor, function: RowFunction) -> Iterator[bool]:
     """Within the block, a model with a loss head returns the values of `function` as its `logits` [..., num_values].
 
     Args:
@@ -149,7 +149,7 @@ def linear_cross_entropy(
     labels: torch.Tensor,
     divisor: float | torch.Tensor,
     softcap: float | None = None,
-    counted: torch.Tensor | None = None,
+    label_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the summed cross-entropy of the logits `hidden @ weight.T + bias`, divided by `divisor`, in chunks.
 
@@ -160,14 +160,14 @@ def linear_cross_entropy(
         labels: [num_tokens]; labels equal to -100 are ignored, and cost nothing.
         divisor: What the sum is divided by: a number, or a float32 scalar on the device, which is not waited for.
         softcap: Replaces the logits by softcap * tanh(logits / softcap).
-        counted: Positions of the other labels, int64 [num_counted]; if None, finding them waits for a GPU.
+        label_positions: Positions of the other labels, int64 [num_predictions]; if None, finding them waits for a GPU.
 
     Returns:
         A float32 scalar in nats, which supports one backward pass.
     """
     of_hidden, of_weight, of_bias = map(needs_gradient, (hidden, weight, bias))
     with torch.no_grad():
-        rows = torch.nonzero(labels != MASKED).flatten() if counted is None else counted
+        rows = torch.nonzero(labels != MASKED).flatten() if label_positions is None else label_positions
         num_rows = rows_a_chunk(len(weight))
         chunks = rows.split(_CHUNKS_A_PRODUCT * num_rows) if len(rows) else ()
         # The gradients are divided at the end; before that, their sums may overflow float16.

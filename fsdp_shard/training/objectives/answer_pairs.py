@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
+from fsdp_shard.training.objectives.objective import ForwardPass, PreferenceConfig
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class Pairs:
         return self.log_probs / self.lengths.clamp(min=1)
 
 
-def add_metrics(forward: Pass, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
+def add_metrics(forward: ForwardPass, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
     """Add the sums of metrics [n] over the elements that are `counted` [n]."""
     import torch
 
@@ -68,7 +68,7 @@ class PairObjective(PreferenceConfig):
         """Return the implicit reward of each answer, float32 [num_pairs, 2]."""
         raise NotImplementedError
 
-    def terms(self, forward: Pass) -> torch.Tensor:
+    def terms(self, forward: ForwardPass) -> torch.Tensor:
         """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""
         import torch
 
@@ -76,7 +76,7 @@ class PairObjective(PreferenceConfig):
         losses = torch.where(pairs.is_pair, self.losses(pairs), 0.0)
         return (losses.sum() / forward.divisors[0]).reshape(1)
 
-    def run(self, forward: Pass) -> Pairs:
+    def run(self, forward: ForwardPass) -> Pairs:
         """Run the forward passes of model and reference, and add the metrics."""
         import torch
 
@@ -89,7 +89,7 @@ class PairObjective(PreferenceConfig):
         self.add_metrics(forward, pairs)
         return pairs
 
-    def add_metrics(self, forward: Pass, pairs: Pairs) -> None:
+    def add_metrics(self, forward: ForwardPass, pairs: Pairs) -> None:
         """Add the common metrics: rewards, log-probabilities and lengths of both answers."""
         rewards = self.rewards(pairs).detach()
         chosen, rejected = rewards.unbind(1)

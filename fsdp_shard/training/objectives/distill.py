@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fsdp_shard.checkpoint import Location, locate
 from fsdp_shard.errors import InputError
 from fsdp_shard.models import CAUSAL
-from fsdp_shard.training.objectives.objective import PRECOMPUTED, ObjectiveConfig, Pass
+from fsdp_shard.training.objectives.objective import PRECOMPUTED, ForwardPass, ObjectiveConfig
 from fsdp_shard.utils import REQUIRED, setting
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ class DistillConfig(ObjectiveConfig):
         except InputError as error:
             raise type(error)(f"objective.teacher={self.teacher}: {error}") from error
 
-    def terms(self, forward: Pass) -> torch.Tensor:
+    def terms(self, forward: ForwardPass) -> torch.Tensor:
         """Run the forward passes of both models and return the sum of the losses divided by the divisor, [1]."""
         from fsdp_shard.training.loss.distillation import StudentTerms
         from fsdp_shard.training.loss.forward_loss import forward_rows
 
-        batch, number = forward.batch, float(len(forward.batch.counted))
-        labels, targets = batch.labels.flatten()[batch.counted], forward.reference.targets(batch)
+        batch, number = forward.batch, float(len(forward.batch.label_positions))
+        labels, targets = batch.labels.flatten()[batch.label_positions], forward.reference.targets(batch)
         function = StudentTerms(labels, targets, self.temperature)
         divergence, plain, same = forward_rows(forward.model.module, batch, function).sum(0).unbind()
         for name, total in (("kl", divergence), ("cross_entropy", plain), ("agreement", same)):

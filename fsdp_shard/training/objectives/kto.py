@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.training.objectives.answer_pairs import add_metrics
-from fsdp_shard.training.objectives.objective import Pass, Reference, ReferenceConfig
+from fsdp_shard.training.objectives.objective import ForwardPass, Reference, ReferenceConfig
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class KtoConfig(ReferenceConfig):
         context.all_reduce_(total)
         return (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
 
-    def terms(self, forward: Pass) -> torch.Tensor:
+    def terms(self, forward: ForwardPass) -> torch.Tensor:
         """Run the forward pass of the answers and return the sum of their losses divided by the divisor, [1]."""
         import torch
 

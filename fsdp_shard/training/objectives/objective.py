@@ -40,7 +40,7 @@ class Teacher(Protocol):
 
 
 @dataclass
-class Pass:
+class ForwardPass:
     """One forward pass of a step or an evaluation, on this rank.
 
     Attributes:
@@ -99,7 +99,10 @@ class ObjectiveConfig:
         return not self.is_cross_entropy
 
     def trained_tokens(self, batch: Batch) -> npt.NDArray[np.bool_]:
-        """Return which tokens of `batch` are trained, for display: bool, with the shape of the labels or inputs."""
+        """Return which tokens of `batch` are counted as trained: bool, with the shape of the labels or inputs.
+
+        Their number is `tokens` in metrics.jsonl and trainer.json; the loss is divided by `counts`.
+        """
         from fsdp_shard.data import MASKED
 
         found: npt.NDArray[np.bool_] = batch.labels != MASKED
@@ -136,12 +139,12 @@ class ObjectiveConfig:
         Args:
             model: The model.
             batches: All micro-batches of this rank.
-            reference: As in `Pass`.
+            reference: As in `ForwardPass`.
             context: The ranks.
         """
         return None
 
-    def terms(self, forward: Pass) -> torch.Tensor:
+    def terms(self, forward: ForwardPass) -> torch.Tensor:
         """Run the forward pass and return the sums of the loss terms divided by `divisors`, [num_terms], in nats."""
         from fsdp_shard.training.loss.forward_loss import forward_loss
 

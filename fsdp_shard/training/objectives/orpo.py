@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, add_metrics
-from fsdp_shard.training.objectives.objective import Pass
+from fsdp_shard.training.objectives.objective import ForwardPass
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class OrpoConfig(PairObjective):
         ends = is_answer.shape[1] - is_answer[:, ::-1].argmax(axis=1)  # all earlier tokens are predicted, too
         return [*of_pairs, float(ends[is_answer.any(axis=1)].sum())]
 
-    def terms(self, forward: Pass) -> torch.Tensor:
+    def terms(self, forward: ForwardPass) -> torch.Tensor:
         """Return the sums of the odds ratio term and of the cross-entropy, divided by their divisors, [2]."""
         import torch
 

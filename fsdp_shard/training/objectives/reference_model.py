@@ -94,7 +94,7 @@ class DispatchedReference:
     context: DistributedContext
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
-        function = LabelLogProbs(batch.labels.flatten()[batch.counted])
+        function = LabelLogProbs(batch.labels.flatten()[batch.label_positions])
         values = run_on_all(self.context, lambda: dispatched_rows(self.model, batch, function))
         return batch.answer_sums(values.to(batch.labels.device).view(batch.labels.shape))
 
@@ -183,7 +183,7 @@ def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> S
         return add_targets(config, config.objective, start, data)
     if reference_kind(config) != PRECOMPUTED:
         return data
-    run_on_main(start.context, lambda: resume.train_on(data.train, config, start.step))  # refuses before the long pass
+    run_on_main(start.context, lambda: resume.planned_training(data.train, config, start.resume_from))
     if data.held_out is not None:
         data = replace(data, held_out=data.held_out.head(config.train.eval_windows))
     cached = _CachedReference(config, start)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from fsdp_shard.training.objectives.answer_pairs import add_metrics
-from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
+from fsdp_shard.training.objectives.objective import ForwardPass, PreferenceConfig
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RewardConfig(PreferenceConfig):
             return batch.segments > 0
         return (batch.inputs["attention_mask"] > 0) & super().trained_tokens(batch)[:, None]
 
-    def terms(self, forward: Pass) -> torch.Tensor:
+    def terms(self, forward: ForwardPass) -> torch.Tensor:
         """Run the forward pass of both answers and return the sum of the losses divided by the divisor, [1]."""
         import torch
         import torch.nn.functional as F

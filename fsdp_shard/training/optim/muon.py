@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.optim.config import decay_groups, decay_setting
+from fsdp_shard.training.optim.config import decay_setting
+from fsdp_shard.training.optim.parameter_groups import decay_groups
 from fsdp_shard.training.optim.torch_optim import AdamConfig, AdamWConfig
 from fsdp_shard.utils import setting
 

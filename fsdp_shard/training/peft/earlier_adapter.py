@@ -123,7 +123,7 @@ def _check_same(
     if recorded is not None and recorded.quantize != config.quantize:
         raise ConfigError(
             f"adapter.path={config.path} was trained with adapter.quantize={recorded.quantize}, and with "
-            f"adapter.quantize={config.quantize} its base is another model. Set the same."
+            f"adapter.quantize={config.quantize} its base is another model. Set adapter.quantize={recorded.quantize}."
         )
     own = checkpoint.parse_lora(earlier.weights / checkpoint.ADAPTER_CONFIG, adapter.config)
     expected = {stored: shapes[name] for name, stored in adapter.names.items()}
@@ -148,8 +148,8 @@ def check_head(config: LoraConfig, labels: Sequence[str], earlier: checkpoint.Lo
         return
     if recorded.head.classes != list(labels):
         raise ConfigError(
-            f"adapter.path={config.path} has a head with the classes {recorded.head.classes}, and "
-            f"model.labels={list(labels)} are others; set the same."
+            f"adapter.path={config.path} has a head with the classes [{','.join(recorded.head.classes)}], but "
+            f"model.labels=[{','.join(labels)}]; set model.labels=[{','.join(recorded.head.classes)}]."
         )
 
 

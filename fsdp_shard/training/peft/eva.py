@@ -84,7 +84,7 @@ def fill_eva(
         with progress as count:
             batch: DeviceBatch | None = first
             while batch is not None:
-                found.begin(batch.counted)
+                found.begin(batch.label_positions)
                 run_watching(module, batch, found.moving, found.step)
                 count(found.end())
                 raise_if_stopped(stop, context, "the initial values of adapter.init=eva")
@@ -131,9 +131,9 @@ def run_watching(module: nn.Module, batch: DeviceBatch, layers: Sequence[str], s
 
     No logits are computed if the output head allows it.
     """
-    nothing = batch.counted[:0]
+    nothing = batch.label_positions[:0]
     with _watching(module, layers, seen):
-        forward_rows(module, replace(batch, counted=nothing), LabelLogProbs(nothing))
+        forward_rows(module, replace(batch, label_positions=nothing), LabelLogProbs(nothing))
 
 
 @contextmanager
@@ -209,13 +209,13 @@ class _Directions:
         self._own = {fqn: new_pca(rank) for fqn, rank in ranks.items() if self._owners[fqn] == context.rank}
         self._still: dict[str, int] = {}  # of this rank's layers, with the number of the step
         self._not_finite: list[str] = []
-        self._counted = torch.empty(0, dtype=torch.int64)
+        self._label_positions = torch.empty(0, dtype=torch.int64)
         self._lengths: list[int] = []
 
-    def begin(self, counted: torch.Tensor) -> None:
-        """Begin a micro-batch on each rank; `counted` are the predicted positions [num_predictions] of this rank's."""
-        self._counted = counted
-        self._lengths = self._context.all_gather_object(len(counted))
+    def begin(self, label_positions: torch.Tensor) -> None:
+        """Begin a micro-batch on each rank; `label_positions` [num_predictions] are those of this rank's."""
+        self._label_positions = label_positions
+        self._lengths = self._context.all_gather_object(len(label_positions))
 
     def step(self, fqn: str, inputs: torch.Tensor) -> None:
         """Process the inputs [..., num_features] of a layer at all tokens; a collective.
@@ -226,8 +226,8 @@ class _Directions:
         for source, num_rows in enumerate(self._lengths[: MAX_STEPS - self.num_steps]):
             if num_rows < self._ranks[fqn]:
                 continue
-            chosen = self._counted if source == self._context.rank else self._counted[:0]
-            rows = self._context.send_rows(inputs[chosen].float(), source, owner, num_rows)
+            positions = self._label_positions if source == self._context.rank else self._label_positions[:0]
+            rows = self._context.send_rows(inputs[positions].float(), source, owner, num_rows)
             if owner == self._context.rank and fqn not in self._still:
                 self._fit(fqn, self.num_steps + source + 1, rows)
             del rows  # before the next rows arrive

@@ -234,7 +234,8 @@ def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: 
     if saved is not None and saved.quantize != adapter.base.quantize:
         raise CheckpointError(
             f"{step_directory} holds an adapter that was trained with adapter.quantize={saved.quantize}, and with "
-            f"adapter.quantize={adapter.base.quantize} its base is another model. Set the same."
+            f"adapter.quantize={adapter.base.quantize} its base is another model. Set "
+            f"adapter.quantize={saved.quantize}."
         )
     stored = adapter.stored(shards)
     with checkpoint.open_checkpoint(step_directory) as index:

@@ -68,8 +68,8 @@ class ModelTeacher:
     k: int
 
     def targets(self, batch: DeviceBatch) -> Targets:
-        counted, values = batch.counted, dispatched_rows(self.model, batch, TopTokens(self.k))
-        return split_targets(values[counted.to(values.device)].to(counted.device))
+        label_positions, values = batch.label_positions, dispatched_rows(self.model, batch, TopTokens(self.k))
+        return split_targets(values[label_positions.to(values.device)].to(label_positions.device))
 
 
 def open_teacher(config: FinetuneSettings, distill: DistillConfig, context: DistributedContext) -> ModelTeacher:
@@ -112,7 +112,7 @@ def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStar
     context = start.context
     waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
     caches = run_on_main(waiting, lambda: _caches(config, distill, data.sources))
-    used = run_on_all(waiting, lambda: _used(config, start.step, data))
+    used = run_on_all(waiting, lambda: _used(config, start.resume_from, data))
     teacher = _TeacherPass(config, distill, start)
     extended, notes = [], []
     for source, cache, wanted in zip(data.sources, caches, used, strict=True):
@@ -140,7 +140,7 @@ def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[
 
 def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[npt.NDArray[np.bool_]]:
     """Return which samples of each source are evaluated, or trained after the step to resume from."""
-    train, state = resume.train_on(data.train, config, step)
+    train, state = resume.planned_training(data.train, config, step)
     num_left = max(0, train.num_steps - state.step) * train.global_batch_size
     positions = range(state.num_samples, state.num_samples + num_left)
     return used_samples(data.train, positions, data.held_out, train.eval_windows)

@@ -15,7 +15,7 @@ from transformers.integrations import activate_neftune
 
 from fsdp_shard.data import DataConfig, Shuffled
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
+from fsdp_shard.training.neftune import noisy_embeddings
 from fsdp_shard.training.seeding import derived_seed
 from tests.support.prepared_data import prepare_data
 from tests.support.runs import Ended, run_recipe

@@ -22,7 +22,7 @@ from transformers import (
 
 from fsdp_shard.data import DataConfig, all_sources
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models.context import ContextLength, context_length_of, settle_length
+from fsdp_shard.models.context_length import ContextLength, context_length_of, settle_length
 
 SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
 TABLE = ContextLength(64, is_table=True)

@@ -19,7 +19,7 @@ from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.load_model import load_sharded
 from fsdp_shard.training.loop import TrainingRun, train
-from fsdp_shard.training.optim.weight_average import WeightAverage, open_average
+from fsdp_shard.training.optim.ema import WeightAverage, open_average
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.trainer_state import TrainerState
 from tests.support.digests import tensor_digests
