@@ -21,9 +21,9 @@ def everyday_requests(tokenizer: Any, limit: int) -> tuple[Requests, int]:
     """The harness's requests for the first `limit` questions, and how many tokens they score over."""
     from lm_eval.tasks import TaskManager
 
-    from fsdp_shard.utils import shipped
+    from fsdp_shard.utils import shipped_directory
 
-    manager = TaskManager(include_path=[str(shipped("conf") / "lm_eval")])
+    manager = TaskManager(include_path=[str(shipped_directory("conf") / "lm_eval")])
     task = manager.load(["everyday"])["tasks"]["everyday"]
     task.build_all_requests(limit=limit, rank=0, world_size=1)
     requests = list(task.instances)

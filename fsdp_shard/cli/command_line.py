@@ -14,7 +14,7 @@ from pathlib import Path
 from fsdp_shard import __version__, checkpoint, evaluation
 from fsdp_shard.cli.exit import run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
-from fsdp_shard.utils import configs, format_count, nearest, printable, recipes, say, set_environment, shipped
+from fsdp_shard.utils import configs, format_count, nearest, printable, recipes, say, set_environment, shipped_directory
 
 _HELP = """\
 fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
@@ -87,7 +87,7 @@ def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> N
     from fsdp_shard.cli.run_recipe import load_recipe, run_jobs
     from fsdp_shard.config import COMMANDS as SCHEMAS
 
-    file = shipped("recipes") / f"{command}.py"
+    file = shipped_directory("recipes") / f"{command}.py"
     run_jobs(SCHEMAS[command], lambda: load_recipe(file), arguments, program or f"fsdp-shard {command}")
 
 

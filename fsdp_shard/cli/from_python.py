@@ -18,7 +18,7 @@ from fsdp_shard.config import COMMANDS, GenerateConfig, PlanConfig, RunConfig
 from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.planning import PlanResult, check_plan, plan_run
-from fsdp_shard.utils import RESULT, shipped
+from fsdp_shard.utils import RESULT, shipped_directory
 
 _running = threading.RLock()  # what a run uses is the process's: generators of random numbers, the group of its ranks
 
@@ -162,7 +162,7 @@ def _run(
         raise ConfigError(f"{flags[0]} is a flag of the command line, not a setting; {command} takes settings only.")
 
     def find() -> Recipe[Any]:
-        return recipe or load_recipe(shipped("recipes") / f"{command}.py")
+        return recipe or load_recipe(shipped_directory("recipes") / f"{command}.py")
 
     def settle(config: RunConfig) -> None:
         if isinstance(config, GenerateConfig) and config.is_conversation:

@@ -25,7 +25,7 @@ from fsdp_shard.cli.sweep_table import changed_settings_of, refuse_other_sweep, 
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.training import lock_directory
-from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, shipped, walk, warnings_of
+from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, shipped_directory, walk, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
 
@@ -257,7 +257,7 @@ def _refuse_unused(config: configs.RunConfig) -> None:
 
 
 def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
-    if recipe.file.parent != shipped("recipes").resolve():
+    if recipe.file.parent != shipped_directory("recipes").resolve():
         config.own_recipe = recipe.file.name
     named = config.run_dir
     missing = _missing_directories(Path(named).absolute())

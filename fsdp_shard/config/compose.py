@@ -40,7 +40,7 @@ from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.run_to_plan import register_run, split_run
 from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import check, has_content, set_environment, shipped, write_atomically
+from fsdp_shard.utils import check, has_content, set_environment, shipped_directory, write_atomically
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -156,7 +156,7 @@ def _compose(schema: type, arguments: list[str], program: str, config_name: str)
     if not any(argument.startswith(("-", *_HYDRA_PREFIXES)) for argument in arguments):
         # hydra.main would compose it twice, first to detect a sweep.
         _register(schema, ".", ())
-        with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        with hydra.initialize_config_dir(str(shipped_directory("conf")), version_base="1.3"):
             return [(hydra.compose(config_name, arguments), None, tuple(arguments))]
     with tempfile.TemporaryDirectory() as scratch:
         _register(schema, scratch, _FOR_JOBS)
@@ -186,7 +186,7 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str, config_nam
         job = HydraConfig.get().job
         number = None if OmegaConf.is_missing(job, "num") else int(job.num)  # only sweeps number their jobs
         composed.append((config, number, tuple(HydraConfig.get().overrides.task)))
-        if conf != shipped("conf"):
+        if conf != shipped_directory("conf"):
             for file in _chosen_files(conf):
                 check_values(file)
 
@@ -233,14 +233,14 @@ def _preset_directories(arguments: list[str], schema: type) -> tuple[Path, list[
     try:
         options, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError:
-        return shipped("conf"), arguments  # Hydra reports the error
-    own = shipped("conf") if options.config_dir is None else Path(options.config_dir).expanduser().absolute()
+        return shipped_directory("conf"), arguments  # Hydra reports the error
+    own = shipped_directory("conf") if options.config_dir is None else Path(options.config_dir).expanduser().absolute()
     if not own.is_dir():
         raise ConfigError(f"--config-dir {options.config_dir}: there is no such directory.")
     if options.config_name is not None:
         check_whole_config(own / f"{options.config_name.removesuffix('.yaml')}.yaml", schema)
         rest = [*rest, f"--config-name={options.config_name}"]
-    return own, rest if options.config_dir is None else [*rest, f"--config-dir={shipped('conf')}"]
+    return own, rest if options.config_dir is None else [*rest, f"--config-dir={shipped_directory('conf')}"]
 
 
 def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: type[C]) -> Job[C]:

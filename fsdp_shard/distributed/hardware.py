@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import shipped
+from fsdp_shard.utils import shipped_directory
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ def device_preset(name: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     # Not PyYAML, which reads 989.4e12 as text.
-    values: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "device" / f"{name}.yaml"))
+    values: Any = OmegaConf.to_container(OmegaConf.load(shipped_directory("conf") / "device" / f"{name}.yaml"))
     del values["defaults"]
     return dict(values)
 

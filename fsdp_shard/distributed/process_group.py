@@ -99,7 +99,7 @@ class DistributedContext(Communicator):
     def _new_mesh(self, shape: dict[str, int]) -> DeviceMesh:
         return _make_mesh(self.device.type, shape, timedelta(seconds=self.timeout_seconds))
 
-    def undivided(self) -> Self:
+    def without_tensor_parallel(self) -> Self:
         """Return the same ranks for a model that each of them has as a whole."""
         return self if self.num_tensor_ranks == 1 else replace(self, mesh=self.mesh["replicate", "shard"])
 

@@ -22,7 +22,7 @@ from fsdp_shard.evaluation.earlier_results import SAMPLES, remove_earlier
 from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
 from fsdp_shard.evaluation.harness_model import wrap_for_harness
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.utils import format_count, json_digest, nearest, only_errors_of, shipped
+from fsdp_shard.utils import format_count, json_digest, nearest, only_errors_of, shipped_directory
 
 TaskManager = Any  # of the harness, which may not be installed
 
@@ -131,7 +131,7 @@ def open_tasks(given: EvaluationInputs) -> LmEval:
         raise ConfigError("lm_eval.chat_template=true, but the model's tokenizer has no chat template; remove it.")
     with only_errors_of("lm_eval"):
         own = [asked.include_path] if asked.include_path is not None else []
-        manager = tasks.TaskManager(include_path=[str(shipped("conf") / "lm_eval"), *own])
+        manager = tasks.TaskManager(include_path=[str(shipped_directory("conf") / "lm_eval"), *own])
         loaded = _load(manager, _known(asked.names, manager))
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):

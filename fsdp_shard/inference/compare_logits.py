@@ -10,7 +10,14 @@ from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch_model
 from fsdp_shard.inference.generation.tokenize_prompts import tokenize
-from fsdp_shard.models import check_causal, check_vocabulary, context_length_of, load_config, load_tokenizer, running
+from fsdp_shard.models import (
+    check_causal,
+    check_vocabulary,
+    context_length_of,
+    load_config,
+    load_tokenizer,
+    model_run_errors,
+)
 from fsdp_shard.utils import format_count
 
 
@@ -115,7 +122,7 @@ def _logits(source: Location, tokens: list[int]) -> torch.Tensor:
     # diff has already listed the tensors
     model = dispatch_model(source, load_config(source.directory), DispatchConfig(), log=lambda text: None)
     try:
-        with torch.inference_mode(), running(model):
+        with torch.inference_mode(), model_run_errors(model):
             logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double().cpu()
     finally:
         del model

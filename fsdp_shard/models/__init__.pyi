@@ -17,8 +17,8 @@ from .context_length import (
 from .file_errors import (
     config_file as config_file,
     model_errors as model_errors,
+    model_run_errors as model_run_errors,
     origin as origin,
-    running as running,
     tokenizer_files as tokenizer_files,
 )
 from .gguf_config import GGUF_FORMAT as GGUF_FORMAT, gguf_model_files as gguf_model_files
@@ -58,7 +58,7 @@ from .quantized_linear import (
 )
 from .shared_prompts import (
     check_shared_prompts as check_shared_prompts,
-    giving_answer_scores as giving_answer_scores,
+    head_returns_answer_scores as head_returns_answer_scores,
     shared_prompt_masks as shared_prompt_masks,
 )
 from .transformers_private import (

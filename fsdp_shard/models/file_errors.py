@@ -51,7 +51,7 @@ def model_errors(
         raise ModelError(f"{problem}: {kind}{said}{advice and f' {advice}'}") from error
 
 
-def running(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
+def model_run_errors(model: nn.Module, hint: str = "") -> AbstractContextManager[None]:
     """Raise anything that a running model raises as a ModelError, as wrong values in its files may show only then.
 
     Errors of the machine stay unchanged. So do RuntimeErrors if there are several ranks, as a lost rank causes one.

@@ -82,7 +82,7 @@ def _layer_masks(model: PreTrainedModel, length: int, device: torch.device) -> _
 
 
 @contextmanager
-def giving_answer_scores(model: PreTrainedModel, ends: torch.Tensor) -> Iterator[None]:
+def head_returns_answer_scores(model: PreTrainedModel, ends: torch.Tensor) -> Iterator[None]:
     """Within the block, a classifier returns the scores of some tokens as its `logits`, [num_rows, num_tokens].
 
     It takes the output of its head at one token of each row; here that is the same for all rows and tokens.
@@ -182,7 +182,7 @@ def _is_same_as_alone(model: PreTrainedModel) -> bool:
     with torch.no_grad():
         alone = [model(input_ids=text[None], use_cache=False).logits[0] for text in answers]
         if alone[0].ndim == 1:  # a classifier
-            with giving_answer_scores(model, torch.stack([place[-1] for place in places])):
+            with head_returns_answer_scores(model, torch.stack([place[-1] for place in places])):
                 packed = list(model(**given).logits[0, :, None])
         else:
             logits = model(**given).logits.flatten(0, 1)

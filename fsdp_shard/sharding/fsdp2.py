@@ -19,7 +19,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import expert_parallel, tensor_parallel
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit
 from fsdp_shard.sharding.forward_trace import trace_forward
-from fsdp_shard.sharding.gradients import clip_grads
+from fsdp_shard.sharding.gradients import clip_grad_norm_over_meshes
 from fsdp_shard.sharding.module_shards import shards_of
 from fsdp_shard.sharding.prepare_model import prepare_model
 from fsdp_shard.sharding.routed_lists import alternatives, complete_gradients, is_within
@@ -49,7 +49,7 @@ class Fsdp2Model:
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         if self.context.divides_modules or self.scalars.trained:
-            return clip_grads(self.module.parameters(), max_norm)
+            return clip_grad_norm_over_meshes(self.module.parameters(), max_norm)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

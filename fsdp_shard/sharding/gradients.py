@@ -60,7 +60,7 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
     meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
     if meshes == {None}:
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return clip_grads(model.parameters(), max_norm)
+    return clip_grad_norm_over_meshes(model.parameters(), max_norm)
 
 
 def no_sync(model: nn.Module | ShardedModel) -> AbstractContextManager[None]:
@@ -100,7 +100,7 @@ def _no_sync_of_parts(model: nn.Module) -> Iterator[None]:
                 part.set_requires_gradient_sync(True, recurse=False)
 
 
-def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm_over_meshes(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """`clip_grad_norm_` for parameters on several meshes, or on none, which torch's own function does not support."""
     parameters = list(parameters)
     groups = by_mesh(param for param in parameters if param.grad is not None)

@@ -50,14 +50,14 @@ class StepBatches:
     Attributes:
         samples: Positions of the samples of all ranks, int64 [global_batch_size].
         parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
-        batches: The micro-batches.
+        micro_batches: The micro-batches.
         counts: The divisor of each term of the loss, the trained tokens, and those of each source of a mixture, float64
             on the device: those of this rank, or its share of them if several ranks count the same sequences.
     """
 
     samples: Ints
     parts: Ints
-    batches: list[DeviceBatch]
+    micro_batches: list[DeviceBatch]
     counts: torch.Tensor
 
 
@@ -108,12 +108,12 @@ class BatchLoader:
             is_last: Whether no step follows, so that none is loaded.
         """
         began = time.perf_counter()
-        loaded = (self._loading or self._begin(first)).result()
+        step_batches = (self._loading or self._begin(first)).result()
         if self._copy_stream is not None:
-            _hand_over(loaded, self._copy_stream)
+            _hand_over(step_batches, self._copy_stream)
         self._loading = None if is_last else self._begin(first + self._config.global_batch_size)
         self.seconds_waited = time.perf_counter() - began
-        return loaded
+        return step_batches
 
     def _begin(self, first: int) -> Future[StepBatches]:
         # Here, not in the thread: the ranks exchange the rows of streamed data that they tokenized.
@@ -270,9 +270,12 @@ def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _hand_over(loaded: StepBatches, copies: torch.cuda.Stream) -> None:
+def _hand_over(step_batches: StepBatches, copies: torch.cuda.Stream) -> None:
     """Make the current stream wait for the copies, and keep their memory until it has used them."""
     current = torch.cuda.current_stream(copies.device)
     current.wait_stream(copies)
-    for tensor in (loaded.counts, *(tensor for batch in loaded.batches for tensor in batch.tensors())):
+    for tensor in (
+        step_batches.counts,
+        *(tensor for batch in step_batches.micro_batches for tensor in batch.tensors()),
+    ):
         tensor.record_stream(current)

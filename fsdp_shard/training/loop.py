@@ -198,22 +198,22 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     config, context, state = run.config, run.context, run.state
     rate = _set_learning_rate(run)
     seed_all(derived_seed(state.seed, state.step, context.random_rank))
-    loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
-    context.all_reduce_(loaded.counts)
+    batches = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
+    context.all_reduce_(batches.counts)
     run.optimizer.zero_grad()
-    term_counts, counts = loaded.counts.tensor_split([run.objective.num_terms])
+    term_counts, counts = batches.counts.tensor_split([run.objective.num_terms])
     # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
     # Context-parallel ranks count their own parts, or parts of all.
     # Without any prediction the loss is 0, not NaN.
     divisors = (term_counts.clamp(min=context.num_tensor_ranks) / context.world_size).float()
     sums = StepSums(run.functions, context)
-    losses = _accumulate(run, loaded, divisors, sums)
+    losses = _accumulate(run, batches, divisors, sums)
     own_loss = sums.rescale_gradients(run.model.module, sum(losses[1:], losses[0]), divisors[0])
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
     totals = _read_totals(run, own_loss, norm, torch.cat([counts, sums.metrics()]), loader.seconds_waited)
-    fault = _update(run, loaded, losses, totals)
+    fault = _update(run, batches, losses, totals)
     by_name = dict(zip(run.dataset.source_names, totals.source_tokens, strict=True))
-    state.advance(len(loaded.samples), totals.num_tokens, by_name, skipped=bool(fault))
+    state.advance(len(batches.samples), totals.num_tokens, by_name, skipped=bool(fault))
     state.place = run.dataset.state_dict(state.num_samples)
     seconds = time.perf_counter() - began
     return StepReport(
@@ -236,7 +236,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     )
 
 
-def _update(run: TrainingRun, loaded: StepBatches, losses: Sequence[torch.Tensor], totals: "_Totals") -> str:
+def _update(run: TrainingRun, batches: StepBatches, losses: Sequence[torch.Tensor], totals: "_Totals") -> str:
     """Update the weights if loss and gradients are finite, otherwise return the reason; a collective.
 
     Raises:
@@ -248,7 +248,7 @@ def _update(run: TrainingRun, loaded: StepBatches, losses: Sequence[torch.Tensor
         if run.average is not None:
             run.average.update()
     else:
-        named = _describe_non_finite(run, loaded, losses)
+        named = _describe_non_finite(run, batches, losses)
         fault = f"loss {totals.loss} and norm of the gradients {totals.grad_norm}, not finite in the {named}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
@@ -256,11 +256,11 @@ def _update(run: TrainingRun, loaded: StepBatches, losses: Sequence[torch.Tensor
     return fault
 
 
-def _describe_non_finite(run: TrainingRun, loaded: StepBatches, losses: Sequence[torch.Tensor]) -> str:
+def _describe_non_finite(run: TrainingRun, batches: StepBatches, losses: Sequence[torch.Tensor]) -> str:
     """Find where a step is not finite: in the loss of some samples, or only in the gradients; a collective."""
-    bad = [int(i) for part, loss in zip(loaded.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
+    bad = [int(i) for part, loss in zip(batches.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
     in_loss = [position for rank in run.context.all_gather_object(bad) for position in rank]
-    named = run.dataset.describe(in_loss or loaded.samples)
+    named = run.dataset.describe(in_loss or batches.samples)
     return f"loss of samples {named}" if in_loss else f"gradients only, samples {named}"
 
 
@@ -275,12 +275,12 @@ def _set_learning_rate(run: TrainingRun) -> float:
     return float(run.optimizer.param_groups[0]["lr"])
 
 
-def _accumulate(run: TrainingRun, loaded: StepBatches, divisors: torch.Tensor, sums: StepSums) -> list[torch.Tensor]:
+def _accumulate(run: TrainingRun, batches: StepBatches, divisors: torch.Tensor, sums: StepSums) -> list[torch.Tensor]:
     """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
     losses, model, objective, reference = [], run.model, run.objective, run.reference
-    shared = objective.prepare(model, loaded.batches, reference, run.context)
-    for number, batch in enumerate(loaded.batches, start=1):
-        is_synced = run.sync_every_micro_batch or number == len(loaded.batches)
+    shared = objective.prepare(model, batches.micro_batches, reference, run.context)
+    for number, batch in enumerate(batches.micro_batches, start=1):
+        is_synced = run.sync_every_micro_batch or number == len(batches.micro_batches)
         with nullcontext() if is_synced else model.no_sync():
             loss = objective.terms(ForwardPass(model, batch, divisors, sums, reference, shared)).sum()
             with quiet_pass():

@@ -43,7 +43,12 @@ from .limited_process import (
     run_limited as run_limited,
 )
 from .module_tensors import replace_tensors as replace_tensors
-from .package_data import configs as configs, recipes as recipes, render_page as render_page, shipped as shipped
+from .package_data import (
+    configs as configs,
+    recipes as recipes,
+    render_page as render_page,
+    shipped_directory as shipped_directory,
+)
 from .partitioning import balanced_partition as balanced_partition
 from .printing import make_output_printable as make_output_printable, only_errors_of as only_errors_of, say as say
 from .process_memory import (

@@ -15,7 +15,7 @@ from fsdp_shard.utils.text import printable
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def shipped(folder: str) -> Path:
+def shipped_directory(folder: str) -> Path:
     """Return the directory of the shipped `conf` or `recipes`."""
     inside = _PACKAGE / "_shipped" / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
@@ -32,12 +32,12 @@ class Item:
 
 def recipes() -> list[Item]:
     """Return the shipped recipes, described by the first lines of their docstrings."""
-    return [Item(file.stem, file, _docstring(file)) for file in sorted(shipped("recipes").glob("*.py"))]
+    return [Item(file.stem, file, _docstring(file)) for file in sorted(shipped_directory("recipes").glob("*.py"))]
 
 
 def configs() -> list[Item]:
     """Return the shipped configs, named by their path below conf/, described by their first comments."""
-    root = shipped("conf")
+    root = shipped_directory("conf")
     found = (file for file in root.rglob("*.yaml") if file.parent.name != "lm_eval")  # lm_eval tasks are not configs
     files = sorted(found, key=lambda file: (file.parent != root, file))
     return [Item(file.relative_to(root).as_posix(), file, _first_comment(file)) for file in files]

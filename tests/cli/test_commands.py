@@ -106,8 +106,8 @@ def test_cp_copies_out_once(place: Path) -> None:
     assert again.error == "error: mine.py already exists and is not overwritten; give another name."
     assert fsdp_shard("cp", f"{name}.py", "own/", cwd=place).status == 0
     assert (place / "own" / f"{name}.py").is_file()
-    for shipped, wrong in (("finetune", "mine.txt"), ("finetune.yaml", "mine")):
-        refused = fsdp_shard("cp", shipped, wrong, cwd=place)
+    for shipped_directory, wrong in (("finetune", "mine.txt"), ("finetune.yaml", "mine")):
+        refused = fsdp_shard("cp", shipped_directory, wrong, cwd=place)
         assert (refused.status, (place / wrong).exists()) == (2, False)
         assert "give it a name that ends with ." in refused.err
     unknown = fsdp_shard("cp", "fintune.yaml", "own/", cwd=place)

@@ -26,7 +26,7 @@ from fsdp_shard.config.reference import groups_of, help_text, markdown, settings
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import AdamWConfig
-from fsdp_shard.utils import Parsed, check, configs, parse_size, setting, shipped, walk
+from fsdp_shard.utils import Parsed, check, configs, parse_size, setting, shipped_directory, walk
 from tests.config.composed import GIVEN, compose, one, refusal
 
 
@@ -60,7 +60,9 @@ def test_every_preset_composes(command: str, group: str, option: str) -> None:
 
 
 def test_every_file_under_conf_is_reached() -> None:
-    paths = [file.relative_to(shipped("conf")) for file in shipped("conf").rglob("*") if file.is_file()]
+    paths = [
+        file.relative_to(shipped_directory("conf")) for file in shipped_directory("conf").rglob("*") if file.is_file()
+    ]
     files = {path.as_posix() for path in paths if path.parts[0] != "lm_eval"}  # tasks of the harness
     reached = {f"{command}.yaml" for command in COMMANDS} | {
         f"{group}/{option}.yaml" for _, group, option in _presets()

@@ -22,8 +22,8 @@ from fsdp_shard.models import (
     build_on_meta,
     load_config,
     load_tokenizer,
+    model_run_errors,
     rebuild_buffers,
-    running,
 )
 from tests.support.tiny import llama, llama_config
 
@@ -95,7 +95,7 @@ def test_a_text_config_that_is_no_object_is_refused(tmp_path: Path, name: str) -
 
 
 def test_a_lack_of_memory_is_not_blamed_on_the_model() -> None:
-    with pytest.raises(RuntimeError, match="can't allocate memory"), running(llama()):
+    with pytest.raises(RuntimeError, match="can't allocate memory"), model_run_errors(llama()):
         torch.empty(1 << 50)
 
 
@@ -103,5 +103,5 @@ def test_a_failing_model_is_named_without_its_wrapper() -> None:
     wrapper = nn.Module()
     wrapper.module = llama()
     said = r"^The model LlamaForCausalLM cannot be run: KeyError: 'strides'\. Its config\.json"
-    with pytest.raises(ModelError, match=said), running(wrapper):
+    with pytest.raises(ModelError, match=said), model_run_errors(wrapper):
         raise KeyError("strides")

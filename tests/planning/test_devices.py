@@ -11,7 +11,7 @@ import pytest
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning import AutoDeviceConfig, DeviceConfig, devices
 from fsdp_shard.planning.devices import Hardware, check_device, hardware_of
-from fsdp_shard.utils import shipped
+from fsdp_shard.utils import shipped_directory
 from tests.planning.device_presets import device, preset
 from tests.support.runs import run_recipe
 from tests.support.tiny import llama_config
@@ -21,7 +21,7 @@ PRESETS = ("h100", "h200", "b200", "a100", "l40s", "rtx4090", "cpu")
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_complete_and_say_where_each_figure_is_from(name: str) -> None:
-    lines = (shipped("conf") / "device" / f"{name}.yaml").read_text().splitlines()
+    lines = (shipped_directory("conf") / "device" / f"{name}.yaml").read_text().splitlines()
     figures = dict(found.groups() for line in lines if (found := re.fullmatch(r"(\w+): [^#]+  # (.{8,})", line)))
     assert ["kind", *figures] == [item.name for item in fields(DeviceConfig)]
     kind = "kind: cpu" if name == "cpu" else "kind: gpu"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError
-from fsdp_shard.sharding.gradients import clip_grads
+from fsdp_shard.sharding.gradients import clip_grad_norm_over_meshes
 from tests.support.ranks import on_ranks
 from tests.support.wrapped_net import WRAPPERS, Net, by_ddp, by_fsdp
 
@@ -134,7 +134,7 @@ def _norm_of_mixed_placements(context: DistributedContext) -> tuple[float, list[
         params[-1].grad = distribute_tensor(torch.full((4, 4), 3.0), mesh, placements)
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     logger.addFilter(lambda record: said.append(record.getMessage()) is not None)
-    return float(clip_grads(params, math.inf)), said
+    return float(clip_grad_norm_over_meshes(params, math.inf)), said
 
 
 def test_a_norm_under_tensor_parallelism_is_exact_and_warns_of_nothing() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_shard.checkpoint import locate
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.models import ModelConfig, running
+from fsdp_shard.models import ModelConfig, model_run_errors
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.load_model import LoadedModel, load_sharded
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
@@ -38,7 +38,7 @@ def load(context: DistributedContext, directory: Path, wrapper: str, adapter: Ad
 
 def logits_of(loaded: LoadedModel, context: DistributedContext) -> torch.Tensor:
     tokens = token_batch(5).chunk(context.world_size)[context.rank]
-    with torch.no_grad(), running(loaded.model.module):
+    with torch.no_grad(), model_run_errors(loaded.model.module):
         return loaded.model.module(input_ids=tokens, use_cache=False).logits.clone()  # type: ignore[no-any-return]  # untyped in transformers
 
 

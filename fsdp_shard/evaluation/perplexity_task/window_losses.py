@@ -15,7 +15,7 @@ from fsdp_shard.errors import LossError
 from fsdp_shard.evaluation.batch_log import BatchValues
 from fsdp_shard.evaluation.perplexity_task.scored_text import ScoredText
 from fsdp_shard.inference import Schedule
-from fsdp_shard.models import check_vocabulary, running
+from fsdp_shard.models import check_vocabulary, model_run_errors
 
 
 def window_losses(model: PreTrainedModel, text: ScoredText, windows: Sequence[int]) -> list[float]:
@@ -37,7 +37,7 @@ def window_losses(model: PreTrainedModel, text: ScoredText, windows: Sequence[in
     inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
     check_vocabulary(batch.inputs["input_ids"], model.config)
     with torch.inference_mode():
-        with running(model):
+        with model_run_errors(model):
             logits = model(**inputs, use_cache=False).logits
         losses = [_summed_loss(row, labels) for row, labels in zip(logits, torch.from_numpy(batch.labels), strict=True)]
     if not all(map(math.isfinite, losses)):

@@ -32,7 +32,7 @@ from fsdp_shard.models import (
     config_file,
     context_length_of,
     load_config,
-    running,
+    model_run_errors,
     settle_length,
 )
 from fsdp_shard.training import check_classifier
@@ -133,7 +133,7 @@ class Classification(EvaluationInputs):
         batch = self.texts.samples.batch(numbers)
         check_vocabulary(batch.input_ids, model.config)
         inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
-        with torch.inference_mode(), running(model):
+        with torch.inference_mode(), model_run_errors(model):
             logits = model(**inputs).logits.to("cpu", torch.float64)  # [num_texts, num_classes]
         if not bool(logits.isfinite().all()):
             wrong = {int(numbers[row]) for row in (~logits.isfinite().all(-1)).nonzero()[:, 0]}

@@ -39,7 +39,7 @@ from fsdp_shard.models import (
     config_file,
     context_length_of,
     load_config,
-    running,
+    model_run_errors,
     settle_length,
 )
 from fsdp_shard.training import check_classifier
@@ -115,7 +115,7 @@ class RewardEvaluation(EvaluationInputs):
         batch = self.pairs.samples.batch(numbers)
         check_vocabulary(batch.input_ids, model.config)
         inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
-        with torch.inference_mode(), running(model):
+        with torch.inference_mode(), model_run_errors(model):
             logits = model(**inputs).logits.to("cpu", torch.float64)  # [2 * num_pairs, 1]
         is_finite = logits.isfinite().view(-1, 2).all(-1)
         if not bool(is_finite.all()):

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from fsdp_shard.errors import ConfigError, LossError, ModelError
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
-from fsdp_shard.models import continued_text, end_tokens, kv_cache_of, origin, running, until_end
+from fsdp_shard.models import continued_text, end_tokens, kv_cache_of, model_run_errors, origin, until_end
 from fsdp_shard.utils import disk_bytes_read, no_cudnn_attention
 
 # Decoding methods in a model's own config that need another model, return several answers, or guess several tokens at
@@ -148,7 +148,7 @@ class Decoder:
         finite = _FiniteLogits()
         beams = self.settings.num_beams
         hint = f"Leave out generation.num_beams={beams} if the model has no beam search." if beams > 1 else ""
-        with running(self.model, hint), _own_config(self.model, self.config), no_cudnn_attention():
+        with model_run_errors(self.model, hint), _own_config(self.model, self.config), no_cudnn_attention():
             output = generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_shard.data import NUM_PARTS, PROMPT_PART
-from fsdp_shard.models import giving_answer_scores, running, shared_prompt_masks
+from fsdp_shard.models import head_returns_answer_scores, model_run_errors, shared_prompt_masks
 from fsdp_shard.sharding import ShardedModel, attention_over, transformers_model
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.custom_functions import StepSums
@@ -100,7 +100,7 @@ def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
     """Run the forward pass of a model with one output and return that output for each answer, float32 [num_answers]."""
     module = model.module
     inside = None if batch.packed is None else transformers_model(module)
-    reading = nullcontext() if inside is None else giving_answer_scores(inside, batch.label_positions)
+    reading = nullcontext() if inside is None else head_returns_answer_scores(inside, batch.label_positions)
     with reading, forward_pass(module):
         scores: torch.Tensor = module(**_inputs(module, batch), use_cache=False).logits
     return scores.float().squeeze(-1) if inside is None else scores.float()[0]
@@ -123,7 +123,7 @@ def _inputs(module: nn.Module, batch: DeviceBatch) -> dict[str, Any]:
 @contextmanager
 def forward_pass(module: nn.Module) -> Iterator[None]:
     """Run a wrapped model within the block, without warnings about its wrapper; its exceptions become ModelErrors."""
-    with quiet_pass(), running(module):
+    with quiet_pass(), model_run_errors(module):
         yield
 
 
