@@ -140,7 +140,7 @@ def inspect(arguments: Sequence[str]) -> None:
     )
     parser.add_json()
     options = parser.parse_args(arguments)
-    description = checkpoint.summarize_checkpoint(_existing(options.path), options.tensors or "*")
+    description = checkpoint.summarize_checkpoint(_existing_path(options.path), options.tensors or "*")
     if options.json:
         print(description.to_json())
     else:
@@ -162,7 +162,7 @@ def verify(arguments: Sequence[str]) -> None:
     parser.add_json()
     options = parser.parse_args(arguments)
     report = checkpoint.verify(
-        _existing(options.path), options.against and _existing(options.against), base=options.base
+        _existing_path(options.path), options.against and _existing_path(options.against), base=options.base
     )
     print(report.to_json() if options.json else printable(str(report)))
     if not report.is_sound:
@@ -185,7 +185,7 @@ def diff(arguments: Sequence[str]) -> None:
     parser.add_json()
     options = parser.parse_args(arguments)
     a, b = (
-        checkpoint.locate(_existing(path)).based_on(options.base).completed(options.config, options.tokenizer)
+        checkpoint.locate(_existing_path(path)).based_on(options.base).completed(options.config, options.tokenizer)
         for path in (options.a, options.b)
     )
     if options.config is not None and a.config_path is b.config_path is None:
@@ -255,7 +255,7 @@ def push(arguments: Sequence[str]) -> None:
     from fsdp_shard.cli.push_command import push_to_hub
 
     report = push_to_hub(
-        _existing(options.source),
+        _existing_path(options.source),
         options.repository,
         public=options.public,
         revision=options.revision,
@@ -325,7 +325,7 @@ def _content(file: Path, *, is_first_argument: bool) -> str:
     return text.removeprefix("# @package _global_\n") if is_first_argument else text
 
 
-def _existing(path: str) -> str:
+def _existing_path(path: str) -> str:
     if not checkpoint.is_remote(path) and not checkpoint.local_path(path).exists():
         raise CheckpointError(f"{path}: there is no such file or directory.")
     return path

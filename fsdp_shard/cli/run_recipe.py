@@ -21,7 +21,7 @@ from fsdp_shard import checkpoint, config as configs
 from fsdp_shard.cli.error_file import remove_error, write_error
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.cli.machine_check import MachineCheck
-from fsdp_shard.cli.sweep_table import changed_settings_of, refuse_other_sweep, refuse_shared, sweep_table
+from fsdp_shard.cli.sweep_table import refuse_other_sweep, refuse_shared, sweep_table, varied_settings
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.training import lock_directory
@@ -172,7 +172,7 @@ def run_jobs(
 def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) -> None:
     """Run all jobs one by one, and print their figures as a table; raise RunError if any failed."""
     failed: list[str] = []
-    for number, (job, changed) in enumerate(zip(jobs, changed_settings_of(jobs), strict=True), start=1):
+    for number, (job, changed) in enumerate(zip(jobs, varied_settings(jobs), strict=True), start=1):
         settings = " ".join(f"{name}={value}" for name, value in changed.items())
         print(f"[{number}/{len(jobs)}] {settings} -> {job.config.run_dir}", flush=True)
         try:

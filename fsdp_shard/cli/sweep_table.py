@@ -24,7 +24,7 @@ _WRITTEN = {
 }
 
 
-def changed_settings_of(jobs: Sequence[Job[Any]]) -> list[dict[str, str]]:
+def varied_settings(jobs: Sequence[Job[Any]]) -> list[dict[str, str]]:
     """For each run, the settings and options that differ between runs, by name."""
     given = [dict(override.lstrip("+").split("=", 1) for override in job.overrides if "=" in override) for job in jobs]
     names = [name for name in given[0] if len({overrides.get(name) for overrides in given}) > 1]
@@ -42,12 +42,12 @@ def refuse_other_sweep(jobs: Sequence[Job[Any]]) -> None:
     Args:
         jobs: The runs, before the first one begins.
     """
-    for job, settings in zip(jobs, changed_settings_of(jobs), strict=True):
+    for job, settings in zip(jobs, varied_settings(jobs), strict=True):
         config = job.config
         store = checkpoint.Store(Path(config.run_dir) / checkpoint.CHECKPOINTS)
         if not isinstance(config, configs.FinetuneConfig) or not config.writes or (step := store.latest()) is None:
             continue
-        changes = training.changed_settings(config, store.path(step)) or []
+        changes = training.settings_changed_since(config, store.path(step)) or []
         # adapter.path is recorded as the step that it resolved to, and a resume compares its values.
         other = [change for change in changes if change.split()[0] in settings.keys() - {"adapter.path"}]
         if other:
@@ -90,7 +90,7 @@ def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:
     has_result = [job.config.run_dir not in failed or job.config.rank_mode == "planned" for job in jobs]
     results = [_result(job.config) if has else {} for job, has in zip(jobs, has_result, strict=True)]
     figures = [name for name in jobs[0].config.headline if any(result.get(name) is not None for result in results)]
-    changed = changed_settings_of(jobs)
+    changed = varied_settings(jobs)
     rows = [["run", *changed[0], *(name.removesuffix("_bytes") for name in figures), "status", "run_dir"]]
     for job, settings, result in zip(jobs, changed, results, strict=True):
         status = "failed" if job.config.run_dir in failed else "done"

@@ -139,7 +139,7 @@ def _preserved_hydra_state() -> Iterator[None]:
     with _ONE_AT_A_TIME:
         Plugins.instance()  # its creation adds their configs to the store
         hydra_before, repo, config = running.hydra, store.repo, current.cfg
-        store.repo = _copied(repo)
+        store.repo = _copy_groups(repo)
         running.clear()
         try:
             yield
@@ -147,9 +147,9 @@ def _preserved_hydra_state() -> Iterator[None]:
             running.hydra, store.repo, current.cfg = hydra_before, repo, config
 
 
-def _copied(repo: dict[str, Any]) -> dict[str, Any]:
+def _copy_groups(repo: dict[str, Any]) -> dict[str, Any]:
     """Copy the groups of a ConfigStore, with the same options."""
-    return {name: _copied(value) if isinstance(value, dict) else value for name, value in repo.items()}
+    return {name: _copy_groups(value) if isinstance(value, dict) else value for name, value in repo.items()}
 
 
 def _compose(schema: type, arguments: list[str], program: str, config_name: str) -> list[_Composed]:

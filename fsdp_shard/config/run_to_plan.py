@@ -67,12 +67,12 @@ def register_run(run: str, schema: type[RunConfig]) -> str:
     chosen = {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
     overrides = [{f"override /{group}": option} for group, option in chosen.items() if group in groups]
     command = command_of(schema)
-    node = OmegaConf.create({"defaults": [f"/{command}", *overrides, "_self_"], **_planned(content, schema)})
+    node = OmegaConf.create({"defaults": [f"/{command}", *overrides, "_self_"], **_plan_settings(content, schema)})
     ConfigStore.instance().store(name=CONFIG_NAME, node=node)
     return file
 
 
-def _planned(content: dict[str, Any], schema: type[RunConfig]) -> dict[str, Any]:
+def _plan_settings(content: dict[str, Any], schema: type[RunConfig]) -> dict[str, Any]:
     """The settings that plans also have."""
     names = {setting.name for setting in settings_of(schema)}
     sections = {field.name for field in dataclasses.fields(schema)} - set(_FREE)

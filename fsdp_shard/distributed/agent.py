@@ -163,13 +163,13 @@ class Agent(OverridableAgent):
     def end_ranks(self, number: signal.Signals, timeout_seconds: int) -> None:
         # A finished rank waits for this launcher to read its result, which no longer happens. The first signal may have
         # arrived while the rank still worked, and its effect ended with that work.
-        _send(number, self._running())
+        _send(number, self._running_pids())
         deadline = time.monotonic() + timeout_seconds
-        while self._running() and time.monotonic() < deadline:
-            _send(signal.SIGTERM, self._running(self._attempt.finished()))
+        while self._running_pids() and time.monotonic() < deadline:
+            _send(signal.SIGTERM, self._running_pids(self._attempt.finished()))
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
-    def _running(self, among: Collection[int] | None = None) -> list[int]:
+    def _running_pids(self, among: Collection[int] | None = None) -> list[int]:
         """Return the running processes of the last attempt, of all ranks or of those in `among`."""
         pids = (pid for rank, pid in self._pids.items() if among is None or rank in among)
         return [pid for pid in pids if _exit_status(pid) is None]

@@ -140,12 +140,12 @@ def _join_ranks(
         store = join_store("env://", config.launch.timeout_seconds)
     except DistNetworkError as error:
         raise RunError(
-            f"Rank {rank} of {world_size} has not reached rank 0 at {_meeting(config.launch, error)} Check that the "
-            f"name is that of the machine of rank 0, that rank 0 runs, and that no firewall closes the port."
+            f"Rank {rank} of {world_size} has not reached rank 0 at {_address_text(config.launch, error)} Check that "
+            f"the name is that of the machine of rank 0, that rank 0 runs, and that no firewall closes the port."
         ) from error
     except DistStoreError as error:
         raise RunError(
-            f"Not all of {world_size} ranks have met at {_meeting(config.launch, error)} {_why_alone(world_size)}"
+            f"Not all of {world_size} ranks have met at {_address_text(config.launch, error)} {_why_alone(world_size)}"
         ) from error
     try:
         _refuse_other_settings(config, store, rank, world_size)
@@ -167,7 +167,7 @@ def _join_ranks(
         leave_store(store, world_size, serves=rank == 0, seconds=_SECONDS_TO_LEAVE)
 
 
-def _meeting(settings: LaunchConfig, error: Exception) -> str:
+def _address_text(settings: LaunchConfig, error: Exception) -> str:
     """Describe where the ranks should have met, by when, and what prevented it, as the end of a sentence."""
     address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
     return (

@@ -19,7 +19,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
 from fsdp_shard.inference import DispatchConfig
 from fsdp_shard.models import CAUSAL, SEQUENCE_CLASSIFICATION
-from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, refuse_changed, require_package, setting
+from fsdp_shard.utils import REQUIRED, Parsed, non_default_settings, refuse_changed, require_package, setting
 
 PERPLEXITY, LM_EVAL, SPEED = "perplexity", "lm_eval", "speed"
 CLASSIFICATION, REWARD, GENERATION = "classification", "reward", "generation"
@@ -233,8 +233,8 @@ class EvaluateSettings(SourceSettings):
         """The setting `name`, or the section's settings, that differ from the default: names and values."""
         section = getattr(self, name)
         if not is_dataclass(section):
-            return list(changed_settings(self, [name]).items())
-        changed = changed_settings(section, [one.name for one in fields(section)])
+            return list(non_default_settings(self, [name]).items())
+        changed = non_default_settings(section, [one.name for one in fields(section)])
         if name == "data" and changed.get("path") == "":  # added by composing
             del changed["path"]
         return [(f"{name}.{key}", value) for key, value in changed.items()]

@@ -58,8 +58,8 @@ class AcceleratorCheckpointer:
             )
         self._accelerator = accelerator
         models = [one for one in prepared if isinstance(one, nn.Module)]
-        self._models = _numbered("model", models)
-        self._optimizers = _numbered("optimizer", [one for one in prepared if isinstance(one, Optimizer)])
+        self._models = _single_or_by_name("model", models)
+        self._optimizers = _single_or_by_name("optimizer", [one for one in prepared if isinstance(one, Optimizer)])
         loaders = [one for one in prepared if isinstance(one, DataLoader)]
         known = (nn.Module, Optimizer, DataLoader)
         others = [one for one in prepared if not isinstance(one, known)]
@@ -241,7 +241,7 @@ def _steps_for_each_process(scheduler: AcceleratedScheduler) -> bool:
     return bool(scheduler.step_with_optimizer and not scheduler.split_batches)
 
 
-def _numbered(name: str, objects: list[Any]) -> Any:
+def _single_or_by_name(name: str, objects: list[Any]) -> Any:
     """Return a single object unchanged, and several objects by name."""
     if len(objects) <= 1:
         return objects[0] if objects else None

@@ -97,7 +97,7 @@ def context_length_of(config: PretrainedConfig, trust_remote_code: bool = False)
         if stated is None or stated < 1:  # XLNet has -1
             return ContextLength(None)
         if rope := getattr(text, "rope_parameters", None):
-            return ContextLength(_scaled(stated, rope))
+            return ContextLength(_scaled_length(stated, rope))
     rows = _table_rows(build_on_meta(config, trust_remote_code=trust_remote_code), stated)
     return ContextLength(stated if rows is None else rows, is_table=rows is not None)
 
@@ -107,7 +107,7 @@ def load_context_length(directory: Path, trust_remote_code: bool) -> ContextLeng
     return context_length_of(load_config(directory, trust_remote_code), trust_remote_code)
 
 
-def _scaled(stated: int, rope: dict[str, object]) -> int:
+def _scaled_length(stated: int, rope: dict[str, object]) -> int:
     """Return the length with rope scaling: most configs state it, but YaRN recipes leave the trained length."""
     found = [stated]
     for kind in (rope, *rope.values()):  # some models have one per layer type

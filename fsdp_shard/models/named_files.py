@@ -15,14 +15,14 @@ def refuse_named_files(path: Path, settings: Any) -> None:
         settings: Its parsed content.
     """
     for key, value in settings.items() if isinstance(settings, dict) else ():
-        if (name := next(_named(key, value), None)) is not None:
+        if (name := next(_path_values(key, value), None)) is not None:
             raise ModelError(
                 f"{path} names the file {name!r} in its setting {key}; only files of {path.parent} are used, which are "
                 f"found by their usual names. Remove it there."
             )
 
 
-def _named(key: str, value: Any) -> Iterator[str]:
+def _path_values(key: str, value: Any) -> Iterator[str]:
     """Yield the values that transformers uses as paths. It ignores the values of others, such as vocab_file."""
     if key in ("vocab", "merges"):
         yield from _texts([value])

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import changed_settings, in_yaml, refuse_changed, setting
+from fsdp_shard.utils import in_yaml, non_default_settings, refuse_changed, setting
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ class ShardConfig:
             refuse_changed(self, ["context_method"], prefix, why)
         else:
             names = ("tensor_parallel", "expert_parallel", "compile")
-            _refuse_together(prefix, changed_settings(self, names), f"context_parallel={self.context_parallel}")
+            _refuse_together(prefix, non_default_settings(self, names), f"context_parallel={self.context_parallel}")
 
     def check_supported(self, model: nn.Module) -> None:
         """Raise ConfigError if this wrapper cannot shard `model`, which may be on meta."""
@@ -195,7 +195,7 @@ class ShardConfig:
 
 
 def _check_divided(shard: ShardConfig, prefix: str, divided: str, others: Sequence[str]) -> None:
-    wrong = changed_settings(shard, ("compile", "explain", "cpu_offload", *others))
+    wrong = non_default_settings(shard, ("compile", "explain", "cpu_offload", *others))
     if type(shard.reshard_after_forward) is int:  # torch does not support it for parameters that are already divided
         wrong["reshard_after_forward"] = shard.reshard_after_forward
     _refuse_together(prefix, wrong, f"{divided}={getattr(shard, divided)}")

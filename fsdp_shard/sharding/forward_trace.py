@@ -128,13 +128,13 @@ def _runs(model: nn.Module, kinds: tuple[str, ...], trace: ForwardTrace, *, is_t
             with uses:
                 copied(**inputs)
         finally:
-            trace.converted.update(_converted(copied))
+            trace.converted.update(_converted_names(copied))
         trace.completed.add(kinds)
         return True
     return False
 
 
-def _converted(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _converted_names(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, param in model.named_parameters():
         if param.is_floating_point() and param.dtype != _DTYPE:
             yield name, str(param.dtype).removeprefix("torch.")

@@ -242,7 +242,7 @@ def _rows(nodes: Sequence[_Node], depth: int) -> list[list[str]]:
         kept = dict.fromkeys(format_size(part * unit.num_bytes) for part in held)
         rows.append(
             [
-                "  " * depth + (_folded(alike[0].name, alike[-1].name) or "(root)"),
+                "  " * depth + (_fold_range(alike[0].name, alike[-1].name) or "(root)"),
                 unit.cls,
                 str(len(alike)),
                 f"{unit.num_params:,}",
@@ -254,7 +254,7 @@ def _rows(nodes: Sequence[_Node], depth: int) -> list[list[str]]:
     return rows
 
 
-def _folded(first: str, last: str) -> str:
+def _fold_range(first: str, last: str) -> str:
     """`layers.0` and `layers.29` as `layers.0-29`."""
     pairs = zip(first.split("."), last.split("."), strict=True)
     return ".".join(one if one == two else f"{one}-{two}" for one, two in pairs)

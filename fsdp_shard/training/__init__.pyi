@@ -5,7 +5,7 @@ from .checkpoints.checkpointer import (
     check_settings as check_settings,
 )
 from .checkpoints.loop_state import random_state as random_state, restore_random_state as restore_random_state
-from .checkpoints.recorded_settings import changed_settings as changed_settings
+from .checkpoints.recorded_settings import settings_changed_since as settings_changed_since
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,
     find_step as find_step,

@@ -129,12 +129,12 @@ class BatchLoader:
         counts += source_tokens(self._dataset, parts, map(self._objective.trained_tokens, batches))
         if self._keeps_whole:  # each rank that divides the sequences has counted all of them
             counts = [count / context.num_context_ranks for count in counts]
-        with self._copying():
+        with self._on_copy_stream():
             on_device = [to_device(batch, context.device) for batch in batches]
             return StepBatches(samples, parts, on_device, copy_to(context.device, torch.tensor(counts).double()))
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _on_copy_stream(self) -> Iterator[None]:
         """Copy on a separate stream of this rank's GPU; otherwise the thread would create a context on GPU 0."""
         if self._copy_stream is None:
             yield
@@ -228,20 +228,20 @@ def source_tokens(dataset: Dataset, samples: Iterable[Ints], trained: Iterable[n
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     """Copy a batch to `device`, in its current stream."""
 
-    def copied(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+    def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         return {name: copy_to(device, torch.from_numpy(array)) for name, array in arrays.items()}
 
     labels, label_positions = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
-    inputs = copied(batch.inputs)
-    extras = copied(batch.extras)
-    values = copied(batch.token_values)
+    inputs = to_tensors(batch.inputs)
+    extras = to_tensors(batch.extras)
+    values = to_tensors(batch.token_values)
     sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
     own, packed = None, None
     if isinstance(batch, DividedBatch):
         token_positions = torch.from_numpy(batch.token_positions)
         own_positions, label_indices = own_label_positions(labels, token_positions)
         own = OwnPart(
-            inputs=copied(batch.own.inputs),
+            inputs=to_tensors(batch.own.inputs),
             sequence=batch.own.sequence.map(partial(copy_to, device)),
             token_positions=copy_to(device, token_positions),
             label_positions=copy_to(device, own_positions),
@@ -270,12 +270,12 @@ def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _hand_over(step_batches: StepBatches, copies: torch.cuda.Stream) -> None:
+def _hand_over(batches: StepBatches, copies: torch.cuda.Stream) -> None:
     """Make the current stream wait for the copies, and keep their memory until it has used them."""
     current = torch.cuda.current_stream(copies.device)
     current.wait_stream(copies)
     for tensor in (
-        step_batches.counts,
-        *(tensor for batch in step_batches.micro_batches for tensor in batch.tensors()),
+        batches.counts,
+        *(tensor for batch in batches.micro_batches for tensor in batch.tensors()),
     ):
         tensor.record_stream(current)

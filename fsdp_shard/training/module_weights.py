@@ -79,7 +79,7 @@ def _load(
     shards = run_on_all(ranks, lambda: shards_of(model, ranks))
     location = run_on_all(ranks, lambda: locate(source, base=base))
     with run_on_all(ranks, lambda: location.model_index) as index:
-        names, note = run_on_all(ranks, lambda: _matched(bare_module(model), shards, index))
+        names, note = run_on_all(ranks, lambda: _match_names(bare_module(model), shards, index))
         loaded = {name: shards.shards[name] for name in names}
         for shard in loaded.values():  # a background save may be reading them
             increment_version(shard.tensor)
@@ -88,7 +88,7 @@ def _load(
     return note
 
 
-def _matched(model: nn.Module, shards: ModuleShards, index: TensorIndex) -> tuple[Mapping[str, str], str]:
+def _match_names(model: nn.Module, shards: ModuleShards, index: TensorIndex) -> tuple[Mapping[str, str], str]:
     """The stored name of each parameter, and the line about skipped tensors."""
     checkpoint.check_loadable(index)
     of_transformers = transformers_model(model)

@@ -239,7 +239,7 @@ def open_log(
         >>> with fs.open_log(config, run, start, loaded) as log:  # doctest: +SKIP
         ...     log.note("shown once")
     """
-    opening = run_on_main(run.context, lambda: _opening(config, run, start))
+    opening = run_on_main(run.context, lambda: _first_lines(config, run, start))
     described = describe_loaded_model(loaded, config.model, config.shard, run.context)
     settings = public_settings(config) | {"train.steps": run.config.num_steps}
     mfu = None
@@ -248,7 +248,7 @@ def open_log(
     return RunLog(config.run_dir, run, start.resume_from, settings, mfu, [*opening, *described, *notes])
 
 
-def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> list[str]:
+def _first_lines(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> list[str]:
     """Return the first lines of a run: where it resumes, and how long its samples are."""
     lines = [] if start.resume_from is None else [describe_resume(config, start.resume_from, run)]
     lines += [] if start.note is None else [start.note]

@@ -68,11 +68,11 @@ from .secrets import redact as redact, redact_setting as redact_setting
 from .settings import (
     REQUIRED as REQUIRED,
     Parsed as Parsed,
-    changed_settings as changed_settings,
     check as check,
     check_one as check_one,
     free_text as free_text,
     in_yaml as in_yaml,
+    non_default_settings as non_default_settings,
     prose as prose,
     refuse_changed as refuse_changed,
     setting as setting,

@@ -121,7 +121,7 @@ class Parsed(Generic[T]):
         return value
 
 
-def changed_settings(config: Any, names: Iterable[str]) -> dict[str, Any]:
+def non_default_settings(config: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return the settings in `names` whose value is not the default of their dataclass."""
     defaults = type(config)()
     return {name: value for name in names if (value := getattr(config, name)) != getattr(defaults, name)}
@@ -129,7 +129,7 @@ def changed_settings(config: Any, names: Iterable[str]) -> dict[str, Any]:
 
 def refuse_changed(config: Any, names: Iterable[str], prefix: str, why: str) -> None:
     """Raise ConfigError if a setting in `names` is not the default; `why` continues after `PREFIXname=value`."""
-    for name, value in changed_settings(config, names).items():
+    for name, value in non_default_settings(config, names).items():
         raise ConfigError(f"{prefix}{name}={in_yaml(value)} {why}")
 
 

@@ -17,7 +17,7 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig, check_held_out
-from fsdp_shard.training.held_out.evaluator import evaluating
+from fsdp_shard.training.held_out.evaluator import eval_mode
 from fsdp_shard.training.held_out.sample_completions import complete_greedily
 from fsdp_shard.utils import check
 from tests.support.commands import fsdp_shard
@@ -46,7 +46,7 @@ def complete(context: DistributedContext, wrapper: str, settings: dict[str, Any]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     plans: list[bool] = []
     model.module.register_forward_pre_hook(lambda *_: plans.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    with evaluating(model):
+    with eval_mode(model):
         found = complete_greedily(model, PROMPTS, NUM_NEW, {}, context)
     assert plans
     assert not any(plans), "cuDNN makes a plan for each length"
@@ -86,7 +86,7 @@ def _complete_divided(context: DistributedContext, sizes: dict[str, int]) -> lis
     model = AutoModelForCausalLM.from_config(config)
     expected = [generated(model, prompt, max_new_tokens=NUM_NEW, eos_token_id=None) for prompt in PROMPTS]
     divided = shard(model, context, tensor_parallel=2, param_dtype="float32")
-    with evaluating(divided):
+    with eval_mode(divided):
         return [expected, complete_greedily(divided, PROMPTS, NUM_NEW, {}, context)]
 
 
@@ -109,13 +109,13 @@ def test_families(family: str, alone: DistributedContext) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **own.get(family, {}))).eval()
     expected = [generated(model, prompt, max_new_tokens=NUM_NEW, eos_token_id=None) for prompt in PROMPTS]
     plain: Any = Plain(model)
-    with evaluating(plain):
+    with eval_mode(plain):
         assert complete_greedily(plain, PROMPTS, NUM_NEW, {}, alone) == expected
 
 
 def test_an_end_token_ends_a_completion(alone: DistributedContext) -> None:
     plain: Any = Plain(llama())
-    with evaluating(plain):
+    with eval_mode(plain):
         whole = complete_greedily(plain, PROMPTS[:1], NUM_NEW, {}, alone)[0]
         end = whole[3]
         assert complete_greedily(plain, PROMPTS[:1], NUM_NEW, {end}, alone)[0] == whole[: whole.index(end) + 1]

@@ -129,7 +129,7 @@ def _attend_in_ring(
     mask = _checked_mask(module, attention_mask, kwargs)
     if dropout:
         raise ModelError(f"{type(module).__name__} has dropout in attention ({dropout}), which ring attention has not.")
-    how = _scoring(query, scaling, kwargs)
+    how = _make_scoring(query, scaling, kwargs)
     output = ring_attention(query, key, value, mask, how, kwargs.get("s_aux"))
     return output.transpose(1, 2).contiguous(), None  # contiguous as in transformers: some models view it
 
@@ -168,7 +168,7 @@ def _attend_by_heads(
     else:
         first = ranks.rank * query.shape[1]
         own_sinks = None if sinks is None else sinks.reshape(-1)[first : first + query.shape[1]]
-        output = ring_attention(query, key, value, mask.on_one_rank(), _scoring(query, scaling, kwargs), own_sinks)
+        output = ring_attention(query, key, value, mask.on_one_rank(), _make_scoring(query, scaling, kwargs), own_sinks)
     return to_sequence(output, ranks).transpose(1, 2).contiguous(), None
 
 
@@ -191,5 +191,5 @@ def _checked_mask(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> Seque
     return mask
 
 
-def _scoring(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scoring:
+def _make_scoring(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scoring:
     return Scoring(query.shape[-1] ** -0.5 if scaling is None else float(scaling), kwargs.get("softcap"))

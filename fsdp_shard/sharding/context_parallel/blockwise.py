@@ -71,7 +71,7 @@ class Accumulated:
             correction = (part.highest - highest).exp_()
             part.highest.copy_(highest)
             part.total.mul_(correction).add_(weights.sum(-1))
-            part.output.mul_(correction[..., None]).add_(_grouped(weights.to(value.dtype), value))
+            part.output.mul_(correction[..., None]).add_(_grouped_matmul(weights.to(value.dtype), value))
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class Gradients:
             scores = _scores(part.query, key, _rows(mask, rows), how)
             capped = None if how.softcap is None else 1 - (scores / how.softcap).clamp(min=-1).square()
             weights = scores.sub_(part.normalizer[..., None]).exp_()
-            of_value += _summed(weights.to(value.dtype), part.output)
-            slope = _grouped(part.output, value.transpose(-1, -2)).sub_(part.delta[..., None]).mul_(weights)
+            of_value += _matmul_sum_over_heads(weights.to(value.dtype), part.output)
+            slope = _grouped_matmul(part.output, value.transpose(-1, -2)).sub_(part.delta[..., None]).mul_(weights)
             if capped is not None:
                 slope.mul_(capped)
             slope = slope.mul_(how.scale).to(key.dtype)
-            part.of_query.add_(_grouped(slope, key))
-            of_key += _summed(slope, part.query)
+            part.of_query.add_(_grouped_matmul(slope, key))
+            of_key += _matmul_sum_over_heads(slope, part.query)
 
 
 def _tiles(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
@@ -133,20 +133,20 @@ def _rows(mask: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
 
 def _scores(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, how: Scoring) -> torch.Tensor:
     """The scores, float32 [batch, groups, heads, num_queries, num_keys], minus infinity where `mask` is false."""
-    scores = _grouped(query, key.transpose(-1, -2)).mul_(how.scale)
+    scores = _grouped_matmul(query, key.transpose(-1, -2)).mul_(how.scale)
     if how.softcap is not None:
         scores.div_(how.softcap).tanh_().mul_(how.softcap)
     return scores if mask is None else scores.masked_fill_(~mask, -torch.inf)
 
 
-def _grouped(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _grouped_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[batch, groups, heads, n, k] times [batch, groups, k, m], float32 [batch, groups, heads, n, m]."""
     batch, groups, heads, length, width = left.shape
     found = _product(left.reshape(batch * groups, heads * length, width), right.reshape(-1, *right.shape[2:]))
     return found.view(batch, groups, heads, length, right.shape[-1])
 
 
-def _summed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _matmul_sum_over_heads(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The sum over heads and n of [batch, groups, heads, n, k] times [..., n, m], float32 [batch, groups, k, m]."""
     batch, groups, heads, length, width = left.shape
     rows = left.reshape(batch * groups, heads * length, width).transpose(1, 2)

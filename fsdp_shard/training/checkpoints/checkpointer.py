@@ -41,8 +41,8 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
     Optimizers,
     bare_optimizers,
     create_states,
+    format_names,
     kept_on_error,
-    listed,
     load_slots,
     optimizer_parts,
     set_options,
@@ -235,7 +235,7 @@ class Checkpointer:
             raise SaveError(f"The number of a step is a whole number of at least 0, not {step!r}.")
         ranks = self._ranks
         figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured other figures
-        value = self._monitored(figures)
+        value = self._monitored_metric(figures)
         given = SaveArguments(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
         run_on_main(ranks, lambda: self._require_own(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
@@ -399,14 +399,14 @@ class Checkpointer:
             has_random_state=rank_state is not None,
         )
 
-    def _monitored(self, figures: Mapping[str, float]) -> float | None:
+    def _monitored_metric(self, figures: Mapping[str, float]) -> float | None:
         """Return the metric that makes a step the best, None if it is not finite: nothing would be better than NaN."""
         if self._monitor is None or not figures:
             return None
         if self._monitor not in figures:
             raise ConfigError(
                 f"monitor={self._monitor!r}{nearest(self._monitor, [*figures])} is not one of the metrics that save() "
-                f"was given: {listed(figures)}."
+                f"was given: {format_names(figures)}."
             )
         value = figures[self._monitor]
         if math.isfinite(value):

@@ -103,7 +103,7 @@ class StateTensors:
         for key, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 raise SaveError(f"{key} is a DTensor, which all ranks hold together; give it in a state, not as extra.")
-            self.shards[key] = _copied(tensor.detach(), writes=True)
+            self.shards[key] = _host_copy_shard(tensor.detach(), writes=True)
         return document
 
     def add_shared(self, state: Any, name: str) -> Any:
@@ -114,7 +114,7 @@ class StateTensors:
             writes = self._ranks.is_main
             if isinstance(tensor, DTensor):
                 writes = is_first_copy(tensor.device_mesh, tensor.placements)
-            self.shards[key] = shard = _copied(tensor.detach(), writes=writes)
+            self.shards[key] = shard = _host_copy_shard(tensor.detach(), writes=writes)
             if not isinstance(tensor, DTensor):
                 digest.update(tensor_bytes(shard.data))
         self.digests[name] = digest.intdigest()
@@ -191,7 +191,7 @@ def _names_in(document: Any) -> list[str]:
     return [name for item in document for name in _names_in(item)] if isinstance(document, list) else []
 
 
-def _copied(tensor: torch.Tensor, *, writes: bool) -> LocalShard:
+def _host_copy_shard(tensor: torch.Tensor, *, writes: bool) -> LocalShard:
     """The shard of a copy in host memory, as the object may change its state during the save."""
     shard = shard_of(tensor.contiguous(), writes=writes)
     data = shard.data.to("cpu", copy=True)

@@ -121,14 +121,14 @@ def check_groups(
             if before.keys() != now.keys():
                 raise CheckpointError(
                     f"{directory} was saved with another optimizer: its parameter groups have the options "
-                    f"{listed(before)}, those of {type(optimizer).__name__} {listed(now)}."
+                    f"{format_names(before)}, those of {type(optimizer).__name__} {format_names(now)}."
                 )
 
 
 def _optimizers_in(given: Mapping[str, Any]) -> str:
     if not given:
         return "no optimizer"
-    return "one optimizer" if "" in given else f"the optimizers {listed(given)}"
+    return "one optimizer" if "" in given else f"the optimizers {format_names(given)}"
 
 
 def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard], slots: Iterable[str]) -> None:
@@ -211,6 +211,6 @@ def _by_parameter(
     return found
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """Format names for an error message, sorted."""
     return ", ".join(sorted(names)) or "none"

@@ -49,7 +49,7 @@ def _parse(content: bytes, what: str) -> dict[str, Any]:
         ) from error
 
 
-def changed_settings(config: FinetuneSettings, step_directory: Path) -> list[str] | None:
+def settings_changed_since(config: FinetuneSettings, step_directory: Path) -> list[str] | None:
     """Return `name before -> now` of each setting that differs from those that made a step; see `changed_values`."""
     changes = changed_values(config, step_directory)
     return None if changes is None else [f"{name} {was} -> {value}" for name, (was, value) in changes.items()]

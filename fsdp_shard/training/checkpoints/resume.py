@@ -22,7 +22,7 @@ from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.checkpoints.optimizer_groups import load_slots
-from fsdp_shard.training.checkpoints.recorded_settings import changed_settings, read_settings
+from fsdp_shard.training.checkpoints.recorded_settings import read_settings, settings_changed_since
 from fsdp_shard.training.config import FinetuneSettings, TrainConfig
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
@@ -135,7 +135,7 @@ def planned_training(
 
 
 def _changed_data(config: FinetuneSettings, step_directory: Path) -> list[str]:
-    changes = changed_settings(config, step_directory) or []
+    changes = settings_changed_since(config, step_directory) or []
     return [change for change in changes if change.startswith("data.") and not change.startswith(_NOT_TRAINED)]
 
 
@@ -231,12 +231,12 @@ def verify_resumed(step_directory: Path | None, config: CheckpointConfig, contex
     """
     run_on_main(context, lambda: check_optimizer(step_directory))
     if step_directory is not None and config.verify_on_resume:
-        with _advising(step_directory):
+        with _with_advice(step_directory):
             run_on_all(context, lambda: checkpoint.check_content(step_directory, context.rank, context.world_size))
 
 
 @contextmanager
-def _advising(step_directory: Path) -> Iterator[None]:
+def _with_advice(step_directory: Path) -> Iterator[None]:
     """Add advice on how to continue without a damaged step."""
     try:
         yield
@@ -272,7 +272,7 @@ def _check_complete(directory: Path) -> Path:
                 f"{directory} cannot be resumed from: it has no {name}, which is {what}. To train from its weights "
                 f"only, give it as model.path."
             )
-    with _advising(directory):
+    with _with_advice(directory):
         files = checkpoint.check_files(directory).files
     if TRAINER not in files:
         raise CheckpointError(f"{directory} cannot be resumed from: its {MANIFEST} does not list {TRAINER}.")

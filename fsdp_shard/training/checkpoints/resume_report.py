@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import RUN_CONFIG
-from fsdp_shard.training.checkpoints.recorded_settings import changed_settings
+from fsdp_shard.training.checkpoints.recorded_settings import settings_changed_since
 from fsdp_shard.training.checkpoints.resume import read_trainer
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loop import TrainingRun
@@ -25,7 +25,7 @@ def describe_resume(config: FinetuneSettings, step_directory: Path, run: Trainin
         parts.append(progress)
     if run.is_over:
         parts.append("nothing is left to train")
-    changes = changed_settings(config, step_directory)
+    changes = settings_changed_since(config, step_directory)
     before = prod(_manifest_mesh(step_directory).values())
     if before != run.context.world_size and not any(change.startswith("launch.") for change in changes or []):
         changes = [*(changes or []), f"ranks {before} -> {run.context.world_size}"]  # those of torchrun or srun
@@ -46,7 +46,7 @@ def describe_finished(config: FinetuneSettings, step_directory: Path) -> str:
     line = (
         f"run_dir={config.run_dir} {how} step {state.step:,}, which is in {step_directory}: nothing is left to train."
     )
-    if changes := changed_settings(config, step_directory):
+    if changes := settings_changed_since(config, step_directory):
         line += f" Settings that have changed since have no effect: {', '.join(changes)}."
     elif train.epochs is None and train.num_steps < state.step:
         line += f" It has more than train.steps={train.num_steps:,} already."

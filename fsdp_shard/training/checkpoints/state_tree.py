@@ -45,7 +45,7 @@ def flatten_state(state: Any, name: str, taken: Container[str] = ()) -> tuple[An
             key += "~"
         if not is_module_path(key):
             raise SaveError(
-                f"{_shown(key)[:100]}... is a tensor whose keys, joined by dots, have {len(key):,} characters and "
+                f"{_shown_name(key)[:100]}... is a tensor whose keys, joined by dots, have {len(key):,} characters and "
                 f"{key.count('.')} dots, with which it could not be read again; shorten them."
             )
         tensors[key] = tensor
@@ -56,7 +56,7 @@ def flatten_state(state: Any, name: str, taken: Container[str] = ()) -> tuple[An
 
 def _encode(value: Any, name: str, add: _Add, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise SaveError(f"{_shown(name)} is nested more than {_MAX_DEPTH} levels deep, or contains itself.")
+        raise SaveError(f"{_shown_name(name)} is nested more than {_MAX_DEPTH} levels deep, or contains itself.")
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -67,7 +67,9 @@ def _encode(value: Any, name: str, add: _Add, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         if value.is_meta or value.is_nested or value.layout is not torch.strided:
             found = "on the meta device" if value.is_meta else "nested" if value.is_nested else "sparse"
-            raise SaveError(f"{_shown(name)} is a tensor that is {found}, which cannot be saved: give a dense one.")
+            raise SaveError(
+                f"{_shown_name(name)} is a tensor that is {found}, which cannot be saved: give a dense one."
+            )
         return {"$tensor": add(name, value)}
     if kind in (list, tuple):
         items = [_encode(item, f"{name}.{number}", add, depth + 1) for number, item in enumerate(value)]
@@ -79,7 +81,7 @@ def _encode(value: Any, name: str, add: _Add, depth: int) -> Any:
             return {key: _encode(item, f"{name}.{key}", add, depth + 1) for key, item in value.items()}
         return {"$dict": _pairs(value, name, add, depth)}
     raise SaveError(
-        f"{_shown(name)} is a {kind.__module__}.{kind.__qualname__}, which is no data: give tensors, None, bool, "
+        f"{_shown_name(name)} is a {kind.__module__}.{kind.__qualname__}, which is no data: give tensors, None, bool, "
         f"int, float, str, bytes, and lists, tuples and dicts of them."
     )
 
@@ -88,7 +90,8 @@ def _pairs(value: Mapping[Any, Any], name: str, add: _Add, depth: int) -> list[l
     for key in value:
         if not (key is None or type(key) in (bool, int, float, str)):
             raise SaveError(
-                f"{_shown(name)} has the key {key!r} of type {type(key).__name__}; keys may be strings, numbers, None."
+                f"{_shown_name(name)} has the key {key!r} of type {type(key).__name__}; keys may be strings, numbers, "
+                f"None."
             )
     return [
         [_encode(key, name, add, depth + 1), _encode(item, f"{name}.{key}", add, depth + 1)]
@@ -96,7 +99,7 @@ def _pairs(value: Mapping[Any, Any], name: str, add: _Add, depth: int) -> list[l
     ]
 
 
-def _shown(name: str) -> str:
+def _shown_name(name: str) -> str:
     """A name as shown to users, without the mark that tensor names begin with."""
     return name.removeprefix("$")
 

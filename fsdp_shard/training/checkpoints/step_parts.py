@@ -17,7 +17,7 @@ from fsdp_shard.distributed import Communicator, LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.sharding import ModuleShards, ShardedModel, modules_with_extra_state, shards_of
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, StateTensors, random_state, text_digest
-from fsdp_shard.training.checkpoints.optimizer_groups import by_name, check_savable, listed, optimizer_parts
+from fsdp_shard.training.checkpoints.optimizer_groups import by_name, check_savable, format_names, optimizer_parts
 from fsdp_shard.training.checkpoints.side_files import side_files
 from fsdp_shard.training.checkpoints.stored_step import Stateful
 
@@ -137,8 +137,8 @@ class _ExtraStates:
     def load_state_dict(self, state: Any) -> None:
         if state.keys() != self._modules.keys():
             raise CheckpointError(
-                f"The step has {_EXTRA_STATES} {listed(state)}, and the model has modules with such a state "
-                f"{listed(self._modules)}; expected the same."
+                f"The step has {_EXTRA_STATES} {format_names(state)}, and the model has modules with such a state "
+                f"{format_names(self._modules)}; expected the same."
             )
         for name, module in self._modules.items():
             module.set_extra_state(state[name])

@@ -186,7 +186,7 @@ class StepSaver:
     def _conclude(self, step: int, result: Callable[[], SavedStep]) -> None:
         """Act on the outcome of a save on which all ranks agree."""
         try:
-            saved = run_on_all(self._context, lambda: self._checked(step, result))
+            saved = run_on_all(self._context, lambda: self._result_or_save_error(step, result))
         except StorageError as error:
             self._num_failures += 1
             what = "uploaded, and is in the run directory only" if isinstance(error, RemoteError) else "saved"
@@ -203,7 +203,7 @@ class StepSaver:
             if saved.retention_error is not None:
                 self._log.warn(f"Step {step} is saved, but older ones could not be deleted. {saved.retention_error}")
 
-    def _checked(self, step: int, result: Callable[[], SavedStep]) -> SavedStep:
+    def _result_or_save_error(self, step: int, result: Callable[[], SavedStep]) -> SavedStep:
         """Return the result of a save; torch's error for a lost or late rank becomes a SaveError."""
         try:
             return result()

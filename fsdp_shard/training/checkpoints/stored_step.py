@@ -16,7 +16,7 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.sharding import ModuleShards
 from fsdp_shard.training.checkpoints.check_tensors import check_tensors
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, read_loop_state, read_state
-from fsdp_shard.training.checkpoints.optimizer_groups import check_groups, listed
+from fsdp_shard.training.checkpoints.optimizer_groups import check_groups, format_names
 
 
 class Stateful(Protocol):
@@ -71,15 +71,15 @@ class StoredStep(NamedTuple):
         """Compare the step with the objects to restore, and read everything that is not loaded in place."""
         if states.keys() != self.document.states.keys():
             raise CheckpointError(
-                f"{self.directory} was saved with the states {listed(self.document.states)}, and restore() was given "
-                f"{listed(states)}; give the same."
+                f"{self.directory} was saved with the states {format_names(self.document.states)}, and restore() was "
+                f"given {format_names(states)}; give the same."
             )
         check_tensors(self.weights, shards)
         _check_dtypes(self.weights, shards)
         if self.document.has_slots and not self.slots:
             raise CheckpointError(f"{self.directory} was saved with the states of an optimizer, which it lacks now.")
         where, document = str(self.directory / DOCUMENT), self.document
-        with _reading(where):
+        with _document_errors(where):
             options = read_state(document.groups, self.states, where)
             check_groups(options, optimizers, shards.shards, self.directory)
             values = [read_state(one, self.states, where) for _, one in document.ranks]
@@ -100,7 +100,7 @@ class StoredStep(NamedTuple):
 
 
 @contextmanager
-def _reading(where: str) -> Iterator[None]:
+def _document_errors(where: str) -> Iterator[None]:
     """Turn any failure to interpret a document into one error that names the document."""
     try:
         yield

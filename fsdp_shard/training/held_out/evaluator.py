@@ -125,14 +125,14 @@ class HeldOutEvaluator:
         else:
             state.evaluated_step = state.step  # else a run that is over would sample again
         if run.functions.samples is not None:
-            with evaluating(run.model), without_context_parallel(run.model.module):
+            with eval_mode(run.model), without_context_parallel(run.model.module):
                 samples = run.functions.samples(run.model)
             self._log.samples(state.step, samples)
         state.owes_evaluation = False
 
 
 @contextmanager
-def evaluating(model: ShardedModel) -> Iterator[None]:
+def eval_mode(model: ShardedModel) -> Iterator[None]:
     """Put `model` in eval mode, without gradients; afterwards, restore its mode and free gathered parameters."""
     was_training = model.module.training
     model.module.eval()
@@ -171,11 +171,11 @@ def evaluate_loss(
     own = CustomFunctions(loss=None if functions is None else functions.loss)
     evaluation = _Evaluation(model, micro_batch_size, context, own, objective or ObjectiveConfig(), reference)
     parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}
-    with evaluating(model):
+    with eval_mode(model):
         sums = {name: evaluation.run(part) for name, part in parts.items()}
     is_of_tokens = dataset.sample(0).labels.ndim > 0  # not one label for the whole text
     reports = {name: evaluation.report(each, is_of_tokens, name) for name, each in sums.items()}
-    whole = evaluation.report(_added(list(sums.values())), is_of_tokens)
+    whole = evaluation.report(_total(list(sums.values())), is_of_tokens)
     return replace(whole, sets=reports if isinstance(dataset, Concatenation) else {})
 
 
@@ -198,7 +198,7 @@ class _HeldOutSum:
     metrics: list[float]
 
 
-def _added(sums: Sequence[_HeldOutSum]) -> _HeldOutSum:
+def _total(sums: Sequence[_HeldOutSum]) -> _HeldOutSum:
     """Return the sums over the samples of all `sums`."""
     return _HeldOutSum(
         terms=[sum(values) for values in zip(*(one.terms for one in sums), strict=True)],

@@ -198,10 +198,10 @@ class Trackers:
         figures = {name: value for name, value in _flatten(row, f"{group}/") if name != f"{group}/step"}
         for name, tracker in self._open.items():
             if name not in self._failed:
-                self._try(name, partial(tracker.log, _taken(_KINDS[name], figures), step=row["step"]))
+                self._try(name, partial(tracker.log, _accepted_figures(_KINDS[name], figures), step=row["step"]))
 
 
-def _taken(kind: _Kind, figures: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted_figures(kind: _Kind, figures: Mapping[str, Any]) -> dict[str, Any]:
     """The figures that a tracker takes, under names that it takes."""
     return {
         re.sub(kind.forbidden, "_", name) if kind.forbidden else name: value

@@ -130,10 +130,10 @@ class StepSums:
         if self._functions.metrics is not None:
             with torch.no_grad():
                 for name, pair in self._functions.metrics(output, batch).items():
-                    self.add_metric(name, *_checked(f"The metric {name}", pair))
+                    self.add_metric(name, *_check_pair(f"The metric {name}", pair))
         if self._functions.loss is None:
             return None
-        total, count = _checked("The loss function", self._functions.loss(output, batch))
+        total, count = _check_pair("The loss function", self._functions.loss(output, batch))
         if torch.is_grad_enabled() and not total.requires_grad:
             raise ConfigError(
                 "The loss function returned a sum without a gradient: it must be computed from the output. Where a "
@@ -202,7 +202,7 @@ def metric_means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float
     return {name: a / b if b else math.nan for name, a, b in zip(names, sums[::2], sums[1::2], strict=True)}
 
 
-def _checked(what: str, pair: Any) -> SumAndCount:
+def _check_pair(what: str, pair: Any) -> SumAndCount:
     match pair:
         case (torch.Tensor() as total, torch.Tensor() | int() | float() as count) if total.numel() == 1:
             return total.reshape(()), count

@@ -79,7 +79,7 @@ def head_returns_loss(
         total = linear_cross_entropy(flat, head.weight, head.bias, targets, divisor, softcap, label_positions)
         return total + total.new_zeros([1] * hidden.ndim)  # the dimensions of logits; FSDP2 warns of a view
 
-    with _wanting(module, loss) as has_head:
+    with _with_output(module, loss) as has_head:
         yield has_head
 
 
@@ -101,7 +101,7 @@ def head_returns_rows(module: nn.Module, num_tokens: int, rows: torch.Tensor, fu
         flat = _flat(hidden, num_tokens)
         return linear_rows(flat, head.weight, head.bias, rows, function, softcap).view(*hidden.shape[:-1], -1)
 
-    with _wanting(module, values) as has_head:
+    with _with_output(module, values) as has_head:
         yield has_head
 
 
@@ -116,7 +116,7 @@ _Wanted = Callable[[torch.Tensor, nn.Linear, float | None], torch.Tensor]
 
 
 @contextmanager
-def _wanting(module: nn.Module, wanted: _Wanted) -> Iterator[bool]:
+def _with_output(module: nn.Module, wanted: _Wanted) -> Iterator[bool]:
     head = _head_of(module)
     if head is None:
         yield False

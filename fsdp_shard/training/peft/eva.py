@@ -27,7 +27,7 @@ from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.sharding import ShardedModel, clean_fqn, transformers_model
 from fsdp_shard.training.batch_loader import read_batch, to_device
 from fsdp_shard.training.config import FinetuneSettings
-from fsdp_shard.training.held_out.evaluator import evaluating
+from fsdp_shard.training.held_out.evaluator import eval_mode
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_rows
 from fsdp_shard.training.loss.log_probs import LabelLogProbs
@@ -72,7 +72,7 @@ def fill_eva(
     batches = _batches(module, dataset, size, context, is_labeled=config.objective.samples == LABELED)
     is_compiled = config.shard.compile is not False
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # graphs have no hooks
-    with evaluating(model), adapters_disabled(module), eager:
+    with eval_mode(model), adapters_disabled(module), eager:
         first = next(batches)
         leaders = _first_with_same_input(module, layers, first, context)
         found = _Directions({fqn: ranks[fqn] for fqn in dict.fromkeys(leaders.values())}, context)
@@ -132,12 +132,12 @@ def run_watching(module: nn.Module, batch: DeviceBatch, layers: Sequence[str], s
     No logits are computed if the output head allows it.
     """
     nothing = batch.label_positions[:0]
-    with _watching(module, layers, seen):
+    with _record_inputs(module, layers, seen):
         forward_rows(module, replace(batch, label_positions=nothing), LabelLogProbs(nothing))
 
 
 @contextmanager
-def _watching(module: nn.Module, layers: Sequence[str], seen: Seen) -> Iterator[None]:
+def _record_inputs(module: nn.Module, layers: Sequence[str], seen: Seen) -> Iterator[None]:
     """Call `seen` with the FQN and the input of each of `layers` as it runs."""
     wanted = set(layers)
     with ExitStack() as hooks:

@@ -145,7 +145,7 @@ def inject_lora(
     _check_found(model, config, modules)
     _check_init(model, config, task)
     principal = inject_principal(model, config)
-    filled = _filled(model, stored)
+    filled = _map_stored_tensors(model, stored)
     trained = {name: _peft_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if principal is not None:
         for name, value in combined_settings(config).items():
@@ -204,7 +204,7 @@ def _inject(model: PreTrainedModel, settings: "peft.LoraConfig") -> None:
         raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}{hint}") from error
 
 
-def _filled(model: PreTrainedModel, stored: Mapping[int, str]) -> dict[str, str]:
+def _map_stored_tensors(model: PreTrainedModel, stored: Mapping[int, str]) -> dict[str, str]:
     """Map each parameter and buffer to its stored tensor, by the identity of the tensor before the injection."""
     now = model.state_dict(keep_vars=True)
     filled = {name: stored[id(tensor)] for name, tensor in now.items() if id(tensor) in stored}

@@ -50,7 +50,7 @@ class TeacherCache:
         if self.directory.exists():
             return
         counts = [source.batch([index]).num_predictions for index in range(len(source))]
-        with self._writing(), atomic_directory(self.directory) as new:  # another run may be faster
+        with self._write_lock(), atomic_directory(self.directory) as new:  # another run may be faster
             starts = np.cumsum([0, *counts], dtype=np.int64)
             np.save(new / f"{_STARTS}.npy", starts)
             np.save(new / f"{_DONE}.npy", np.zeros(len(source), bool))
@@ -79,14 +79,14 @@ class TeacherCache:
         """Record which samples have values that are already on the disk."""
         content = io.BytesIO()
         np.save(content, done)
-        with self._writing():
+        with self._write_lock():
             write_atomically(self.directory / f"{_DONE}.npy", content.getvalue(), sync=True)
 
     @contextmanager
     def writer(self, num_predictions: int) -> Iterator[CacheWriter]:
         """Open the values to write some of them. Several processes may do so, for different values."""
         offsets = {name: int(getattr(array, "offset", 0)) for name, array in self.values(num_predictions).items()}
-        with self._writing():
+        with self._write_lock():
             files = {name: os.open(self.directory / f"{name}.npy", os.O_RDWR) for name in offsets}
             try:
                 yield CacheWriter(files, offsets, self.k)
@@ -110,7 +110,7 @@ class TeacherCache:
         return found
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _write_lock(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -112,20 +112,20 @@ def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStar
     context = start.context
     waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
     caches = run_on_main(waiting, lambda: _caches(config, distill, data.sources))
-    used = run_on_all(waiting, lambda: _used(config, start.resume_from, data))
+    used = run_on_all(waiting, lambda: _samples_in_use(config, start.resume_from, data))
     teacher = _TeacherPass(config, distill, start)
     extended, notes = [], []
     for source, cache, wanted in zip(data.sources, caches, used, strict=True):
         run_on_main(waiting, partial(cache.create, source))
         num_computed = teacher.fill(source, cache, wanted)
-        extended.append(run_on_all(context, partial(_extended, source, cache)))
+        extended.append(run_on_all(context, partial(_with_targets, source, cache)))
         done = f"{num_computed:,} computed, and kept in" if num_computed else "from"
         notes.append(f"teacher's tokens of {format_count(int(wanted.sum()), 'sample')}: {done} {cache.directory}")
     teacher.free()
     return data.with_sources(extended, notes)
 
 
-def _extended(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
+def _with_targets(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
     starts = cache.starts(len(source))
     return with_token_values(source, cache.values(int(starts[-1])), starts)
 
@@ -138,7 +138,7 @@ def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[
     return [TeacherCache(cache_directory(config.data) / f"teacher-{name}", k) for name in names]
 
 
-def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[npt.NDArray[np.bool_]]:
+def _samples_in_use(config: FinetuneSettings, step: Path | None, data: Samples) -> list[npt.NDArray[np.bool_]]:
     """Return which samples of each source are evaluated, or trained after the step to resume from."""
     train, state = resume.planned_training(data.train, config, step)
     num_left = max(0, train.num_steps - state.step) * train.global_batch_size
@@ -179,7 +179,7 @@ class _TeacherPass:
                 if signal or number % _BATCHES_KEPT == 0:
                     done = self._keep(cache, writer, done, own)
                 if signal:
-                    raise _interrupted(signal)
+                    raise _interruption(signal)
             self._keep(cache, writer, done, own)
         return len(missing)
 
@@ -218,7 +218,7 @@ class _TeacherPass:
         gc.collect()  # modules and hooks refer to each other
 
 
-def _interrupted(signal: int) -> Interrupted:
+def _interruption(signal: int) -> Interrupted:
     return Interrupted(
         f"Stopped by {Signals(signal).name} before training, in the pass of the teacher. What it has computed is kept; "
         f"give the same command to continue.",
