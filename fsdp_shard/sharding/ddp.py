@@ -78,4 +78,5 @@ def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) ->
         gradient_as_bucket_view=True,
         find_unused_parameters=settings.find_unused_parameters,
     )
+    wrapped.training = model.training  # or the wrapper would say that a model in eval mode trains
     return DdpModel(wrapped, context)

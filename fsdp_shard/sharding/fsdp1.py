@@ -129,6 +129,8 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
             param_init_fn=empty_parameters(context.device),
             use_orig_params=True,
         )
+    for part in fsdp.FullyShardedDataParallel.fsdp_modules(wrapped):
+        part.training = part.module.training  # or wrappers would say that a model in eval mode trains
     if settings.cpu_offload:
         utils.pin_flat_parameters(wrapped)
     wrapped.register_forward_pre_hook(lambda module, args: utils.restore_frozen_parameters(wrapped))

@@ -173,7 +173,8 @@ def build_model(
         trust_remote_code: Run Python code that comes with the model.
 
     Returns:
-        The model. After `shard`, `load_weights` fills it.
+        The model, in eval mode as `from_pretrained` returns it. After `shard`, `load_weights` fills it, and
+        `model.module.train()` turns dropout on.
 
     Raises:
         ModelError, CheckpointError: There is no such model, or it cannot be built.

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.registry import Fsdp2Config
+from fsdp_shard.sharding.registry import Fsdp2Config, shard
 from fsdp_shard.sharding.wrap_policy import plan_units
 from tests.support.ranks import on_ranks
 from tests.support.sharded import WRAPPERS, assembled, sharded, train_plain, train_sharded
@@ -45,6 +45,16 @@ def test_training_equals_a_plain_model(wrapper: str, world_size: int, settings: 
     for name, value in weights.items():
         # Adam divides by the root of a near-zero square here and there: rounding of 1e-9 becomes a part of lr = 1e-3.
         torch.testing.assert_close(whole[name], value, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "ddp"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_wrapper_is_in_the_mode_of_its_model(wrapper: str, trains: bool) -> None:
+    def modes(context: DistributedContext) -> set[bool]:
+        model = build_on_meta(llama_config(), "float32").train(trains)
+        return {part.training for part in shard(model, context, wrapper).module.modules()}
+
+    assert on_ranks(1, modes) == [{trains}]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
