@@ -98,8 +98,13 @@ class Agent(OverridableAgent):
         if status < 0:
             hint = "; the machine may have run out of memory" if -status == signal.SIGKILL else ""
             return rank, f"was killed by {signal.Signals(-status).name}{hint}"
-        said = f", before its work began: {self._said[rank]}" if rank in self._said else ""
-        return rank, f"ended with exit status {status}{said}"
+        if rank in self._said:
+            return rank, f"ended with exit status {status}, before its work began: {self._said[rank]}"
+        has_begun = self._attempt.heartbeat(rank).exists()
+        return (
+            rank,
+            f"ended with exit status {status}{'' if has_begun else ', before its work began; see its error above'}",
+        )
 
     @property
     def _silent_seconds(self) -> float:

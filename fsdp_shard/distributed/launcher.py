@@ -81,7 +81,9 @@ def launch(
     Raises:
         FsdpShardError: What a rank raised; RankError if that is not an error of this package, Interrupted after a
             signal.
+        ConfigError: This process is a rank that imports the program which starts the ranks.
     """
+    _refuse_import_by_rank()
     settings = config.launch
     with set_environment(variables_for_torch(settings)):
         if joins(settings, os.environ):
@@ -97,6 +99,16 @@ def launch(
             _computed.append(config.run_dir)
             with set_environment({name: value for name, value in _ONE_RANK.items() if name in os.environ}):
                 work(config)
+
+
+def _refuse_import_by_rank() -> None:
+    """Raise ConfigError if multiprocessing imports the program to start a rank, and the program starts ranks again."""
+    imported = sys.modules.get("__mp_main__")
+    if imported is not None and imported is not sys.modules["__main__"]:
+        raise ConfigError(
+            f"A rank imports {getattr(imported, '__file__', 'the program')}, which starts ranks as soon as it is "
+            f'imported; put the call under `if __name__ == "__main__":`.'
+        )
 
 
 def variables_for_torch(settings: LaunchConfig) -> dict[str, str]:

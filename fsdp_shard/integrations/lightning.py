@@ -128,6 +128,9 @@ class LightningCheckpoint(Checkpoint):
         if not restored.extra["within_epoch"]:
             # Otherwise Lightning would first look for the rest of the finished epoch.
             trainer.fit_loop.epoch_loop.restarting = False
+            for loader, state in zip(loaders, restored.extra["loaders"] or (), strict=False):
+                if isinstance(loader, ResumableLoader):
+                    loader.require_same_data(state)
             return
         if not self._listens or not (restored.has_random_state or _are_of_any_ranks(loaders)):
             raise CheckpointError(

@@ -99,6 +99,11 @@ class ResumableLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position; raises CheckpointError if it belongs to other batches."""
+        self.require_same_data(state)
+        self._epoch, self._next = int(state["epoch"]), int(state["next_batch"])
+
+    def require_same_data(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless a state is that of a loader with the same batches."""
         rows = state.get("rows")  # missing from earlier versions, and for data other than datasets.Dataset
         if self._rows is not None and rows is not None and rows != self._rows:
             raise CheckpointError(
@@ -111,7 +116,6 @@ class ResumableLoader:
                     f"The step was saved with {name}={state.get(name)!r} of ResumableLoader, and now it is {value!r}: "
                     f"the batches that follow would be others. Use the same."
                 )
-        self._epoch, self._next = int(state["epoch"]), int(state["next_batch"])
 
     def require_ranks(self, num_replicas: int, rank: int) -> None:
         """Raise ConfigError unless the batches are divided among exactly these ranks."""

@@ -409,6 +409,19 @@ def _program(place: Path, body: str, settings: str = "") -> list[str]:
     return [sys.executable, "program.py", str(place)]
 
 
+def test_a_program_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    """A spawned rank imports the program; forked ones do not, but `fs.finetune` forks none."""
+    (tmp_path / "program.py").write_text(
+        "from fsdp_shard import FinetuneConfig\n"
+        "from fsdp_shard.distributed import LaunchConfig, launch\n"
+        f"config = FinetuneConfig(run_dir={str(tmp_path)!r}, launch=LaunchConfig(ranks=2, device='cpu'))\n"
+        "launch(print, config, may_fork=False)\n"
+    )
+    done = run([sys.executable, "program.py"], tmp_path)
+    assert re.search(r"ConfigError: A rank imports \S+/program\.py, which starts ranks as soon as it is", done.err)
+    assert re.search(r"RankError: Rank \d ended with exit status 1, before its work began; see its error", done.err)
+
+
 def test_loggers_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
     """Its launcher's loggers are disabled while ranks run only: the caller may want them afterwards."""
     program = (tmp_path / "check.py").resolve()

@@ -264,6 +264,15 @@ def test_a_run_that_has_ended_goes_on_when_it_may_be_longer(tmp_path: Path) -> N
     assert figures(first, second) == figures(whole)
 
 
+@pytest.mark.parametrize("every", [1, None])
+def test_another_epoch_has_the_same_data(every: int | None, tmp_path: Path) -> None:
+    fit(tmp_path, loader(), max_epochs=1, every=every)
+    with pytest.raises(CheckpointError, match="saved with global_batch_size=10 of ResumableLoader, and now it is 8"):
+        fit(tmp_path, loader(8), max_epochs=2, every=every)
+    with pytest.raises(CheckpointError, match="saved with shuffle=True of ResumableLoader, and now it is False"):
+        fit(tmp_path, ResumableLoader(_DATA, 10, seed=3), max_epochs=2, every=every)
+
+
 def test_callbacks_keep_their_state(tmp_path: Path) -> None:
     whole = EarlyStopping("held_out", patience=2, min_delta=0.0)
     fit(tmp_path / "whole", loader(), whole, max_epochs=9)
