@@ -57,6 +57,22 @@ def check_finetune(config: FinetuneSettings) -> None:
     Example:
         >>> fs.check_finetune(config)  # doctest: +SKIP
     """
+    _check_settings(config)
+    resume_from = _find_resumed(config)
+    if resume_from is None or not is_gone(config.adapter):
+        pin_earlier(config.adapter, model_name(config.model))
+    check_base_model(config, resume_from)
+    source = model_source(config, resume_from)
+    check_model(config, source, resume_from)
+    check_teacher(config, source)
+    check_same_teacher(config, resume_from)
+    check_trackers(config.train.trackers)
+    if config.train.plot:
+        check_plots()
+
+
+def _check_settings(config: FinetuneSettings) -> None:
+    """Check what needs neither the run directory nor the model: ranks, settings, data files, packages."""
     on_gpu = uses_gpus(config.launch)
     for num_ranks in world_sizes(config.launch):
         sharding.check_ranks(config.shard, num_ranks, on_gpu=on_gpu)
@@ -75,6 +91,14 @@ def check_finetune(config: FinetuneSettings) -> None:
     data.check_data(config.data, config.model.task, config.objective.samples)
     check_held_out(config.train, config.data)
     config.adapter.check_installed()
+    if config.train.ema_decay is not None and config.adapter.init in PRINCIPAL:
+        raise ConfigError(
+            f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
+        )
+
+
+def _find_resumed(config: FinetuneSettings) -> Path | None:
+    """Find the step to resume from, if any, and check that these settings can continue it."""
     is_again = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()
     resume_from = resume.find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_again)
     if resume_from is None and checkpoint.recognize(Path(config.run_dir)) is not None:
@@ -85,25 +109,12 @@ def check_finetune(config: FinetuneSettings) -> None:
     if not resume.is_finished(resume_from, config.run_dir, config.train):
         resume.check_optimizer(resume_from)
         check_average(config.train.ema_decay, resume_from)
-    if config.train.ema_decay is not None and config.adapter.init in PRINCIPAL:
-        raise ConfigError(
-            f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
-        )
     _check_labels(config, resume_from)
     resume.check_same_objective(resume_from, config.objective, config.loss)
     lora.check_continues(config.adapter, resume_from)
     if resume_from is not None:
         check_resumed(config.adapter, model_name(config.model), resume_from)
-    if resume_from is None or not is_gone(config.adapter):
-        pin_earlier(config.adapter, model_name(config.model))
-    check_base_model(config, resume_from)
-    source = model_source(config, resume_from)
-    check_model(config, source, resume_from)
-    check_teacher(config, source)
-    check_same_teacher(config, resume_from)
-    check_trackers(config.train.trackers)
-    if config.train.plot:
-        check_plots()
+    return resume_from
 
 
 def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_from: Path | None = None) -> None:
