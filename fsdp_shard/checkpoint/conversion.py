@@ -44,7 +44,7 @@ from fsdp_shard.checkpoint.remote.push_requests import require_hub
 from fsdp_shard.checkpoint.sharded_state.write_shards import Digests
 from fsdp_shard.checkpoint.steps.file_plan import TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest
-from fsdp_shard.checkpoint.steps.pruned_step import read_kept
+from fsdp_shard.checkpoint.steps.retry_if_deleted import retry_if_deleted
 from fsdp_shard.checkpoint.transfer import Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.models import check_model_config
@@ -172,7 +172,7 @@ def convert_location(source: Location, target: Path) -> ConvertReport:
         SaveError: The target could not be written.
     """
     settings = ConvertSettings(source=source.path, target=str(target))
-    return read_kept(lambda: source, partial(_convert, settings))
+    return retry_if_deleted(lambda: source, partial(_convert, settings))
 
 
 def check_conversion(settings: ConvertSettings) -> None:
@@ -194,7 +194,7 @@ def check_conversion(settings: ConvertSettings) -> None:
     check_writable(Path(settings.target).expanduser().parent, f"target={settings.target}")
     if settings.push_to is not None:
         require_hub()
-        read_kept(partial(_find, settings), partial(_check, settings))
+        retry_if_deleted(partial(_find, settings), partial(_check, settings))
         say(open_repository(HubTarget(settings.push_to, settings.push_public)))
 
 
@@ -205,7 +205,7 @@ def run_conversion(settings: ConvertSettings) -> ConvertReport:
         >>> fs.run_conversion(config).num_tensors  # doctest: +SKIP
         273
     """
-    return read_kept(partial(_find, settings), partial(_convert, settings))
+    return retry_if_deleted(partial(_find, settings), partial(_convert, settings))
 
 
 def _find(settings: ConvertSettings) -> Location:

@@ -53,7 +53,7 @@ def read_chunks(index: TensorIndex, name: str, numbers: Iterable[int] | None = N
         yield view
 
 
-def digest_chunks(index: TensorIndex, name: str, chunks: Sequence[int] | None = None) -> Iterator[bytes]:
+def read_chunk_digests(index: TensorIndex, name: str, chunks: Sequence[int] | None = None) -> Iterator[bytes]:
     """Read a tensor through the index and yield the digests of its chunks (all, or those numbered `chunks`)."""
     return map(chunk_digest, read_chunks(index, name, chunks))
 
@@ -68,7 +68,7 @@ def describe_chunk(index: TensorIndex, name: str, number: int) -> str:
     return f"{where}: tensor {name}, its bytes {number * CHUNK_BYTES}-{stop - 1},"
 
 
-def chunk_digests(data: memoryview, start: int, num_bytes: int) -> dict[int, bytes]:
+def complete_chunk_digests(data: memoryview, start: int, num_bytes: int) -> dict[int, bytes]:
     """Return the digests of the chunks that lie completely in `data`, a part of a tensor.
 
     Args:

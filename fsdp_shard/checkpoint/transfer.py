@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from fsdp_shard.checkpoint.digests import chunk_digests, describe_chunk, digest_chunks
+from fsdp_shard.checkpoint.digests import complete_chunk_digests, describe_chunk, read_chunk_digests
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.non_finite import find_non_finite
 from fsdp_shard.checkpoint.io import PAGE_BYTES, Handles, in_threads, page_aligned, pwrite_all, start_writeback
@@ -114,7 +114,7 @@ def compare_with(index: TensorIndex, digests: Digests, progress: Progress) -> st
 
     def work(names: Iterator[str]) -> None:
         for name in names:
-            for number, found in enumerate(digest_chunks(index, name)):
+            for number, found in enumerate(read_chunk_digests(index, name)):
                 if found != digests[name][number]:
                     problems.append(f"{describe_chunk(index, name, number)} was not read back as written")
             progress(index.tensors[name].num_bytes)
@@ -135,12 +135,12 @@ class _Reader:
         name, size = move.target.name, itemsize(move.source_dtype)
         data = self._source[: count * size]
         self._index.read_into(name, start, data)
-        found = chunk_digests(data, start * size, move.target.num_elements * size)
+        found = complete_chunk_digests(data, start * size, move.target.num_elements * size)
         self._check(name, found)
         if move.is_cast:
             size = itemsize(move.target.dtype)
             data = self._cast(move, data, self._cast_to[: count * size])
-            found = chunk_digests(data, start * size, move.target.num_bytes)
+            found = complete_chunk_digests(data, start * size, move.target.num_bytes)
         self._digests[name].update(found)
         return data
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
 from fsdp_shard.checkpoint import conversion as convert_module, transfer
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.digests import digest_chunks, record_file, record_tensor
+from fsdp_shard.checkpoint.digests import read_chunk_digests, record_file, record_tensor
 from fsdp_shard.checkpoint.integrity import verify as verification
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import atomicity
@@ -596,7 +596,7 @@ def sealed_adapter(directory: Path, base: Path) -> Path:
     adapter = save_adapter(directory, base)
     with open_checkpoint(adapter) as index:
         tensors = {
-            name: record_tensor(entry.spec, dict(enumerate(digest_chunks(index, name))))
+            name: record_tensor(entry.spec, dict(enumerate(read_chunk_digests(index, name))))
             for name, entry in index.tensors.items()
         }
     files = {name: record_file(adapter / name) for name in ("adapter_config.json", "adapter_model.safetensors")}

@@ -9,7 +9,13 @@ import xxhash
 from hypothesis import given, strategies as st
 
 from fsdp_shard.checkpoint import digests
-from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, chunk_digests, digest_chunks, tensor_digest
+from fsdp_shard.checkpoint.digests import (
+    CHUNK_BYTES,
+    chunk_digest,
+    complete_chunk_digests,
+    read_chunk_digests,
+    tensor_digest,
+)
 from fsdp_shard.checkpoint.integrity.content_digest import config_digest
 from fsdp_shard.checkpoint.location import open_checkpoint
 from tests.checkpoint.files import random_tensor, raw_bytes, write_huggingface
@@ -22,7 +28,7 @@ def test_the_digest_is_what_is_documented(tmp_path: Path) -> None:
     assert len(chunks) == 3
     tree = b"F32 3,200001\0" + b"".join(xxhash.xxh3_128(chunk).digest() for chunk in chunks)
     with open_checkpoint(write_huggingface(tmp_path, {"w": tensor})) as index:
-        found = tensor_digest("F32", (3, 200_001), list(digest_chunks(index, "w")))
+        found = tensor_digest("F32", (3, 200_001), list(read_chunk_digests(index, "w")))
     assert found == xxhash.xxh3_128(tree).hexdigest()
 
 
@@ -47,7 +53,7 @@ def test_chunks_hashed_in_parts_make_up_the_whole(data: st.DataObject) -> None:
         expected = {at // 100: chunk_digest(content[at : at + 100]) for at in range(0, size, 100)}
         for start, stop in itertools.pairwise(cuts):
             complete = {n: d for n, d in expected.items() if start <= n * 100 and min(n * 100 + 100, size) <= stop}
-            assert chunk_digests(memoryview(content)[start:stop], start, size) == complete
+            assert complete_chunk_digests(memoryview(content)[start:stop], start, size) == complete
 
 
 def test_the_digest_of_a_config_covers_the_code_that_it_names(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def _tensor_jobs(index: TensorIndex, manifest: Manifest, part: int, num_parts: i
 
 
 def _check(index: TensorIndex, name: str, numbers: range, expected: Sequence[str]) -> None:
-    for number, digest in zip(numbers, digests.digest_chunks(index, name, numbers), strict=True):
+    for number, digest in zip(numbers, digests.read_chunk_digests(index, name, numbers), strict=True):
         if digest.hex() != expected[number]:
             where = digests.describe_chunk(index, name, number)
             raise CheckpointError(f"{where} is not what was written: the checkpoint is damaged.")

@@ -32,7 +32,7 @@ from fsdp_shard.checkpoint.location import (
 )
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest, read_manifest_of_folder
-from fsdp_shard.checkpoint.steps.pruned_step import read_kept
+from fsdp_shard.checkpoint.steps.retry_if_deleted import retry_if_deleted
 from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, read_shard_index
 from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER
@@ -70,11 +70,14 @@ def verify(path: str | Path, against: str | Path | None = None, *, base: str | N
         raise CheckpointError(
             f"The base model {base} is for an adapter that is compared with a model; give one, or leave it out."
         )
-    return read_kept(lambda: _Pair(path, against, base), _verify)
+    return retry_if_deleted(lambda: _ComparedPaths(path, against, base), _verify)
 
 
-class _Pair:
-    """The paths of the checkpoints to verify; `weights` is the first one that is gone."""
+class _ComparedPaths:
+    """The paths to verify, as a source for `retry_if_deleted`.
+
+    That looks at `weights` after the read to see whether anything was deleted.
+    """
 
     def __init__(self, path: str | Path, against: str | Path | None, base: str | None) -> None:
         self.path, self.against, self.base = path, against, base
@@ -86,7 +89,7 @@ class _Pair:
 
     @property
     def weights(self) -> Path:
-        """The first path that is gone, or one that is not."""
+        """The first path that was deleted; if none was, the first path."""
         return next((path for path in self.paths if not path.exists()), self.paths[0])
 
 
@@ -98,43 +101,43 @@ def _step_of(path: Path) -> Path:
         return path
 
 
-def _verify(pair: _Pair) -> VerifyReport:
+def _verify(paths: _ComparedPaths) -> VerifyReport:
     start = time.perf_counter()
-    path, against = pair.path, pair.against
+    path, against = paths.path, paths.against
     with ExitStack() as stack:
-        one, *others = [_Checkpoint(each, stack, pair.base) for each in pair.paths]
-        two = others[0] if others else None
-        one.open()
+        first, *others = [_Checkpoint(each, stack, paths.base) for each in paths.paths]
+        second = others[0] if others else None
+        first.open()
         num_cast = 0
-        if two is None:
-            one.check_alone()
+        if second is None:
+            first.check_alone()
         else:
-            two.open()
-            refuse_unused_base(pair.base, one.location, two.location)
-            if one.is_adapter != two.is_adapter:
-                one.merge()
-                two.merge()
-            elif one.location is not None and two.location is not None:
-                one.problems += map(Problem, differences_of_adapters(one.location, two.location))
-            num_cast = _compare(one, two)
+            second.open()
+            refuse_unused_base(paths.base, first.location, second.location)
+            if first.is_adapter != second.is_adapter:
+                first.merge()
+                second.merge()
+            elif first.location is not None and second.location is not None:
+                first.problems += map(Problem, differences_of_adapters(first.location, second.location))
+            num_cast = _compare(first, second)
         seconds = time.perf_counter() - start
-        if two is None:
-            one.check_loading()
-        problems = [*one.problems, *(two.problems if two else ())]
-        index = one.stored or one.index
+        if second is None:
+            first.check_loading()
+        problems = [*first.problems, *(second.problems if second else ())]
+        index = first.stored or first.index
         return VerifyReport(
             path=str(path),
             format=index.format if index else None,
             num_tensors=len(index.tensors) if index else 0,
             num_bytes=index.num_bytes if index else 0,
-            content_checked=one.has_digests and index is not None,
+            content_checked=first.has_digests and index is not None,
             seconds=seconds,
             problems=tuple(problems),
-            checked=tuple(one.checked),
+            checked=tuple(first.checked),
             against=None if against is None else str(against),
             num_cast=num_cast,
             not_read=tuple(index.extras) if index else (),
-            notes=tuple(one.notes),
+            notes=tuple(first.notes),
         )
 
 
@@ -184,10 +187,10 @@ class _Checkpoint:
             elif self.path.is_dir() and (outer := read_manifest_of_folder(location.weights)) is not None:
                 self.has_digests = True
                 self.problems += _file_problems(location.weights.parent, outer)
-            said_otherwise = list(_index_problems(location.weights))
+            index_problems = list(_index_problems(location.weights))
             self.index = self._stack.enter_context(location.index)
             self.checked.append("structure")
-            self.problems += said_otherwise
+            self.problems += index_problems
             if self.manifest is not None:
                 known = {problem.file for problem in self.problems}
                 self.problems += _frame_problems(self.index, self.manifest, known)
@@ -272,32 +275,32 @@ class _Checkpoint:
             self.problems.append(Problem(str(error)))
 
 
-def _compare(one: _Checkpoint, two: _Checkpoint) -> int:
+def _compare(first: _Checkpoint, second: _Checkpoint) -> int:
     """Compare two checkpoints; differences are problems of the first. Return the number of casts."""
-    if one.index is None or two.index is None:
+    if first.index is None or second.index is None:
         return 0
-    matching = compare.match(one.index, two.index)
-    if (matching.only_one or matching.only_two) and one.location is not None and two.location is not None:
-        views = under_model_names(one.index, two.index, (one.location, two.location))
+    matching = compare.match(first.index, second.index)
+    if (matching.only_one or matching.only_two) and first.location is not None and second.location is not None:
+        views = under_model_names(first.index, second.index, (first.location, second.location))
         if views is not None:
-            one.show(views[0])
-            two.show(views[1])
+            first.show(views[0])
+            second.show(views[1])
             matching = compare.match(*views)
-    pairs, problems = compare.described_differences(one.index, two.index, matching)
+    pairs, problems = compare.described_differences(first.index, second.index, matching)
     alike = [pair for pair in pairs if pair.is_same_dtype]
     found = (
-        one.read({pair.one.name for pair in alike}, searches=False),
-        two.read({pair.two.name for pair in alike}, searches=False),
+        first.read({pair.one.name for pair in alike}, searches=False),
+        second.read({pair.two.name for pair in alike}, searches=False),
     )
-    one.problems += problems
+    first.problems += problems
     for pair in pairs:
-        if pair.is_same_dtype and (problem := compare.first_difference(one.index, two.index, pair, *found)):
-            one.problems.append(problem)
+        if pair.is_same_dtype and (problem := compare.first_difference(first.index, second.index, pair, *found)):
+            first.problems.append(problem)
     cast = [pair for pair in pairs if not pair.is_same_dtype]
     try:
-        one.problems += compare.cast_differences(one.index, two.index, cast)
+        first.problems += compare.cast_differences(first.index, second.index, cast)
     except (CheckpointError, OSError) as error:
-        one.problems.append(Problem(str(error)))
+        first.problems.append(Problem(str(error)))
     return len(cast)
 
 
@@ -338,12 +341,12 @@ def _index_problems(root: Path) -> Iterator[Problem]:
         where, held = ByteRange(str((folder / SHARD_INDEX).relative_to(root))), f"{folder / SHARD_INDEX}"
         if has_described_headers(folder, read_shard_index(folder)):
             continue
-        said, found = native_sharded.read(folder), native_sharded.read_headers(folder)
-        if (said.step, said.metadata, said.aliases) != (found.step, found.metadata, found.aliases):
+        index, headers = native_sharded.read(folder), native_sharded.read_headers(folder)
+        if (index.step, index.metadata, index.aliases) != (headers.step, headers.metadata, headers.aliases):
             yield Problem(f"{held} is of another save than the rank files.", (where,))
-        for name in sorted(said.tensors.keys() | found.tensors.keys()):
-            one, two = said.tensors.get(name), found.tensors.get(name)
-            if one is None or two is None or not one.is_stored_as(two):
+        for name in sorted(index.tensors.keys() | headers.tensors.keys()):
+            indexed, stored = index.tensors.get(name), headers.tensors.get(name)
+            if indexed is None or stored is None or not indexed.is_stored_as(stored):
                 yield Problem(
                     f"{held} says otherwise than the headers of the rank files of what tensor {name} is, or where it "
                     f"lies.",

@@ -12,7 +12,6 @@ from .files import (
     FileHeader as FileHeader,
     Files as Files,
     Handles as Handles,
-    aligned as aligned,
     has_file as has_file,
     member as member,
     page_aligned as page_aligned,
@@ -20,6 +19,7 @@ from .files import (
     pwrite_all as pwrite_all,
     refuse_deleted as refuse_deleted,
     refuse_many_entries as refuse_many_entries,
+    split_aligned as split_aligned,
 )
 from .safetensors_format import (
     CASTABLE as CASTABLE,

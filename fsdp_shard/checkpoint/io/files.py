@@ -115,12 +115,12 @@ def pread_into(descriptor: int, offset: int, out: memoryview) -> int:
 
 def pwrite_all(descriptor: int, offset: int, data: memoryview) -> None:
     """Write all of `data` at `offset`."""
-    for start, stop in aligned(offset, offset + len(data), _WRITE_BYTES):
+    for start, stop in split_aligned(offset, offset + len(data), _WRITE_BYTES):
         while start < stop:
             start += os.pwrite(descriptor, data[start - offset : stop - offset], start)
 
 
-def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+def split_aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Split [start, stop) at the multiples of `size`.
 
     Linux makes a file's pages as large as the alignment of writes allows; few large pages are fast.

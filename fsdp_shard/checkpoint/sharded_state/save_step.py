@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_shard.checkpoint.digests import chunk_digests, record_tensor
+from fsdp_shard.checkpoint.digests import complete_chunk_digests, record_tensor
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
 from fsdp_shard.checkpoint.steps.file_plan import SINGLE_FILE
@@ -159,5 +159,5 @@ def _tensor_records(
             parts.setdefault(name, []).append(part)
     for name, of_ranks in parts.items():
         whole = memoryview(b"".join(content for _, content in sorted(of_ranks)))
-        chunks[name] = chunk_digests(whole, 0, write_plan.spec_of(name, shards[name]).num_bytes)
+        chunks[name] = complete_chunk_digests(whole, 0, write_plan.spec_of(name, shards[name]).num_bytes)
     return {name: record_tensor(write_plan.spec_of(name, shard), chunks[name]) for name, shard in shards.items()}

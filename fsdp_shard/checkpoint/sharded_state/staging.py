@@ -132,7 +132,7 @@ class Staging:
         """
         shards = [*state.weights.values(), *state.optimizer.values(), *state.average.values()]
         gpu = next((shard.data.device for shard in shards if shard.data.is_cuda), None)
-        memory = self._get_memory(sum(_aligned(shard.data.nbytes) for shard in shards if shard.writes), gpu)
+        memory = self._get_memory(sum(_round_up(shard.data.nbytes) for shard in shards if shard.writes), gpu)
         used = 0
         jobs: list[Job] = []
 
@@ -140,7 +140,7 @@ class Staging:
             nonlocal used
             num_bytes = shard.data.nbytes if shard.writes else 0
             host = memory[used : used + num_bytes].view(shard.data.dtype)
-            used += _aligned(num_bytes)
+            used += _round_up(num_bytes)
             if not num_bytes:
                 return replace(shard, data=host)
             if is_buffer:
@@ -166,7 +166,7 @@ class Staging:
         return self._memory
 
 
-def _aligned(num_bytes: int) -> int:
+def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint import digests, tensor_slices
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, SMALL_BYTES, num_chunks
 from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Handles, aligned, allocate, fault_point, pwrite_all, start_writeback
+from fsdp_shard.checkpoint.io import Handles, allocate, fault_point, pwrite_all, split_aligned, start_writeback
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.write_plan import WritePlan, spec_of
 from fsdp_shard.checkpoint.steps.file_plan import FilePlan
@@ -157,7 +157,9 @@ def hash_shared_chunks(directory: Path, plan: WritePlan, shards: Mapping[str, Lo
     try:
         with _written_index(directory, plan, shards, missing) as index:
             for name, numbers in missing.items():
-                written.digests[name].update(zip(numbers, digests.digest_chunks(index, name, numbers), strict=True))
+                written.digests[name].update(
+                    zip(numbers, digests.read_chunk_digests(index, name, numbers), strict=True)
+                )
     except CheckpointError as error:
         raise StorageError(f"What was just written cannot be read back. {error}") from error
     fault_point("hashed")
@@ -201,7 +203,7 @@ def _chunk_hasher(
         if shard.box is None and len(content) < total <= SMALL_BYTES:
             parts[name] = (start, bytes(content))
         elif shard.box is None:
-            hashed.update(digests.chunk_digests(content, start, total))
+            hashed.update(digests.complete_chunk_digests(content, start, total))
 
     return hash_chunks
 
@@ -220,7 +222,7 @@ class _Writer:
         file, first = plan.offsets[name][0], shard.start * shard.data.element_size()
         with self._handles.use(file) as handle, name_in_errors(self._directory / file):
             for offset, part in plan.runs(name, shard):
-                for start, stop in aligned(first + part.start, first + part.stop, _STEP_BYTES):
+                for start, stop in split_aligned(first + part.start, first + part.stop, _STEP_BYTES):
                     position = offset + start - first - part.start
                     with self._reading(shard, slice(start - first, stop - first)) as content:
                         hash_bytes(start, content)

@@ -16,7 +16,7 @@ import torch
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.io.atomicity import allocate
-from fsdp_shard.checkpoint.io.files import Files, Handles, aligned
+from fsdp_shard.checkpoint.io.files import Files, Handles, split_aligned
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_same, write_huggingface
@@ -130,7 +130,7 @@ def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 8), (3, 4), (3, 8), (3, 30), (16, 31)])
 def test_parts_end_where_multiples_of_their_size_are(start: int, stop: int) -> None:
-    parts = list(aligned(start, stop, 8))
+    parts = list(split_aligned(start, stop, 8))
     assert [byte for low, high in parts for byte in range(low, high)] == list(range(start, stop))
     assert all(high % 8 == 0 for _, high in parts[:-1])
     assert all(0 < high - low <= 8 for low, high in parts)

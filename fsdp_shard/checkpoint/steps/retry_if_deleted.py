@@ -20,7 +20,7 @@ S = TypeVar("S", bound=LocatedWeights)
 R = TypeVar("R")
 
 
-def read_kept(find: Callable[[], S], read: Callable[[S], R]) -> R:
+def retry_if_deleted(find: Callable[[], S], read: Callable[[S], R]) -> R:
     """Read the source that `find` locates; if it is deleted meanwhile, read the one that `find` then locates.
 
     Args:
