@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, DistributedContext
 from fsdp_shard.evaluation.config import LM_EVAL, PERPLEXITY, SCORED_ROWS, EvaluateSettings, check_inputs
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.evaluation.registry import EVALUATIONS
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_left_to_right, check_packing, load_config, load_tokenizer
@@ -81,8 +81,8 @@ def run_evaluation(
         context = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
     is_main = context is None or context.is_main
     log: Callable[[str], object] = say if is_main else lambda text: None
-    given = EvaluationInputs(settings, Path(run_dir), seed, tokenizer, context)
-    evaluation = EVALUATIONS[settings.task].open(given)
+    base = EvaluationBase(settings, Path(run_dir), seed, tokenizer, context)
+    evaluation = EVALUATIONS[settings.task].open(base)
     log(evaluation.describe())
 
     def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from fsdp_shard.distributed import run_on_main
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import Figures
 from fsdp_shard.evaluation.earlier_results import SAMPLES, remove_earlier
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.harness_model import wrap_for_harness
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.utils import format_count, json_digest, nearest, only_errors_of, shipped_directory
@@ -28,7 +28,7 @@ TaskManager = Any  # of the harness, which may not be installed
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmEval(EvaluationInputs):
+class LmEval(EvaluationBase):
     """An evaluation by the harness; `loaded` is the result of `TaskManager.load`."""
 
     manager: TaskManager
@@ -113,7 +113,7 @@ class LmEval(EvaluationInputs):
         return str(self.run_dir / "lm_eval_cache" / digest)
 
 
-def open_tasks(given: EvaluationInputs) -> LmEval:
+def open_tasks(base: EvaluationBase) -> LmEval:
     """Load the tasks that `settings.lm_eval` names, with their questions.
 
     Raises:
@@ -122,12 +122,12 @@ def open_tasks(given: EvaluationInputs) -> LmEval:
     """
     from lm_eval import tasks
 
-    asked, ranks = given.settings.lm_eval, given.ranks
+    asked, ranks = base.settings.lm_eval, base.ranks
     if asked.include_path is not None and not Path(asked.include_path).is_dir():
         raise ConfigError(
             f"lm_eval.include_path={asked.include_path} is not a directory; give one with YAML files of tasks."
         )
-    if asked.chat_template and not given.tokenizer.chat_template:
+    if asked.chat_template and not base.tokenizer.chat_template:
         raise ConfigError("lm_eval.chat_template=true, but the model's tokenizer has no chat template; remove it.")
     with only_errors_of("lm_eval"):
         own = [asked.include_path] if asked.include_path is not None else []
@@ -138,7 +138,7 @@ def open_tasks(given: EvaluationInputs) -> LmEval:
             raise ConfigError(f"lm_eval.tasks: {name} runs code that the model writes, which evaluate never does.")
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"lm_eval.tasks: {name} asks about images, and evaluate asks text questions only.")
-    found = LmEval(**vars(given), manager=manager, loaded=loaded)
+    found = LmEval(**vars(base), manager=manager, loaded=loaded)
     rolling = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE == "loglikelihood_rolling"]
     if asked.cache and rolling and ranks.world_size > 1:
         raise ConfigError(

@@ -13,7 +13,7 @@ from fsdp_shard import __version__
 from fsdp_shard.checkpoint import Location, config_digest, describe_model, has_file
 from fsdp_shard.data import tokenizer_state
 from fsdp_shard.evaluation.config import GENERATION, LM_EVAL, SPEED
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.utils import json_digest
 
 _PACKAGES = ("transformers", "tokenizers", "numpy")
@@ -31,15 +31,17 @@ def versions_of_figures() -> dict[str, str]:
     return imported | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
-def provenance(given: EvaluationInputs, settled: Mapping[str, Any], data_digest: str | None = None) -> dict[str, Any]:
+def provenance(
+    evaluation: EvaluationBase, settled: Mapping[str, Any], data_digest: str | None = None
+) -> dict[str, Any]:
     """Return everything that the figures of an evaluation depend on, as JSON; reads all weights.
 
     Args:
-        given: What the task was given.
+        evaluation: The evaluation, or what every task is given.
         settled: Settings that belong to the task.
         data_digest: Digest of the data, of a task that has any; its figures also depend on the seed.
     """
-    settings = given.settings
+    settings = evaluation.settings
     dispatch = asdict(settings.dispatch)
     batch_size = {"batch_size": settings.batch_size}
     if settings.task == SPEED:  # the task sets its own batch sizes
@@ -51,9 +53,9 @@ def provenance(given: EvaluationInputs, settled: Mapping[str, Any], data_digest:
         found["generation_config"] = _generation_config(settings.source)
     if data_digest is not None:
         path = settings.data.eval_path or settings.data.path
-        found |= {"data": {"path": path, "kind": settings.data.kind, "digest": data_digest}, "seed": given.seed}
+        found |= {"data": {"path": path, "kind": settings.data.kind, "digest": data_digest}, "seed": evaluation.seed}
     return found | {
-        "tokenizer": {"digest": tokenizer_digest(given.tokenizer)},
+        "tokenizer": {"digest": tokenizer_digest(evaluation.tokenizer)},
         "settings": {"task": settings.task, **settled, **batch_size, "dispatch": dispatch},
         "versions": versions_of_figures(),
     }

@@ -13,7 +13,7 @@ from fsdp_shard.evaluation.config import (
     EvaluateSettings,
     Figures,
 )
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.lm_eval import open_tasks
 from fsdp_shard.evaluation.perplexity_task.perplexity import open_perplexity, settle_windows
 from fsdp_shard.evaluation.scored_rows.classification import check_classification, open_classification
@@ -46,7 +46,7 @@ class EvaluationTask(NamedTuple):
         check: Checks the files in the settings, and sets lengths left to the model; None if there is nothing to do.
     """
 
-    open: Callable[[EvaluationInputs], Evaluation]
+    open: Callable[[EvaluationBase], Evaluation]
     check: Callable[[EvaluateSettings], None] | None = None
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_shard.data import DataConfig
 from fsdp_shard.evaluation.config import EvaluateSettings, PerplexityConfig
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.evaluation.perplexity_task.perplexity import PerplexityEvaluation, open_perplexity
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import load_tokenizer
@@ -21,7 +21,7 @@ from fsdp_shard.models import load_tokenizer
 def evaluation(model: Path, data: DataConfig, run_dir: Path, *, by: str = "windows", **settings: Any) -> Any:
     """The evaluation of `model` on `data`, ready to be measured."""
     given = EvaluateSettings(checkpoint=str(model), data=data, perplexity=PerplexityConfig(by=by), **settings)
-    return open_perplexity(EvaluationInputs(given, run_dir, 0, load_tokenizer(given.source.tokenizer)))
+    return open_perplexity(EvaluationBase(given, run_dir, 0, load_tokenizer(given.source.tokenizer)))
 
 
 def measure(

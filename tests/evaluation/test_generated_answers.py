@@ -21,7 +21,7 @@ from transformers import (
 
 from fsdp_shard.checkpoint import convert
 from fsdp_shard.evaluation.config import EvaluateSettings
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.evaluation.model_card.card_figures import figures_of
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.report.comparison import build_report
@@ -104,7 +104,7 @@ def test_what_ends_an_answer_is_part_of_what_it_comes_from(task: str, tiny_model
 
     def known() -> Any:
         settings = EvaluateSettings(checkpoint=str(tmp_path / "model"), task=task)
-        return provenance(EvaluationInputs(settings, tmp_path, 0, byte_tokenizer()), {})["generation_config"]
+        return provenance(EvaluationBase(settings, tmp_path, 0, byte_tokenizer()), {})["generation_config"]
 
     first = known()
     file.write_text(json.dumps(json.loads(file.read_text()) | {"transformers_version": "5.17.0"}))

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint import Location, convert
 from fsdp_shard.config import EvaluateConfig, compose_jobs
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.config import EvaluateSettings, SpeedConfig
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.evaluation.report.comparison import build_report
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
 from fsdp_shard.evaluation.speed_task.speed import open_speed, sizes_within
@@ -144,7 +144,7 @@ def test_a_pass_is_that_of_generate(tmp_path: Path) -> None:
         return loaded
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    (row,) = open_speed(EvaluationInputs(settings, tmp_path / "run", 7, tokenizer)).measure(load).row["speed"]
+    (row,) = open_speed(EvaluationBase(settings, tmp_path / "run", 7, tokenizer)).measure(load).row["speed"]
     assert reserved == [KVCacheBudget(2, 14)]
     assert [tuple(ids.shape) for ids in inputs] == [(2, 9), *[(2, 1)] * 4] * 3  # one pass is not counted
     assert cache_lengths == [9, 10, 11, 12, 13] * 3

@@ -20,7 +20,7 @@ from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import DOCUMENTS, EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
@@ -115,7 +115,7 @@ class _Opened(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityEvaluation(EvaluationInputs):
+class PerplexityEvaluation(EvaluationBase):
     """The perplexity on `text` of the models in `settings`.
 
     `lengths` describes the lengths of windows and contexts.
@@ -248,14 +248,14 @@ class PerplexityEvaluation(EvaluationInputs):
         return Perplexity(loss, num_tokens, self.text.size, seconds, schedule)
 
 
-def open_perplexity(given: EvaluationInputs) -> PerplexityEvaluation:
+def open_perplexity(base: EvaluationBase) -> PerplexityEvaluation:
     """Prepare the scored text; with ranks, a collective.
 
     Raises:
         ConfigError: The windows are longer than a model has positions, or the models have different tokenizers.
         DataError: The text cannot be read, or contains no token to score.
     """
-    settings, tokenizer, ranks = given.settings, given.tokenizer, given.ranks
+    settings, tokenizer, ranks = base.settings, base.tokenizer, base.ranks
     trust = settings.dispatch.trust_remote_code
     contexts = [context_length_of(load_config(source.directory, trust), trust) for source in settings.sources]
     lengths = dict.fromkeys(context_length.describe(settings.data.window_length) for context_length in contexts)
@@ -266,7 +266,7 @@ def open_perplexity(given: EvaluationInputs) -> PerplexityEvaluation:
     if settings.other_source is not None:
         other = load_tokenizer(settings.other_source.tokenizer, trust)
         check_same_tokens(text.windows, tokenizer, other, settings.source, settings.other_source)
-    return PerplexityEvaluation(**vars(given), text=text, lengths=tuple(lengths))
+    return PerplexityEvaluation(**vars(base), text=text, lengths=tuple(lengths))
 
 
 def settle_windows(settings: EvaluateSettings) -> None:

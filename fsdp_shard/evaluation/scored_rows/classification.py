@@ -16,7 +16,7 @@ from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
 from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
@@ -48,7 +48,7 @@ class _Prediction(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classification(EvaluationInputs):
+class Classification(EvaluationBase):
     """The predictions of the model in `settings.checkpoint` for `texts`; `names` are its class names.
 
     `length` describes the length of texts and the context.
@@ -173,19 +173,19 @@ class Classification(EvaluationInputs):
         return rows, dict(left_out)
 
 
-def open_classification(given: EvaluationInputs) -> Classification:
+def open_classification(base: EvaluationBase) -> Classification:
     """Tokenize the texts.
 
     Raises:
         DataError: The data cannot be read, has no text with a label, or has a class unknown to the model.
     """
-    settings = given.settings
+    settings = base.settings
     config = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
     task, length = classifier_task(settings)
-    texts = open_labeled_texts(settings.data, given.tokenizer, task, given.ranks)
+    texts = open_labeled_texts(settings.data, base.tokenizer, task, base.ranks)
     named: dict[Any, str] = dict(config.id2label or {})
     names = tuple(str(named.get(number, number)) for number in range(task.num_labels))
-    return Classification(**vars(given), texts=texts, names=names, length=length)
+    return Classification(**vars(base), texts=texts, names=names, length=length)
 
 
 def check_classification(settings: EvaluateSettings) -> None:

@@ -15,7 +15,7 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 from fsdp_shard.evaluation.data_rows import described, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.scored_rows.answer_metrics import Metric, score_answers
 from fsdp_shard.evaluation.scored_rows.row_scores import (
@@ -37,7 +37,7 @@ from fsdp_shard.utils import format_count, format_table, report_progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratedAnswers(EvaluationInputs):
+class GeneratedAnswers(EvaluationBase):
     """The answers of the model in `settings.checkpoint` to the questions in `rows`, some of which are skipped."""
 
     rows: tuple[QuestionRow, ...]
@@ -159,14 +159,14 @@ class GeneratedAnswers(EvaluationInputs):
         return provenance(self, settled, digest.hexdigest())
 
 
-def open_generation(given: EvaluationInputs) -> GeneratedAnswers:
+def open_generation(base: EvaluationBase) -> GeneratedAnswers:
     """Read and tokenize the prompts.
 
     Raises:
         DataError: The data cannot be read, or no prompt is left.
         ModelError: The tokenizer belongs to another model.
     """
-    settings = given.settings
+    settings = base.settings
     trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
     config = load_config(settings.source.directory, trust)
     length = context_length_of(config, trust).length
@@ -174,7 +174,7 @@ def open_generation(given: EvaluationInputs) -> GeneratedAnswers:
     room = None if length is None else length - (0 if has_encoder else most)
     beyond = f"beyond the model's context of {length} tokens" + ("" if has_encoder else f" with {most} new tokens")
     rows = list[QuestionRow]()
-    for row in read_questions(settings.data, given.tokenizer, SEQ2SEQ if has_encoder else CAUSAL):
+    for row in read_questions(settings.data, base.tokenizer, SEQ2SEQ if has_encoder else CAUSAL):
         ids = row.question.ids if row.question is not None else []
         check_vocabulary(ids, config)
         rows.append(row._replace(question=None, left_out=beyond) if room is not None and len(ids) > room else row)
@@ -184,7 +184,7 @@ def open_generation(given: EvaluationInputs) -> GeneratedAnswers:
             f"{settings.data.eval_path or settings.data.path} has no prompt to answer: {why}. Give other data"
             + (f", or fewer scoring.max_new_tokens than {most}." if beyond in why and not has_encoder else ".")
         )
-    return GeneratedAnswers(**vars(given), rows=tuple(rows))
+    return GeneratedAnswers(**vars(base), rows=tuple(rows))
 
 
 def check_answering(settings: EvaluateSettings) -> None:

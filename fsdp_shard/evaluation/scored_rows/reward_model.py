@@ -22,7 +22,7 @@ from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import REWARD, EvaluateSettings, Figures
 from fsdp_shard.evaluation.data_rows import described, left_out_lines
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
 from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
@@ -49,7 +49,7 @@ _REWARDS_FILE = "rewards.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardEvaluation(EvaluationInputs):
+class RewardEvaluation(EvaluationBase):
     """The rewards of the model in `settings.checkpoint` for both answers of `pairs`.
 
     `length` describes the length of texts and the context.
@@ -176,15 +176,15 @@ class RewardEvaluation(EvaluationInputs):
         return text_provenance(self, self.pairs.digest)
 
 
-def open_rewards(given: EvaluationInputs) -> RewardEvaluation:
+def open_rewards(base: EvaluationBase) -> RewardEvaluation:
     """Tokenize the pairs.
 
     Raises:
         DataError: The data cannot be read, or has no pair.
     """
-    task, length = classifier_task(given.settings)
-    pairs = open_compared_pairs(given.settings.data, given.tokenizer, task, given.ranks)
-    return RewardEvaluation(**vars(given), pairs=pairs, length=length)
+    task, length = classifier_task(base.settings)
+    pairs = open_compared_pairs(base.settings.data, base.tokenizer, task, base.ranks)
+    return RewardEvaluation(**vars(base), pairs=pairs, length=length)
 
 
 def check_rewards(settings: EvaluateSettings) -> None:

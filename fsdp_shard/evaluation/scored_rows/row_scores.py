@@ -10,7 +10,7 @@ import numpy as np
 from fsdp_shard.data import Task
 from fsdp_shard.evaluation.config import EvaluateSettings
 from fsdp_shard.evaluation.earlier_results import PREDICTIONS
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.significance import LEVEL, Floats, bootstrap_interval
 from fsdp_shard.models import SEQUENCE_CLASSIFICATION, ModelConfig, context_length_of, load_config
@@ -49,19 +49,19 @@ def interval_text(ends: tuple[float, float] | None) -> str:
     return "none for a single row" if ends is None else f"{ends[0]:.4f} to {ends[1]:.4f}"
 
 
-def write_predictions(given: EvaluationInputs, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def write_predictions(evaluation: EvaluationBase, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write RUN_DIR/predictions.jsonl atomically, and return a line about it, if the file is left for the user."""
-    file = given.run_dir / PREDICTIONS
-    given.run_dir.mkdir(parents=True, exist_ok=True)
+    file = evaluation.run_dir / PREDICTIONS
+    evaluation.run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return [f"written to {file}"] if given.settings.leaves_files else []
+    return [f"written to {file}"] if evaluation.settings.leaves_files else []
 
 
-def text_provenance(given: EvaluationInputs, data_digest: str) -> dict[str, Any]:
+def text_provenance(evaluation: EvaluationBase, data_digest: str) -> dict[str, Any]:
     """Return the inputs of a classifier's figures, for result.json; reads all weights."""
-    settings = given.settings
+    settings = evaluation.settings
     settled = {"sequence_length": settings.data.window_length, "num_resamples": settings.scoring.num_resamples}
-    return provenance(given, settled, data_digest)
+    return provenance(evaluation, settled, data_digest)
 
 
 def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:

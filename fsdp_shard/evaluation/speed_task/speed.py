@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard.errors import ConfigError, PlanError, RunError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures, SpeedConfig
 from fsdp_shard.evaluation.earlier_results import PLOT, remove_earlier
-from fsdp_shard.evaluation.evaluation_inputs import EvaluationInputs, LoadModel
+from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.speed_task.speed_passes import Size, SizeFigures, TimedModel
 from fsdp_shard.evaluation.speed_task.speed_plot import speed_plot
@@ -51,7 +51,7 @@ class UnmeasuredSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedEvaluation(EvaluationInputs):
+class SpeedEvaluation(EvaluationBase):
     """The speed of the model in `settings.checkpoint` at `sizes`; `left_out` are sizes beyond its context."""
 
     sizes: tuple[Size, ...]
@@ -150,20 +150,20 @@ class SpeedEvaluation(EvaluationInputs):
         return provenance(self, settled) | {"machine": machine, "seed": self.seed}
 
 
-def open_speed(given: EvaluationInputs) -> SpeedEvaluation:
+def open_speed(base: EvaluationBase) -> SpeedEvaluation:
     """Prepare the sizes.
 
     Raises:
         ConfigError: The model's context has room for none of them, or there are several ranks.
     """
-    settings, context = given.settings, given.context
+    settings, context = base.settings, base.context
     if context is not None:  # ranks would disturb each other
         raise ConfigError(
             f"task=speed measures one process, and this run has {context.world_size} ranks; remove launch.ranks."
         )
     config: PretrainedConfig = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
     sizes, left_out = sizes_within(settings.speed, context_length_of(config, settings.dispatch.trust_remote_code))
-    return SpeedEvaluation(**vars(given), sizes=tuple(sizes), left_out=tuple(left_out))
+    return SpeedEvaluation(**vars(base), sizes=tuple(sizes), left_out=tuple(left_out))
 
 
 def check_sizes(settings: EvaluateSettings) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of every evaluation task: the settings, the ranks, and a function that loads models."""
+"""What every evaluation has: the settings, the tokenizer and the ranks; and the function that loads models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ class LoadModel(Protocol):
 
 
 @dataclass(frozen=True)
-class EvaluationInputs:
-    """The inputs of every task; a task's class adds what it has read.
+class EvaluationBase:
+    """What every evaluation has; the class of a task extends it with what it has read.
 
     Attributes:
         settings: The settings, as `check_evaluation` leaves them.
