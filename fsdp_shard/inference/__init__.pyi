@@ -29,8 +29,8 @@ from .generation.kv_cache_size import (
 from .generation.prompts import Completion as Completion, Prompt as Prompt
 from .generation.text_generation import complete_prompts as complete_prompts, join_ranks as join_ranks
 from .generation.tokenize_prompts import check_generates as check_generates
+from .generation_checks import check_checkpoint as check_checkpoint, check_generation as check_generation
 from .named_adapters import inject_adapters as inject_adapters
 from .offload.mmap_tensors import MappedFiles as MappedFiles
 from .offload.tensor_reader import READ_BYTES as READ_BYTES
-from .preflight import check_checkpoint as check_checkpoint, check_generation as check_generation
 from .schedule import Schedule as Schedule, plan_schedule as plan_schedule, stream_of as stream_of

@@ -34,7 +34,7 @@ class Content:
     @property
     def num_bytes(self) -> int:
         """Bytes of a buffer for these tensors."""
-        return sum(_padded(torch.Size(shape).numel() * dtype.itemsize) for _, dtype, shape in self.tensors)
+        return sum(_round_up(torch.Size(shape).numel() * dtype.itemsize) for _, dtype, shape in self.tensors)
 
     def views(self, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return stored names and tensors, as views of `memory` (bytes)."""
@@ -42,7 +42,7 @@ class Content:
         for name, dtype, shape in self.tensors:
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
             found.append((name, memory[start : start + num_bytes].view(dtype).view(shape)))
-            start += _padded(num_bytes)
+            start += _round_up(num_bytes)
         return found
 
 
@@ -151,5 +151,5 @@ class GpuRing(Ring):
         buffer.used.record(torch.cuda.current_stream(self.device))
 
 
-def _padded(num_bytes: int) -> int:
+def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -55,7 +55,7 @@ def run_wave(
             try:
                 yield from wave.results(is_last)
             finally:
-                wave.give_up()
+                wave.cancel()
     finally:
         if hook is not None:
             hook.remove()
@@ -70,10 +70,10 @@ class _Pass(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
-        self.go = Semaphore(0)
+        self.resume_signal = Semaphore(0)
         self.thread: Thread | None = None
         self.waits_for: int | None = None
-        self.noted: list[ref[Tensor]] = []
+        self.embeddings: list[ref[Tensor]] = []
         self.results: list[T] = []
         self.error: BaseException | None = None
 
@@ -89,13 +89,13 @@ class _Wave(Generic[T]):
         self._entered: set[int] = set()
         self._inside: Counter[int] = Counter()
         self._first: int | None = None
-        self._is_given_up = False
+        self._is_cancelled = False
 
     def results(self, is_last: bool) -> Iterator[T]:
         """Yield the results, in order."""
         left = iter(self._passes)
         due = next(left, None)
-        for one in self._turns(is_last):
+        for one in self._run_block_by_block(is_last):
             if one.error is not None:
                 raise one.error
             while due is not None and due.results:
@@ -107,14 +107,14 @@ class _Wave(Generic[T]):
         one = self._by_thread.get(current_thread())
         if one is None:
             raise RunError(ANOTHER_THREAD)
-        if self._is_given_up:
+        if self._is_cancelled:
             raise _PassCancelled
         if self._file is not None:
-            self._file.move([*inputs, *(tensor() for tensor in one.noted)])
+            self._file.move([*inputs, *(tensor() for tensor in one.embeddings)])
         one.waits_for = number
         self._suspended.release()
-        one.go.acquire()
-        if self._is_given_up:
+        one.resume_signal.acquire()
+        if self._is_cancelled:
             raise _PassCancelled
         self._inside[number] += 1
 
@@ -127,29 +127,29 @@ class _Wave(Generic[T]):
         """Record the output of the embeddings, which many models keep until the end of a pass."""
         one = self._by_thread.get(current_thread())
         if one is not None and isinstance(output, Tensor):
-            one.noted.append(ref(output))
+            one.embeddings.append(ref(output))
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """End all threads; a computing thread ends when it reaches its next block."""
-        self._is_given_up = True
+        self._is_cancelled = True
         for one in self._by_thread.values():
-            one.go.release()
+            one.resume_signal.release()
         for thread in self._by_thread:
             thread.join()
 
-    def _turns(self, is_last: bool) -> Iterator[_Pass[T]]:
+    def _run_block_by_block(self, is_last: bool) -> Iterator[_Pass[T]]:
         """Yield each pass once it has run to its next block or its end."""
         for one in self._passes:
             yield self._run_on(one)
         while waiting := [one for one in self._passes if one.waits_for is not None]:
             # A pass that fell behind, because it uses blocks that others skip, catches up first.
             number = min(one.waits_for for one in waiting if one.waits_for is not None)
-            self._turn_to(number, is_last)
+            self._enter_only(number, is_last)
             for one in waiting:
                 if one.waits_for == number:
                     yield self._run_on(one)
 
-    def _turn_to(self, number: int, is_last: bool) -> None:
+    def _enter_only(self, number: int, is_last: bool) -> None:
         """Enter block `number`, and leave the others, except those in which a pass reached this one."""
         for other in [other for other in self._entered if other != number and not self._inside[other]]:
             self._stream.leave(other)
@@ -175,7 +175,7 @@ class _Wave(Generic[T]):
                     f"dispatch.schedule=batch_major."
                 ) from error
         else:
-            one.go.release()
+            one.resume_signal.release()
         self._suspended.acquire()
         give_back_free_memory()  # glibc keeps freed memory per thread, which would add up over all passes
         return one

@@ -1,4 +1,4 @@
-"""Checks that need no torch, so that mistakes are reported at once."""
+"""Checks of a checkpoint and of `generate` that need no torch, so that mistakes are reported at once."""
 
 from fsdp_shard.checkpoint import Location, check_loadable, check_unmerged
 from fsdp_shard.distributed import LaunchConfig, shares_memory, world_sizes
