@@ -24,7 +24,7 @@ from fsdp_shard.data import (
     LabeledRows,
     MaskedWindows,
     Seq2SeqRows,
-    Shuffled,
+    ShuffledDataset,
     SpecialTokens,
     WindowDataset,
 )
@@ -214,7 +214,7 @@ def _train_plain(
     model.save_pretrained(root / "model")
     # Training starts from what is loaded: positions may be computed, and the row of the padding token zeroed.
     model = case.model_class.from_pretrained(root / "model", dtype=torch.float32)
-    data = Shuffled(_samples(case.kind, config), SEED)
+    data = ShuffledDataset(_samples(case.kind, config), SEED)
     optimizer = torch.optim.SGD(model.train().parameters(), lr=LR)
     losses, before = [], {name: buffer.clone() for name, buffer in model.named_buffers()}
     for step in range(STEPS):

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import locate
-from fsdp_shard.data import Dataset, Shuffled, WindowDataset
+from fsdp_shard.data import Dataset, ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import Fsdp2Config, plan_units
@@ -125,7 +125,7 @@ def main() -> None:
     with init_distributed("cpu") as context, TemporaryDirectory() as directory:
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
-        data = Shuffled(WindowDataset(tokens, length, "random"), seed=0)
+        data = ShuffledDataset(WindowDataset(tokens, length, "random"), seed=0)
         running = side(name, path, dtype, data, directory, context)
         loss = context.all_reduce([next(running)])[0] / context.world_size
         next(running)  # the optimizer's state is made in the first step

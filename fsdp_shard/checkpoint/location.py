@@ -205,7 +205,7 @@ class Location:
             refuse_other_tokenizer(self.weights, self.model_directory)
         return self.model_directory
 
-    def completed(self, config: str | None, tokenizer: str | None) -> Location:
+    def with_config_and_tokenizer(self, config: str | None, tokenizer: str | None) -> Location:
         """Return the same weights, with this config if they have none, and this tokenizer if one is passed."""
         if config is None or has_file(self.model_directory, CONFIG):
             config = self.config_path

@@ -121,7 +121,7 @@ def count(entries: Iterable[TensorEntry]) -> Extra:
     return Extra(len(sizes), sum(sizes))
 
 
-def checked(root: Path, name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> TensorEntry:
+def checked_entry(root: Path, name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> TensorEntry:
     """Create an entry from pieces in any order.
 
     Raises:

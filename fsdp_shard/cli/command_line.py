@@ -185,7 +185,9 @@ def diff(arguments: Sequence[str]) -> None:
     parser.add_json()
     options = parser.parse_args(arguments)
     a, b = (
-        checkpoint.locate(_existing_path(path)).based_on(options.base).completed(options.config, options.tokenizer)
+        checkpoint.locate(_existing_path(path))
+        .based_on(options.base)
+        .with_config_and_tokenizer(options.config, options.tokenizer)
         for path in (options.a, options.b)
     )
     if options.config is not None and a.config_path is b.config_path is None:

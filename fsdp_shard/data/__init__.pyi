@@ -29,7 +29,7 @@ from .labeled_texts import LabeledTexts as LabeledTexts, open_labeled_texts as o
 from .pipeline import (
     RowLosses as RowLosses,
     Samples as Samples,
-    Tokenized as Tokenized,
+    TokenizedData as TokenizedData,
     open_samples as open_samples,
     prepare_held_out as prepare_held_out,
     prepare_on_ranks as prepare_on_ranks,
@@ -51,8 +51,8 @@ from .samples.batch import (
     Batch as Batch,
     Ints as Ints,
     Sample as Sample,
-    attended as attended,
-    padded as padded,
+    pad as pad,
+    with_attention_mask as with_attention_mask,
 )
 from .samples.mixture import Concatenation as Concatenation
 from .samples.packed_pairs import PackedPairs as PackedPairs
@@ -63,7 +63,7 @@ from .samples.preferences import (
 from .samples.protocol import (
     Dataset as Dataset,
     MapDataset as MapDataset,
-    Shuffled as Shuffled,
+    ShuffledDataset as ShuffledDataset,
     SourceDataset as SourceDataset,
 )
 from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
 from fsdp_shard.data.kinds.chat_template import with_chat_template
-from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning_tokens, plain_ids
 from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.data.samples.batch import Ints
 from fsdp_shard.data.sources.row import Row
@@ -120,7 +120,8 @@ def prepare_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
     """
     source, tokenizer = open_evaluated(config), with_chat_template(tokenizer, config)
     is_text = config.kind == "text"
-    kind = WholeText(config.text_column, None, tuple(beginning(tokenizer))) if is_text else kind_of(config, CAUSAL)
+    begin = tuple(beginning_tokens(tokenizer))
+    kind = WholeText(config.text_column, None, begin) if is_text else kind_of(config, CAUSAL)
     file = tokenize(source, kind, tokenizer, cache_directory(config), config.workers)
     return Documents(file.examples(), file.digest, source, kind, file.examples_per_row())
 

@@ -28,7 +28,7 @@ from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
 from fsdp_shard.data.samples.mixture_schedule import counts_per_round
-from fsdp_shard.data.samples.protocol import Dataset, MapDataset, Shuffled, SourceDataset
+from fsdp_shard.data.samples.protocol import Dataset, MapDataset, ShuffledDataset, SourceDataset
 from fsdp_shard.data.sources.source import file_notes, open_source
 from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task, check_class_order
@@ -46,7 +46,7 @@ _NUM_CHATS_LOOKED_AT = 64  # for a token that ends a turn
 
 
 @dataclass(frozen=True)
-class Tokenized:
+class TokenizedData:
     """The tokenized files of a data config.
 
     Attributes:
@@ -88,7 +88,7 @@ class Samples:
         return Samples(train, held_out, (*self.notes, *notes))
 
 
-def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -> Tokenized:
+def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -> TokenizedData:
     """Tokenize all sources that are not cached yet, in one process.
 
     Args:
@@ -116,7 +116,7 @@ def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -
             notes.append(_unended(source, first, tokenizer))
     notes += [_dated(source, tokenizer) for source in sources_of(config).values() if source.kind == CHAT]
     names = _class_names(config) if task == SEQUENCE_CLASSIFICATION else ()
-    return Tokenized(train, held_out, special, tuple(filter(None, notes)), names)
+    return TokenizedData(train, held_out, special, tuple(filter(None, notes)), names)
 
 
 def _class_names(config: DataConfig) -> tuple[tuple[str, Sequence[str]], ...]:
@@ -155,7 +155,7 @@ def _dated(source: DataConfig, tokenizer: Tokenizer) -> str:
 
 def open_samples(
     config: DataConfig,
-    tokenized: Tokenized,
+    tokenized: TokenizedData,
     task: Task | None = None,
     seed: int = 0,
     open_tokenizer: Callable[[], Tokenizer] | None = None,
@@ -186,7 +186,7 @@ def open_samples(
         files, divided, notes = _open_files(config, tokenized, task, seed)
         held_out.update(divided)
         for name, file in files.items():
-            parts[name] = Shuffled(file, seed_of(seed, name) if samples_per_round else seed)
+            parts[name] = ShuffledDataset(file, seed_of(seed, name) if samples_per_round else seed)
     for name, own in {"": config, **held_out_sets_of(config)}.items():
         if name in tokenized.held_out:
             held_out[name], note = SampleFactory(own, task, special, seed).open(tokenized.held_out[name])
@@ -225,7 +225,7 @@ class RowLosses:
     left_out: tuple[str, ...]
 
 
-def row_losses(config: DataConfig, tokenized: Tokenized, task: Task) -> list[RowLosses]:
+def row_losses(config: DataConfig, tokenized: TokenizedData, task: Task) -> list[RowLosses]:
     """Count what `open_samples` would drop from each training source, except running text and streams.
 
     Args:
@@ -244,7 +244,7 @@ def row_losses(config: DataConfig, tokenized: Tokenized, task: Task) -> list[Row
 
 
 def _open_files(
-    config: DataConfig, tokenized: Tokenized, task: Task, seed: int
+    config: DataConfig, tokenized: TokenizedData, task: Task, seed: int
 ) -> tuple[dict[str, SourceDataset], dict[str, SourceDataset], list[str]]:
     """Return the trained part of each source, its held-out part, and notes."""
     train: dict[str, SourceDataset] = {}
@@ -283,7 +283,7 @@ def _open_streams(
     return streams, [*filter(None, notes)]
 
 
-def _trained_held_out(config: DataConfig, tokenized: Tokenized) -> list[str]:
+def _trained_held_out(config: DataConfig, tokenized: TokenizedData) -> list[str]:
     """Warn about held-out data that are also training data, whose loss does not reflect other text."""
     sources = sources_of(config)
     trained = {file.digest: sources[name] for name, file in tokenized.train.items()}

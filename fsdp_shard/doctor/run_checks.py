@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fsdp_shard import inference, models, training
 from fsdp_shard.checkpoint import Location, RemoteStore
 from fsdp_shard.config import FinetuneConfig, refuse_nested
-from fsdp_shard.data import Samples, Task, Tokenized, open_samples, tokenize_all
+from fsdp_shard.data import Samples, Task, TokenizedData, open_samples, tokenize_all
 from fsdp_shard.distributed import gpu_number, num_local_ranks, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, noted, ok, problem, skipped, warning
 from fsdp_shard.planning import (
@@ -45,7 +45,7 @@ class PreparedData:
     """
 
     samples: Samples
-    tokenized: Tokenized
+    tokenized: TokenizedData
     task: Task
     tokenizer: PreTrainedTokenizerBase
 

@@ -222,14 +222,14 @@ class EvaluateSettings(SourceSettings):
     def _refuse_others(self, prefix: str) -> None:
         """Raise ConfigError for a setting that only other tasks use."""
         for name, tasks in _TASKS_OF.items():
-            for key, value in () if self.task in tasks else self._changed(name):
+            for key, value in () if self.task in tasks else self._non_default_settings(name):
                 *most, last = tasks
                 listed = f"{', '.join(most)} or {last}" if most else last
                 raise ConfigError(
                     f"{prefix}{key}={value} is for {prefix}task={listed}, not {self.task}; remove one of them."
                 )
 
-    def _changed(self, name: str) -> list[tuple[str, Any]]:
+    def _non_default_settings(self, name: str) -> list[tuple[str, Any]]:
         """The setting `name`, or the section's settings, that differ from the default: names and values."""
         section = getattr(self, name)
         if not is_dataclass(section):

@@ -23,6 +23,6 @@ def left_out_lines(left_out: Sequence[tuple[str, str]], what: str = "row", most:
     return lines
 
 
-def described(index: int, where: str, name: str | int | None) -> dict[str, Any]:
+def first_fields(index: int, where: str, name: str | int | None) -> dict[str, Any]:
     """The first fields of a row of predictions.jsonl or documents.jsonl."""
     return {"index": index, "where": where, **({} if name is None else {"name": name})}

@@ -132,7 +132,7 @@ def open_tasks(base: EvaluationBase) -> LmEval:
     with only_errors_of("lm_eval"):
         own = [asked.include_path] if asked.include_path is not None else []
         manager = tasks.TaskManager(include_path=[str(shipped_directory("conf") / "lm_eval"), *own])
-        loaded = _load(manager, _known(asked.names, manager))
+        loaded = _load(manager, _matching_tasks(asked.names, manager))
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"lm_eval.tasks: {name} runs code that the model writes, which evaluate never does.")
@@ -154,7 +154,7 @@ def open_tasks(base: EvaluationBase) -> LmEval:
     return found
 
 
-def _known(names: list[str], manager: TaskManager) -> list[str]:
+def _matching_tasks(names: list[str], manager: TaskManager) -> list[str]:
     """The tasks that `names` match, each once."""
     found: dict[str, None] = {}
     for name in names:

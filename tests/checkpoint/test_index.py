@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.location import open_checkpoint
-from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked_entry
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import (
     assert_same,
@@ -128,7 +128,7 @@ def test_pieces_cut_along_any_dimension(tmp_path: Path) -> None:
     columns = [tensor[:, :2].contiguous(), tensor[:, 2:].contiguous()]
     (tmp_path / "data").write_bytes(b"".join(map(raw_bytes, columns)))
     pieces = [Piece("data", 0, (0, 0), (5, 2)), Piece("data", columns[0].nbytes, (0, 2), (5, 4))]
-    entry = checked(tmp_path, "w", "F32", (5, 6), pieces)
+    entry = checked_entry(tmp_path, "w", "F32", (5, 6), pieces)
     with TensorIndex(tmp_path, "test", {"w": entry}) as index:
         assert_same(index, {"w": tensor})
         out = bytearray(4 * 9)
@@ -137,7 +137,7 @@ def test_pieces_cut_along_any_dimension(tmp_path: Path) -> None:
         assert index.spans("w", 0, 2) == [("data", 0, 8)]
         assert index.spans("w", 2, 8) == [("data", 40, 56), ("data", 8, 16)]
     with pytest.raises(CheckpointError, match="overlap"):
-        checked(tmp_path, "w", "F32", (5, 6), [*pieces, Piece("data", 0, (0, 0), (1, 1))])
+        checked_entry(tmp_path, "w", "F32", (5, 6), [*pieces, Piece("data", 0, (0, 0), (1, 1))])
 
 
 def test_digest_is_of_content_not_of_files(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fsdp_shard.data.samples.mixture_schedule import (
     LONGEST_ROUND,
     counts_per_round,
 )
-from fsdp_shard.data.samples.protocol import Shuffled
+from fsdp_shard.data.samples.protocol import ShuffledDataset
 from fsdp_shard.data.samples.windows import WindowDataset
 from fsdp_shard.data.task import Task, check_task
 from fsdp_shard.data.validate import check_data
@@ -51,8 +51,8 @@ def test_each_source_has_its_part_of_every_beginning(shares: list[int], lengths:
             assert until["abcdef"[source]] == place + 1
 
 
-def of_length(num_samples: int, seed: int = 0) -> Shuffled:
-    return Shuffled(WindowDataset(np.arange(8 * num_samples + 1), 8, "x"), seed)
+def of_length(num_samples: int, seed: int = 0) -> ShuffledDataset:
+    return ShuffledDataset(WindowDataset(np.arange(8 * num_samples + 1), 8, "x"), seed)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_errors_name_the_source(config: DataConfig, tmp_path: Path) -> None:
 
 def test_a_source_alone_is_as_without_a_mixture() -> None:
     windows = WindowDataset(np.arange(100), 8, "x")
-    shuffled = Shuffled(windows, 3)
+    shuffled = ShuffledDataset(windows, 3)
     alone = Mixture({"x": shuffled}, {"x": 1})
     assert alone.num_samples == len(windows)
     assert np.array_equal(alone.batch(range(40)).labels, shuffled.batch(range(40)).labels)

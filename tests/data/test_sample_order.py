@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fsdp_shard.data.samples.mixture import Mixture
-from fsdp_shard.data.samples.protocol import Shuffled
+from fsdp_shard.data.samples.protocol import ShuffledDataset
 from fsdp_shard.data.samples.windows import WindowDataset
 
 SEEDS = st.integers(0, 2**40)
@@ -15,7 +15,7 @@ SIZES = st.integers(1, 60)
 
 
 def order(seed: int, num_samples: int, first: int, count: int) -> list[int]:
-    samples = Shuffled(WindowDataset(np.arange(num_samples + 1), 1, "x"), seed)
+    samples = ShuffledDataset(WindowDataset(np.arange(num_samples + 1), 1, "x"), seed)
     inputs = samples.batch(range(first, first + count)).input_ids[:, 0].tolist() if count else []
     assert inputs == [samples.index_of(position) for position in range(first, first + count)]
     return inputs
@@ -52,7 +52,7 @@ def test_the_order_is_fixed_for_ever() -> None:
 
 
 def test_a_single_source_has_the_number_0() -> None:
-    assert Shuffled(WindowDataset(np.arange(9), 1, "x"), 0).sources_of(np.arange(3)).tolist() == [0, 0, 0]
+    assert ShuffledDataset(WindowDataset(np.arange(9), 1, "x"), 0).sources_of(np.arange(3)).tolist() == [0, 0, 0]
 
 
 def test_no_samples() -> None:
@@ -64,7 +64,7 @@ def test_orders_of_several_sources_in_turn_are_made_once(monkeypatch: pytest.Mon
     made = []
     original = np.argsort
     monkeypatch.setattr(np, "argsort", lambda *words, **more: made.append(1) or original(*words, **more))
-    parts = {name: Shuffled(WindowDataset(np.arange(78), 1, name), seed) for seed, name in enumerate("abcde")}
+    parts = {name: ShuffledDataset(WindowDataset(np.arange(78), 1, name), seed) for seed, name in enumerate("abcde")}
     mixed = Mixture(parts, dict.fromkeys(parts, 1))
     mixed.batch(range(5 * 77))
     assert len(made) == 5

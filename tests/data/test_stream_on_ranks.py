@@ -22,7 +22,7 @@ import xxhash
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds import running_text
-from fsdp_shard.data.pipeline import Tokenized, open_samples, prepare_on_ranks
+from fsdp_shard.data.pipeline import TokenizedData, open_samples, prepare_on_ranks
 from fsdp_shard.data.samples.protocol import Dataset
 from fsdp_shard.data.streaming import block_reader, stream as stream_module
 from fsdp_shard.data.task import SpecialTokens, Task
@@ -104,7 +104,7 @@ def config_of(directory: Path, name: str) -> tuple[DataConfig, Task]:
 def open_alone(config: DataConfig, task: Task) -> Dataset:
     found = tokenizer()
     special = SpecialTokens.of(found) if task.name == MASKED_LM else None
-    return open_samples(config, Tokenized({}, {}, special), task, SEED, lambda: found).train
+    return open_samples(config, TokenizedData({}, {}, special), task, SEED, lambda: found).train
 
 
 def sample(dataset: Dataset, index: int) -> Any:

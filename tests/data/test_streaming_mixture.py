@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp_shard.data.config import DataConfig, sources_of
-from fsdp_shard.data.pipeline import Tokenized, open_samples
+from fsdp_shard.data.pipeline import TokenizedData, open_samples
 from fsdp_shard.data.samples.mixture import Mixture, seed_of
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
@@ -44,7 +44,7 @@ def config_of(directory: Path, **more: Any) -> DataConfig:
 
 
 def mixture_of(config: DataConfig, tokenizer: Any, seed: int = 3) -> Mixture:
-    found = open_samples(config, Tokenized({}, {}), seed=seed, open_tokenizer=lambda: deepcopy(tokenizer)).train
+    found = open_samples(config, TokenizedData({}, {}), seed=seed, open_tokenizer=lambda: deepcopy(tokenizer)).train
     assert isinstance(found, Mixture)
     return found
 

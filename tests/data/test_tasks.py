@@ -19,7 +19,7 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.labeled_texts import open_labeled_texts
 from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
-from fsdp_shard.data.samples.protocol import Shuffled
+from fsdp_shard.data.samples.protocol import ShuffledDataset
 from fsdp_shard.data.samples.windows import MaskedWindows
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.task import SpecialTokens, Task, check_task
@@ -159,7 +159,7 @@ def test_hidden_tokens() -> None:
 
 def test_hiding_is_a_function_of_seed_epoch_and_sample() -> None:
     data, again = windows(), windows()
-    order, again_order = Shuffled(data, 7), Shuffled(again, 7)
+    order, again_order = ShuffledDataset(data, 7), ShuffledDataset(again, 7)
     assert order.batch(range(40)).input_ids.tolist() == again_order.batch(range(40)).input_ids.tolist()
     place = next(place for place in range(len(data), 2 * len(data)) if order.index_of(place) == 4)
     assert order.sample(place).labels.tolist() == data.sample(4, epoch=1).labels.tolist()

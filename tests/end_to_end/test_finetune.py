@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
-from fsdp_shard.data import DataConfig, Shuffled
+from fsdp_shard.data import DataConfig, ShuffledDataset
 from tests.support.digests import tensor_digests
 from tests.support.prepared_data import prepare_data
 from tests.support.runs import Ended, Started, run_recipe
@@ -48,7 +48,7 @@ def plain_losses(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPat
     torch.manual_seed(0)
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=64, cache_dir=str(tmp_path_factory.mktemp("plain")))
     windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]
-    samples = Shuffled(windows, 7)
+    samples = ShuffledDataset(windows, 7)
     model = AutoModelForCausalLM.from_pretrained(tiny_model).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]

@@ -67,8 +67,13 @@ def test_word_error_rate_is_that_of_the_package() -> None:
 def test_metrics_are_parsed() -> None:
     assert parse_metrics("wer", "scoring.metrics") == ["wer"]
     assert parse_metrics(["wer", "f1", "wer"], "scoring.metrics") == ["f1", "wer"]
-    assert ScoringConfig(["f1"]).chosen == ["f1"]
-    assert set(ScoringConfig().chosen) | set(ScoringConfig().missing) == {"exact_match", "f1", "rouge", "wer"}
+    assert ScoringConfig(["f1"]).chosen_metrics == ["f1"]
+    assert set(ScoringConfig().chosen_metrics) | set(ScoringConfig().missing_metrics) == {
+        "exact_match",
+        "f1",
+        "rouge",
+        "wer",
+    }
     for value, said in (("bleu", "no metric bleu"), ([], "names no metric"), ([{"f1": 1}], "no metric")):
         with pytest.raises(ConfigError, match=said):
             parse_metrics(value, "scoring.metrics")

@@ -19,7 +19,7 @@ from fsdp_shard.evaluation.report.comparison import build_report, compare
 from fsdp_shard.evaluation.report.html_page import to_html
 from fsdp_shard.evaluation.report.report_command import ReportFiles, report_runs
 from fsdp_shard.evaluation.report.report_data import Report, Table
-from fsdp_shard.evaluation.report.run_charts import thinned
+from fsdp_shard.evaluation.report.run_charts import thin_out
 from fsdp_shard.evaluation.report.run_files import find_runs, read_run
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
 from fsdp_shard.evaluation.report.setting_changes import SettingChange
@@ -407,6 +407,6 @@ def test_a_browser_runs_the_page_without_a_complaint(tmp_path: Path) -> None:
 
 
 def test_curves_are_laid_out() -> None:
-    assert thinned([(x, float(x)) for x in range(1, 9)], 4) == [(2, 1.5), (4, 3.5), (6, 5.5), (8, 7.5)]
+    assert thin_out([(x, float(x)) for x in range(1, 9)], 4) == [(2, 1.5), (4, 3.5), (6, 5.5), (8, 7.5)]
     assert nice_ticks(3.2, 7.9) == [3, 4, 5, 6, 7, 8]
     assert len({style_of(at) for at in range(32)}) == 32

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fsdp_shard.data import Dataset, Shuffled, WindowDataset
+from fsdp_shard.data import Dataset, ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding import WRAPPERS, ShardedModel, plan_units
@@ -67,7 +67,7 @@ class Job:
         """Random windows in random order."""
         vocabulary = self.config.get_text_config().vocab_size
         tokens = np.random.default_rng(0).integers(0, vocabulary, self.windows * self.length + 1)
-        return Shuffled(WindowDataset(tokens, self.length, "random"), seed=0)
+        return ShuffledDataset(WindowDataset(tokens, self.length, "random"), seed=0)
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,11 @@ def test_a_buffer_is_filled_after_its_use_and_used_after_it_is_filled(log: list[
         used = buffer.used.what
         ring.load(content, buffer)
         assert log == [f"copies waits for {used}", f"copies copies {int(content.resident[0])}"]  # type: ignore[index]
-        ring.ready(buffer)
+        ring.wait(buffer)
         assert log[-1] == f"compute waits for {buffer.copied.what}"
         assert buffer.copied.what.startswith("copies")
         assert int(buffer.memory[0]) == int(content.resident[0])  # type: ignore[index]
-        ring.finished(buffer)
+        ring.record_use(buffer)
         assert buffer.used.what.startswith("compute")
     ring.release(buffer)
     assert ring.acquire() is buffer

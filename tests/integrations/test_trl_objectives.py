@@ -20,7 +20,7 @@ from transformers import LlamaForSequenceClassification
 
 pytest.importorskip("trl", reason="trl is not installed; scripts/peers makes an environment that has it")
 
-from fsdp_shard.data import Shuffled, WindowDataset
+from fsdp_shard.data import ShuffledDataset, WindowDataset
 from tests.support import trl_runs
 from tests.support.runs import run_recipe
 from tests.support.tiny import byte_tokenizer, llama_config
@@ -89,7 +89,7 @@ def place(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForSequenceClassification(config).save_pretrained(directory / "reward_model")
     byte_tokenizer().save_pretrained(directory / "reward_model")
     pairs, labeled = written_data()
-    positions = Shuffled(WindowDataset(np.arange(PAIRS + 1), 1, "any of as many samples"), SEED)
+    positions = ShuffledDataset(WindowDataset(np.arange(PAIRS + 1), 1, "any of as many samples"), SEED)
     order = [positions.index_of(position) for position in range(STEPS * BATCH)]
     before = [{**row, "mismatched": labeled[number - 1]["completion"]} for number, row in enumerate(labeled)]
     for name, rows in {

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_shard.checkpoint import StepContent, Store, locate, open_checkpoint, save_step, verify
-from fsdp_shard.data import Shuffled, WindowDataset
+from fsdp_shard.data import ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig, build_on_meta
@@ -65,8 +65,8 @@ def fresh(family: str) -> Any:
     return model
 
 
-def data() -> Shuffled:
-    return Shuffled(WindowDataset(np.random.default_rng(1).integers(3, 257, 500), 12, "random"), SEED)
+def data() -> ShuffledDataset:
+    return ShuffledDataset(WindowDataset(np.random.default_rng(1).integers(3, 257, 500), 12, "random"), SEED)
 
 
 def trained_plain(family: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fsdp_shard.data import (
     MapDataset,
     MaskedWindows,
     Seq2SeqRows,
-    Shuffled,
+    ShuffledDataset,
     SpecialTokens,
     WindowDataset,
 )
@@ -109,7 +109,7 @@ def fresh(name: str) -> Any:
 
 
 def data_of(name: str) -> Dataset:
-    return Shuffled(samples_of(name), SEED)  # type: ignore[arg-type]
+    return ShuffledDataset(samples_of(name), SEED)  # type: ignore[arg-type]
 
 
 def plain_losses(model: Any, data: Dataset) -> list[float]:

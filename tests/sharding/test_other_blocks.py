@@ -12,7 +12,7 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 from transformers.modeling_outputs import CausalLMOutput
 
-from fsdp_shard.data import Shuffled, WindowDataset
+from fsdp_shard.data import ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding.config import ShardedModel
@@ -55,8 +55,8 @@ def on_meta(name: str) -> nn.Module:
         return Recurrent() if name == "lstm" else build_on_meta(resnet_config(), "float32")
 
 
-def tokens() -> Shuffled:
-    return Shuffled(WindowDataset(np.random.default_rng(1).integers(0, 61, 200), 9, "random"), SEED)
+def tokens() -> ShuffledDataset:
+    return ShuffledDataset(WindowDataset(np.random.default_rng(1).integers(0, 61, 200), 9, "random"), SEED)
 
 
 def images(step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from fsdp_shard.checkpoint import CheckpointConfig
-from fsdp_shard.data import Batch, Sample, Shuffled, WindowDataset
+from fsdp_shard.data import Batch, Sample, ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta, rebuild_buffers, tied_names
 from fsdp_shard.planning import PlannedRun
@@ -361,7 +361,7 @@ class _Rows:
 def _data(config: PretrainedConfig, run: PlannedRun) -> Any:
     length, vocabulary = run.sequence_length, config.get_text_config().vocab_size
     tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
-    windows = Shuffled(WindowDataset(tokens, length, "random"), seed=0)
+    windows = ShuffledDataset(WindowDataset(tokens, length, "random"), seed=0)
     if run.objective.samples == "pairs":
         return _Rows(windows, _packed_pairs if run.is_packed else _in_pairs)
     if run.objective.samples == "labeled":

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4TextConfig, PhimoeConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
-from fsdp_shard.data import DataConfig, Shuffled
+from fsdp_shard.data import DataConfig, ShuffledDataset
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
@@ -118,7 +118,7 @@ def of_peft(base: Path, kind: str, samples: Any) -> Any:
 def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], Any]]:
     """By kind: the losses of the same training with peft in one process, and the logits of what came out."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is Shuffled
+    samples = ShuffledDataset(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is ShuffledDataset
     return {kind: _plain_training(of_peft(base, kind, samples), samples) for kind in KINDS}
 
 
@@ -280,7 +280,7 @@ def plain_from_weights(
 ) -> dict[str, tuple[list[float], Any]]:
     """As `plain`: with peft, whose own initialization changes the base model."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is Shuffled
+    samples = ShuffledDataset(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is ShuffledDataset
     found = {}
     for kind, word in (("pissa", "pissa"), ("pissa_fast", "pissa"), ("olora", "olora")):
         settings = peft.LoraConfig(

@@ -19,7 +19,7 @@ from fsdp_shard.data import (
     Batch,
     DataConfig,
     Samples,
-    Shuffled,
+    ShuffledDataset,
     Task,
     open_samples,
     tokenize_all,
@@ -42,7 +42,7 @@ SFT = OBJECTIVES["sft"]()
 CONFIG = TrainConfig(steps=3, global_batch_size=4, micro_batch_size=2)
 
 
-class Watched(Shuffled):
+class Watched(ShuffledDataset):
     """Keeps what it was asked for, and by which thread; `pause` delays each batch."""
 
     def __init__(self, pause: float = 0.0) -> None:
@@ -59,7 +59,7 @@ class Watched(Shuffled):
         return super().batch(positions)
 
 
-def run_on(context: DistributedContext, data: Shuffled) -> Run:
+def run_on(context: DistributedContext, data: ShuffledDataset) -> Run:
     run = Run(context)
     run.dataset = data
     return run
@@ -161,7 +161,7 @@ def test_predictions_and_figures_of_each_source(tmp_path: Path, tiny_model: Path
 
 
 def test_a_source_alone_has_no_predictions_or_figures_of_its_own() -> None:
-    alone = Shuffled(stream(), SEED)
+    alone = ShuffledDataset(stream(), SEED)
     assert source_tokens(alone, [np.arange(4)], [SFT.trained_tokens(alone.batch(range(4)))]) == []
     assert data_figures(alone, 60, {}) == {"sequence_length": alone.sequence_length}
     assert source_figures(alone, 60, {}) == {}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import MASKED, DataConfig, Shuffled
+from fsdp_shard.data import MASKED, DataConfig, ShuffledDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.models import ModelConfig
@@ -71,7 +71,7 @@ def plain_loop(config: TrainConfig) -> tuple[list[float], list[float]]:
     )
     values, accuracies = [], []
     for step in range(config.num_steps):
-        batch = Shuffled(uneven(), SEED).batch(range(step * 4, (step + 1) * 4))
+        batch = ShuffledDataset(uneven(), SEED).batch(range(step * 4, (step + 1) * 4))
         output = model(torch.from_numpy(batch.input_ids))
         given = {"labels": torch.from_numpy(batch.labels)}
         total, count = weighted(output, given)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import MASKED, Batch, DataConfig, Shuffled, SourceDataset, used_samples, with_token_values
+from fsdp_shard.data import MASKED, Batch, DataConfig, ShuffledDataset, SourceDataset, used_samples, with_token_values
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError, Interrupted
 from fsdp_shard.inference import load_dispatched
@@ -89,7 +89,7 @@ def _plain_loop(settings: DistillConfig, data: SourceDataset) -> tuple[list[floa
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     losses = []
     for step in range(STEPS):
-        loss = _loss(settings, model, teacher, Shuffled(data, SEED).batch(range(step * 4, step * 4 + 4)))[0]
+        loss = _loss(settings, model, teacher, ShuffledDataset(data, SEED).batch(range(step * 4, step * 4 + 4)))[0]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -126,7 +126,7 @@ def _train(
     reference: Any = PrecomputedTeacher() if teacher == "precomputed" else ModelTeacher(_teacher(), k)
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=LR, weight_decay=0.0, fused=True)
     state = TrainerState(SEED, data.identity)
-    run = TrainingRun(model, optimizer, Shuffled(samples, SEED), CONFIG, context, state)
+    run = TrainingRun(model, optimizer, ShuffledDataset(samples, SEED), CONFIG, context, state)
     run.objective, run.reference = settings, reference
     losses = [report.loss for report in train(run)]
     report = evaluate_loss(model, samples, 3, context, objective=settings, reference=reference)
@@ -217,7 +217,7 @@ def test_no_logits_are_kept(alone: DistributedContext) -> None:
         wrapped: Any = Plain(model)
         data = stream(length=32)
         run = TrainingRun(
-            wrapped, torch.optim.SGD(model.parameters(), 0.1), Shuffled(data, SEED),
+            wrapped, torch.optim.SGD(model.parameters(), 0.1), ShuffledDataset(data, SEED),
             TrainConfig(steps=1, global_batch_size=8, micro_batch_size=8), alone, TrainerState(SEED, data.identity),
         )  # fmt: skip
         run.objective, run.reference = _settings(4), ModelTeacher(_teacher(), 4)
@@ -236,7 +236,7 @@ def test_values_follow_their_samples() -> None:
     assert extended.batch([3, -1, 1]).token_values["a"][:, 0].tolist() == [*range(24, 32), *range(8, 16)]
     part = extended.slice(10, 20)
     assert part.batch([2]).token_values["a"][:, 0].tolist() == [*range(96, 104)]
-    assert part.num_predictions == part.dataset.num_predictions == 80  # type: ignore[attr-defined]  # it is Shuffled
+    assert part.num_predictions == part.dataset.num_predictions == 80  # type: ignore[attr-defined]  # it is ShuffledDataset
     assert extended.head(4).batch([3]).labels.tolist() == data.batch([3]).labels.tolist()
     with pytest.raises(ValueError, match="values of 9 samples for 50"):
         with_token_values(data, {}, starts[:10])
@@ -244,7 +244,7 @@ def test_values_follow_their_samples() -> None:
 
 def test_which_samples_a_run_uses() -> None:
     data, held_out = stream(401, 8), stream(81, 8)
-    order = Shuffled(data, SEED)
+    order = ShuffledDataset(data, SEED)
     of_train, of_held_out = used_samples(order, range(4, 10), held_out, 3)
     assert np.flatnonzero(of_train).tolist() == sorted(order.index_of(position) for position in range(4, 10))
     assert np.flatnonzero(of_held_out).tolist() == [0, 1, 2]

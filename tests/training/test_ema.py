@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import adapter_to_push, convert, locate, open_checkpoint, verify
-from fsdp_shard.data import Shuffled
+from fsdp_shard.data import ShuffledDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import ModelConfig
@@ -224,7 +224,7 @@ def _skips(context: DistributedContext, directory: Path) -> None:
     loaded = load_sharded(
         ModelConfig(path=str(directory)), WRAPPERS["fsdp2"](param_dtype="float32"), locate(directory), context
     )
-    data = Shuffled(stream(), 7)
+    data = ShuffledDataset(stream(), 7)
     optimizer = torch.optim.SGD(loaded.model.module.parameters(), lr=0.1)
     config = TrainConfig(steps=3, global_batch_size=2, non_finite="skip", schedule="constant")
     run = TrainingRun(loaded.model, optimizer, data, config, context, TrainerState(7, data.identity))

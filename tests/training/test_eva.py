@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import MASKED, DataConfig, Shuffled
+from fsdp_shard.data import MASKED, DataConfig, ShuffledDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, Interrupted
 from fsdp_shard.models import ModelConfig, build_on_meta
@@ -166,7 +166,7 @@ def test_a_stop_and_too_few_tokens_end_the_search(
         eva.fill_eva(config, loaded.model, loaded.adapter.eva, _FewLabels(data.train), alone, start.stop)
 
 
-class _FewLabels(Shuffled):
+class _FewLabels(ShuffledDataset):
     """The same samples with two labels each."""
 
     def __init__(self, whole: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from fsdp_shard.data import Shuffled, WindowDataset
+from fsdp_shard.data import ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.models import build_on_meta, rebuild_buffers
@@ -51,7 +51,7 @@ def plain_loop(config: TrainConfig, data: WindowDataset) -> tuple[list[float], l
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, LR, step)
         size = config.global_batch_size
-        batch = Shuffled(data, SEED).batch(range(step * size, (step + 1) * size))
+        batch = ShuffledDataset(data, SEED).batch(range(step * size, (step + 1) * size))
         logits = model(torch.from_numpy(batch.input_ids)).logits
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
         optimizer.zero_grad()
@@ -352,7 +352,7 @@ def train_poisoned(context: DistributedContext) -> str:
 
 def test_a_bad_loss_on_one_rank_is_an_error_on_all() -> None:
     first, second = on_ranks(2, train_poisoned)
-    order = [Shuffled(stream(8 * 8 + 1), SEED).index_of(position) for position in range(4)]
+    order = [ShuffledDataset(stream(8 * 8 + 1), SEED).index_of(position) for position in range(4)]
     assert first == second
     assert f"in the loss of samples {sorted([order[1], order[3]])}" in first
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from fsdp_shard.checkpoint import convert, locate, open_checkpoint, verify
-from fsdp_shard.data import DataConfig, Shuffled
+from fsdp_shard.data import DataConfig, ShuffledDataset
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
@@ -98,8 +98,8 @@ def peft_model(base: Path) -> Any:
 def plain(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], torch.Tensor]:
     """The same training with peft in one process: its losses, and the logits of what came out."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]  # it is Shuffled
-    samples = Shuffled(windows, 7)
+    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]  # it is ShuffledDataset
+    samples = ShuffledDataset(windows, 7)
     model = peft_model(tiny_model)
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [

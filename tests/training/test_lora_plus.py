@@ -14,7 +14,7 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_shard.checkpoint import locate, open_checkpoint
-from fsdp_shard.data import DataConfig, Shuffled
+from fsdp_shard.data import DataConfig, ShuffledDataset
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
@@ -84,7 +84,7 @@ def overrides(wrapper: str, optimizer: str, ranks: int) -> list[str]:
 def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of peft in one process, with the optimizer that it makes."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is Shuffled
+    samples = ShuffledDataset(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is ShuffledDataset
     targets = ["q_proj", "down_proj", "embed_tokens"]
     adapter = peft.LoraConfig(r=3, lora_alpha=32, target_modules=targets, modules_to_save=["model.norm"])
     model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter)

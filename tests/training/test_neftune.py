@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 from transformers.integrations import activate_neftune
 
-from fsdp_shard.data import DataConfig, Shuffled
+from fsdp_shard.data import DataConfig, ShuffledDataset
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.neftune import noisy_embeddings
 from fsdp_shard.training.seeding import derived_seed
@@ -80,7 +80,7 @@ def test_losses_are_those_of_transformers_noise(runs: Runs, tiny_model: Path, te
     data = DataConfig(
         path=f"{texts}/train.txt", sequence_length=32, eval_fraction=0.02, cache_dir=str(tmp_path / "cache")
     )
-    samples = Shuffled(prepare_data(data, AutoTokenizer.from_pretrained(tiny_model)).train.dataset, 7)  # type: ignore[attr-defined]  # it is Shuffled
+    samples = ShuffledDataset(prepare_data(data, AutoTokenizer.from_pretrained(tiny_model)).train.dataset, 7)  # type: ignore[attr-defined]  # it is ShuffledDataset
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model).train()
     activate_neftune(model, ALPHA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

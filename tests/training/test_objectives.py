@@ -19,7 +19,7 @@ from fsdp_shard.data import (
     NO_WINDOW,
     PAIRS,
     DataConfig,
-    Shuffled,
+    ShuffledDataset,
     SourceDataset,
     Task,
     open_samples,
@@ -68,7 +68,7 @@ def _samples(path: Path, objective: ObjectiveConfig) -> SourceDataset:
     config = DataConfig(path=str(path), kind="preference", sequence_length=32, cache_dir=str(path.parent / "tokens"))
     task = Task(samples=objective.samples)
     opened = open_samples(config, tokenize_all(config, byte_tokenizer()), task).train
-    assert isinstance(opened, Shuffled)
+    assert isinstance(opened, ShuffledDataset)
     return opened.dataset
 
 
@@ -110,7 +110,7 @@ def _plain_loop(objective: ObjectiveConfig, data: SourceDataset) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
     losses = []
     for step in range(STEPS):
-        batch = Shuffled(data, SEED).batch(range(step * 4, step * 4 + 4))
+        batch = ShuffledDataset(data, SEED).batch(range(step * 4, step * 4 + 4))
         loss = _loss(objective, model, frozen, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -142,7 +142,7 @@ def _train(
         compared = ModelReference(frozen, leaves_adapter_out=False)
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=LR, weight_decay=0.0, fused=True)
     state = TrainerState(SEED, data.identity)
-    run = TrainingRun(model, optimizer, Shuffled(data, SEED), CONFIG, context, state)
+    run = TrainingRun(model, optimizer, ShuffledDataset(data, SEED), CONFIG, context, state)
     run.objective, run.reference = objective, compared
     losses = [report.loss for report in train(run)]
     report = evaluate_loss(model, data, 2, context, objective=objective, reference=compared)
@@ -288,7 +288,7 @@ def test_no_logits_are_kept(rows: Path, alone: DistributedContext) -> None:
 
         wrapped: Any = Plain(model)
         run = TrainingRun(
-            wrapped, torch.optim.SGD(model.parameters(), 0.1), Shuffled(data, SEED),
+            wrapped, torch.optim.SGD(model.parameters(), 0.1), ShuffledDataset(data, SEED),
             TrainConfig(steps=1, global_batch_size=8, micro_batch_size=8), alone, TrainerState(SEED, data.identity),
         )  # fmt: skip
         run.objective = objective
@@ -313,7 +313,7 @@ def test_functions_of_ones_own_are_for_sft(alone: DistributedContext, rows: Path
     data, model = _samples(rows, objective), llama()
     wrapped: Any = Plain(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run = TrainingRun(wrapped, optimizer, Shuffled(data, SEED), CONFIG, alone, TrainerState(SEED, data.identity))
+    run = TrainingRun(wrapped, optimizer, ShuffledDataset(data, SEED), CONFIG, alone, TrainerState(SEED, data.identity))
     run.objective = objective
     own: Callable[..., Any] = lambda output, batch: {}  # noqa: E731
     run.functions.metrics = own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_shard.data import MASKED, Shuffled, WindowDataset
+from fsdp_shard.data import MASKED, ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loop import StepReport, TrainingRun, train
@@ -24,7 +24,7 @@ class Run:
         self.context = context
         self.model = model or Plain(llama())
         self.data = data or stream()
-        self.dataset = Shuffled(self.data, SEED)
+        self.dataset = ShuffledDataset(self.data, SEED)
         parameters = dict(self.model.module.named_parameters())
         self.optimizer = ADAMW.build(parameters, {name: tuple(p.shape) for name, p in parameters.items()})
         self.state = TrainerState(SEED, self.data.identity)

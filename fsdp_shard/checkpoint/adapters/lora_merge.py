@@ -78,11 +78,11 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     whole = {fqn: name for fqn, name in parts.whole.items() if merge.is_read(fqn)}
     targets = {module: names for module, names in parts.factors.items() if merge.is_target(module)}
     notes = merge.check_modules(parts)
-    entries = {entry.name: entry for entry in (merge.replaced(name, fqn) for fqn, name in whole.items())}
-    entries |= {entry.name: entry for entry in (merge.adapted(*item, entries) for item in targets.items())}
-    if both := [module for module in targets if module in merge.wrapped]:
+    entries = {entry.name: entry for entry in (merge.replacement(name, fqn) for fqn, name in whole.items())}
+    entries |= {entry.name: entry for entry in (merge.adapted_weight(*item, entries) for item in targets.items())}
+    if both := [module for module in targets if module in merge.wrapped_parameters]:
         raise CheckpointError(f"{settings.where}: target_modules and target_parameters both have {both[0]}.")
-    stacks = {module: names for module, names in parts.factors.items() if module in merge.wrapped}
+    stacks = {module: names for module, names in parts.factors.items() if module in merge.wrapped_parameters}
     for item in stacks.items():
         entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
     targets |= stacks
@@ -187,7 +187,7 @@ class _Merge:
         is_linear = self._is_layer(module) if self.names.linear is None else module in self.names.linear
         return is_linear and self.settings.is_target(module)
 
-    def replaced(self, name: str, fqn: str) -> TensorEntry:
+    def replacement(self, name: str, fqn: str) -> TensorEntry:
         """Return a tensor that the adapter stores whole (modules_to_save, biases, embeddings with more rows)."""
         entry = self.adapter.tensors[name]
         codec = CopiedTensor(self.adapter, name)
@@ -203,7 +203,7 @@ class _Merge:
             )
         return kept._replace(dtype=entry.dtype).with_codec(codec)
 
-    def adapted(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
+    def adapted_weight(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
         """Return a module's weight, which may be `replaced`, plus the product of its factors `names` in the adapter."""
         adapter, kept = self.adapter, self._base_entry(f"{module}.weight")
         kept = self._castable(replaced.get(kept.name, kept))
@@ -227,7 +227,7 @@ class _Merge:
         return kept.with_codec(codec)
 
     @functools.cached_property
-    def wrapped(self) -> dict[str, str]:
+    def wrapped_parameters(self) -> dict[str, str]:
         """Return {module name in the adapter: the adapted parameter whose factors it holds}.
 
         peft wraps a module around that of each parameter in turn: the last one is the outermost and keeps its name.
@@ -250,7 +250,7 @@ class _Merge:
         The parameter holds a matrix for each expert, or is a single matrix. A stores expert after expert; B stores rank
         0 of all experts, then rank 1 of all (peft's `ParamWrapper`).
         """
-        adapter, fqn = self.adapter, self.wrapped[module]
+        adapter, fqn = self.adapter, self.wrapped_parameters[module]
         shape, parts = self.names.tensors[fqn]
         self._refuse_tied(fqn)
         if not parts or len(shape) not in (2, 3):
@@ -308,11 +308,11 @@ class _Merge:
         """
         names = self.names.tensors
         owners = {name.rpartition(".")[0] for name in names}
-        if not all(module in owners or module in self.wrapped for module in parts.factors):
+        if not all(module in owners or module in self.wrapped_parameters for module in parts.factors):
             return []  # the base has another prefix or none: peft's rules do not cover its names
         settings, where = self.settings, self.settings.where
         modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
-        settings.try_patterns([*modules, *self.wrapped.values()])
+        settings.try_patterns([*modules, *self.wrapped_parameters.values()])
         for module in modules:
             missing = (n for n in names if n.startswith(f"{module}.") and n not in parts.whole)
             if settings.is_saved(module) and (name := next(missing, None)):
@@ -322,8 +322,8 @@ class _Merge:
         targets = [module for module in modules if self.is_target(module)]
         if wrong := [module for module in targets if not self._is_layer(module)]:
             raise CheckpointError(f"{where}: target_modules has {wrong[0]}, which is no layer that LoRA can adapt.")
-        absent = [module for module in (*targets, *self.wrapped) if module not in parts.factors]
-        if not targets and not self.wrapped:
+        absent = [module for module in (*targets, *self.wrapped_parameters) if module not in parts.factors]
+        if not targets and not self.wrapped_parameters:
             raise CheckpointError(f"{where}: its settings, such as target_modules, name no module of {self.base.path}.")
         if absent and not settings.starts_at_zero:
             raise CheckpointError(

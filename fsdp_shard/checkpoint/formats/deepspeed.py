@@ -27,7 +27,7 @@ from fsdp_shard.checkpoint.formats.deepspeed_files import (
 )
 from fsdp_shard.checkpoint.formats.several_files import Agreement, Replicas
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked_entry
 from fsdp_shard.checkpoint.torch_pickle import AnyTensor, StoredTensor, counts, plain_entry, readable, text, walk
 from fsdp_shard.errors import CheckpointError
 
@@ -177,7 +177,7 @@ def _entry(
 ) -> TensorEntry:
     """The entry of a parameter; a parameter without elements has no bytes, at the start of the vector."""
     empty = [Piece(part.file, part.start, (0,) * len(shape), shape) for part in vector[:1] if not math.prod(shape)]
-    return checked(root, name, dtype, shape, [*held, *empty])
+    return checked_entry(root, name, dtype, shape, [*held, *empty])
 
 
 def _check_end(model: State, wanted: int, found: int, alignment: int) -> None:
@@ -212,7 +212,7 @@ def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: R
             continue
         dtype = readable(fragments[0], name, first.where).dtype
         vectors = [[segment(model, name, part, dtype)] for model, part in zip(models, fragments, strict=True)]
-        yield checked(root, name, dtype, shape, list(_equal_parts(vectors, 0, shape, dtype)))
+        yield checked_entry(root, name, dtype, shape, list(_equal_parts(vectors, 0, shape, dtype)))
 
 
 def _fragments(model: State) -> Mapping[str, Any]:

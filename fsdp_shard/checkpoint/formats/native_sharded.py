@@ -16,7 +16,7 @@ from fsdp_shard.checkpoint.io import Header, TensorSpec, has_file, itemsize, mem
 from fsdp_shard.checkpoint.steps import file_plan
 from fsdp_shard.checkpoint.steps.file_plan import FilePlan, ShardInfo, TargetPlan, WriteRequest, parse_shard_name
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, build_shard_index, read_shard_index
-from fsdp_shard.checkpoint.tensor_entry import Piece, checked
+from fsdp_shard.checkpoint.tensor_entry import Piece, checked_entry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
 
@@ -72,7 +72,7 @@ def read_headers(path: Path) -> TensorIndex:
         raise _no_tensors(path)
     if lost := sorted(set(aliases.values()) - set(pieces)):
         raise CheckpointError(f"{path}: tensors are tied to {lost[0]}, but no rank's file holds that one.")
-    tensors = {name: checked(path, name, *specs[name], held) for name, held in pieces.items()}
+    tensors = {name: checked_entry(path, name, *specs[name], held) for name, held in pieces.items()}
     return TensorIndex(path, NAME, tensors, aliases, {"save": info.save}, info.step, len(files))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats.several_files import Agreement, Replicas
 from fsdp_shard.checkpoint.io import member
-from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
+from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked_entry
 from fsdp_shard.checkpoint.tensor_slices import Box, flat_boxes
 from fsdp_shard.checkpoint.torch_pickle import AnyTensor, StoredDTensor, StoredShards, piece_of, readable
 from fsdp_shard.errors import CheckpointError
@@ -91,7 +91,7 @@ def _entry(replicas: Replicas, name: str, parts: Sequence[Part], num_files: int)
     if isinstance(first.tensor, StoredShards):
         _check_boxes(root, name, first.tensor, boxes, len(parts))
     filled = [piece for piece in boxes.values() if math.prod(piece.shape)]
-    return checked(root, name, dtype, first.tensor.shape, filled or list(boxes.values())[:1])
+    return checked_entry(root, name, dtype, first.tensor.shape, filled or list(boxes.values())[:1])
 
 
 def _description(part: Part, name: str) -> tuple[object, ...]:

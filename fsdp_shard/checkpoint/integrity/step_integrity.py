@@ -77,14 +77,14 @@ def check_side_files(files: Mapping[str, Path]) -> None:
         manifest = manifests[root]
         record = None if manifest is None else manifest.files.get(name)
         if record is not None and record.digest is not None and digests.file_digest(path) != record.digest:
-            raise _changed(path, "is not what was written")
+            raise _changed_error(path, "is not what was written")
     for root, manifest in manifests.items():
         for name in manifest.files if manifest is not None else ():
             if is_model_file(name) and name not in files and not (root / name).exists():
-                raise _changed(root / name, "is missing")
+                raise _changed_error(root / name, "is missing")
 
 
-def _changed(path: Path, how: str) -> CheckpointError:
+def _changed_error(path: Path, how: str) -> CheckpointError:
     return CheckpointError(
         f"{path} {how}, according to the {MANIFEST} of the checkpoint. Restore it; or, if the change is yours, give a "
         "directory with the files as you want them as config=PATH and tokenizer=PATH."

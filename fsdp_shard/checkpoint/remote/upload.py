@@ -50,12 +50,12 @@ def catch_up(context: Communicator, remote: RemoteStore, store: Store) -> int | 
         ConfigError: On all ranks: the remote store has steps of another run.
     """
 
-    def missing() -> int | None:
+    def missing_step() -> int | None:
         check_same_run(remote, store)
         local, uploaded = store.latest(), remote.latest()
         return local if local is not None and (uploaded is None or uploaded < local) else None
 
-    step = run_on_main(context, missing)
+    step = run_on_main(context, missing_step)
     if step is not None:
         upload_step(context, remote, step, store.path(step))
         run_on_main(context, lambda: remote.set_best(step) if store.best() == step else None)

@@ -128,7 +128,7 @@ def read_manifest(root: Path) -> Manifest | None:
     keys = {"format_version", *_MANIFEST_FIELDS}
     if not is_ours(document) and not (isinstance(document, dict) and len(document.keys() & keys) > len(keys) // 2):
         return None
-    return _checked(document, content, str(path))
+    return _sealed_manifest(document, content, str(path))
 
 
 def read_manifest_of_folder(folder: Path) -> Manifest | None:
@@ -148,10 +148,10 @@ def read_manifest_of_folder(folder: Path) -> Manifest | None:
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
     """Parse the content of a manifest.json and compare it with its digest; `where` names the file in errors."""
-    return _checked(parse_json(content, where), content, where)
+    return _sealed_manifest(parse_json(content, where), content, where)
 
 
-def _checked(document: Any, content: bytes, where: str) -> Manifest:
+def _sealed_manifest(document: Any, content: bytes, where: str) -> Manifest:
     """Return the manifest in a document, which must contain the digest of its content."""
     manifest = Manifest.from_json(document, where)
     if not is_sealed(content):

@@ -32,7 +32,7 @@ class ChatKind(Kind):
         self.require(row)
         read = read_conversation(row, self.column, self.roles)
         # Unknown roles are reported for all rows together.
-        return read if read.unknown or read.trained else None
+        return read if read.unknown or read.trained_messages else None
 
     def check_rows(self, rows: Sequence[Row], samples: str = ROWS) -> bool:
         read = [one for row in rows if (one := self.read(row)) is not None]
@@ -62,7 +62,7 @@ class ChatKind(Kind):
         messages = conversation.messages
         last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
         answer = messages[last].get("content")
-        if last == 0 or last not in conversation.trained or not isinstance(answer, str) or not answer.strip():
+        if last == 0 or last not in conversation.trained_messages or not isinstance(answer, str) or not answer.strip():
             return None
         before = conversation._replace(messages=messages[:last])
         prompt = chat_spans.Renderer(tokenizer, before, ()).render_prompt()

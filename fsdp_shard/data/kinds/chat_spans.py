@@ -116,7 +116,7 @@ class Renderer:
     def _trained(self, spans: list[Span]) -> list[Span]:
         """Return the spans of trained turns, out of the spans that the template marks, one for each turn."""
         turns = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
-        trained = set(self._conversation.trained)
+        trained = set(self._conversation.trained_messages)
         # A template may omit turns without text, or turns that are not trained.
         shown = [number for number in turns if not is_empty(self._messages[number])]
         for numbers in (turns, shown, trained):
@@ -134,7 +134,7 @@ class Renderer:
         """Find the turns in `text`, the template's rendering of `messages`."""
         marked, pieces = self._mark(messages)
         self._align(text, self._render(marked)[0], pieces)
-        found, trained = [], set(self._conversation.trained)
+        found, trained = [], set(self._conversation.trained_messages)
         for number, own in groupby(pieces, attrgetter("message")):
             if number not in trained:
                 continue
@@ -177,7 +177,10 @@ class Renderer:
                     thought, content = thinks[1] + mark("reasoning", thinks[2]) + thinks[3], thinks[4]
                 yield "content", thought + (mark("text", content) if content.strip() or not calls else content)
             if calls:
-                yield "tool_calls", _changed(calls, lambda function: {"name": mark("tool call", function["name"])})
+                yield (
+                    "tool_calls",
+                    _with_changed_functions(calls, lambda function: {"name": mark("tool call", function["name"])}),
+                )
 
         for message in messages:
             marked.append(message | dict(marks(message) if message["role"] == "assistant" else ()))
@@ -221,7 +224,7 @@ class Renderer:
         )
 
 
-def _changed(calls: list[Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Any]:
+def _with_changed_functions(calls: list[Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Any]:
     """Return tool calls with each function replaced by the result of `change`."""
     return [call | {"function": call["function"] | change(call["function"])} for call in calls]
 
@@ -230,7 +233,9 @@ def _form(messages: list[Message], write: Callable[[Any], Any], absent: Message,
     """Return the messages merged into `absent`, with `write` applied to the arguments of calls, or to `value`."""
     changed = []
     for message in messages:
-        calls = _changed(message.get("tool_calls", []), lambda call: {"arguments": write(value or call["arguments"])})
+        calls = _with_changed_functions(
+            message.get("tool_calls", []), lambda call: {"arguments": write(value or call["arguments"])}
+        )
         changed.append(absent | message | ({"tool_calls": calls} if calls else {}))
     return changed
 

@@ -43,7 +43,7 @@ class Conversation(NamedTuple):
     excluded: tuple[int, ...] = ()
 
     @property
-    def trained(self) -> list[int]:
+    def trained_messages(self) -> list[int]:
         """The numbers of the trained messages: those of the assistant with text or tool calls that are not excluded."""
         turns = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
         return [number for number in turns if number not in self.excluded and not is_empty(self.messages[number])]
@@ -135,7 +135,7 @@ def _given(row: Row, column: str | None) -> Iterable[Any]:
 
 
 def _listed(row: Row, name: str) -> list[Any]:
-    messages = decoded(row.values[name])
+    messages = decode_json(row.values[name])
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         raise DataError(
             f"{row.where}: column {name!r} is not a list of messages. Set data.messages_column{_OTHER_KIND}."
@@ -148,7 +148,7 @@ def _alpaca(row: Row, _: str) -> list[Message]:
     instruction, given, output = (
         text_of(row.values.get(name), name, row.where, "data.messages_column") for name in _ALPACA
     )
-    history = decoded(row.values.get("history")) or []
+    history = decode_json(row.values.get("history")) or []
     if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
         raise DataError(f"{row.where}: column 'history' is not a list of pairs [question, answer].")
     pairs = [*history, ("\n".join(filter(str.strip, (instruction, given))), output)]
@@ -157,8 +157,8 @@ def _alpaca(row: Row, _: str) -> list[Message]:
 
 
 def _tools(row: Row) -> list[Any] | None:
-    tools = decoded(row.values.get("tools")) or []
-    found = [_without_nulls(decoded(tool)) for tool in tools] if isinstance(tools, list) else [None]
+    tools = decode_json(row.values.get("tools")) or []
+    found = [_without_nulls(decode_json(tool)) for tool in tools] if isinstance(tools, list) else [None]
     if not all(isinstance(tool, dict) for tool in found):
         raise DataError(f"{row.where}: column 'tools' is not a list of tool definitions; correct, rename or remove it.")
     return found or None
@@ -173,9 +173,9 @@ def _message(given: Mapping[str, Any], where: object) -> Message:
         return next(filter(None, found), found[0] if found else None)
 
     role, content, reasoning = take("role", "from"), take("content", "value"), take(*_REASONING)
-    calls = decoded(take("tool_calls", "function_call")) or []
+    calls = decode_json(take("tool_calls", "function_call")) or []
     if role == "function_call":
-        calls, content = decoded(content) or {}, None
+        calls, content = decode_json(content) or {}, None
     if not isinstance(role, str) or not (calls or given.keys() & {"content", "value"}):
         raise DataError(f"{where}: a message has {', '.join(given) or 'nothing'}; expected role and content.")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
@@ -187,10 +187,10 @@ def _message(given: Mapping[str, Any], where: object) -> Message:
 
 
 def _call(given: Any, where: object) -> dict[str, Any]:
-    call = decoded(given)
+    call = decode_json(given)
     function = call.get("function", call) if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("name"), str):
-        arguments = decoded(function.get("arguments") or {})
+        arguments = decode_json(function.get("arguments") or {})
         if isinstance(arguments, dict):
             others = {name: value for name, value in call.items() if name not in ("function", "name", "arguments")}
             return {"type": "function"} | others | {"function": {"name": function["name"], "arguments": arguments}}
@@ -200,7 +200,7 @@ def _call(given: Any, where: object) -> dict[str, Any]:
     )
 
 
-def decoded(value: Any) -> Any:
+def decode_json(value: Any) -> Any:
     """Decode `value` if it is JSON text; otherwise return `value` itself."""
     try:
         return json.loads(value) if isinstance(value, str) else value

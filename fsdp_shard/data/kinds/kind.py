@@ -91,7 +91,7 @@ class Kind(ABC):
         Raises:
             DataError: The tokenizer's chat template rejects it.
         """
-        return [*beginning(tokenizer), *plain_ids([text], tokenizer)[0]]
+        return [*beginning_tokens(tokenizer), *plain_ids([text], tokenizer)[0]]
 
     def check_row(self, row: Row) -> bool:
         """Return whether `row` has training content; raise DataError if a column is missing or has a wrong type."""
@@ -217,7 +217,7 @@ def letter_ids(tokenizer: Tokenizer, *, is_target: bool = False) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def beginning(tokenizer: Tokenizer) -> list[int]:
+def beginning_tokens(tokenizer: Tokenizer) -> list[int]:
     """Return [beginning-of-text] if the tokenizer adds that token to every text, else an empty list."""
     first = letter_ids(tokenizer)[:1]
     return first if first == [tokenizer.bos_token_id] else []

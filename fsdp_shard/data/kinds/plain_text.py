@@ -32,7 +32,7 @@ class TextKind(Kind):
         return text if text.strip() else None
 
     def examples(self, read: list[str], tokenizer: Tokenizer) -> list[list[Example]]:
-        begin, end = kind.beginning(tokenizer), self.end(tokenizer)
+        begin, end = kind.beginning_tokens(tokenizer), self.end(tokenizer)
         return [self._pieces([*begin, *ids, end]) for ids in kind.plain_ids(read, tokenizer)]
 
     def fingerprint(self) -> Any:

@@ -23,7 +23,7 @@ from fsdp_shard.data.kinds.preference_formats import (
     EQUAL,
     UNDESIRABLE,
     Answer,
-    Compared,
+    ComparedAnswers,
     PreferenceColumns,
     read_compared,
     refuse_labeled,
@@ -60,7 +60,7 @@ class PreferenceKind(Kind, PreferenceColumns):
             return int(tokenizer.sep_token_id)  # [SEP], as in BERT
         return super().end(tokenizer)
 
-    def read(self, row: Row) -> Compared:
+    def read(self, row: Row) -> ComparedAnswers:
         self.require(row)
         return read_compared(row, self)
 
@@ -79,14 +79,14 @@ class PreferenceKind(Kind, PreferenceColumns):
         """Return the tokens of a user message, or of plain text if the tokenizer has no chat template."""
         return user_prompt(text, tokenizer) if tokenizer.chat_template else super().encode_prompt(text, tokenizer)
 
-    def examples(self, read: list[Compared], tokenizer: Tokenizer) -> list[list[Example]]:
+    def examples(self, read: list[ComparedAnswers], tokenizer: Tokenizer) -> list[list[Example]]:
         check_roles(_conversations(read))
         answers = [answer for one in read for answer in one.answers]
         plain = iter(self._plain([one for one in answers if isinstance(one.whole, str)], tokenizer))
         turns = iter(self._turns([one for one in answers if not isinstance(one.whole, str)], tokenizer))
         return [self._row(one, plain, turns) for one in read]
 
-    def _row(self, row: Compared, plain: Iterator[Example], turns: Iterator[Example]) -> list[Example]:
+    def _row(self, row: ComparedAnswers, plain: Iterator[Example], turns: Iterator[Example]) -> list[Example]:
         """Return the examples of a row, the next ones of `plain` and `turns`."""
         found = [next(plain if isinstance(answer.whole, str) else turns) for answer in row.answers]
         found = [
@@ -120,7 +120,7 @@ class PreferenceKind(Kind, PreferenceColumns):
 
     def _beginning(self, tokenizer: Tokenizer) -> list[int]:
         if not self.scored:
-            return kind.beginning(tokenizer)
+            return kind.beginning_tokens(tokenizer)
         first = kind.letter_ids(tokenizer)[:1]  # [CLS] too
         return first if set(first) <= set(tokenizer.all_special_ids) else []
 
@@ -147,7 +147,7 @@ def _why_not(chosen: Example, rejected: Example) -> str:
     return EQUAL if chosen.ids == rejected.ids else ""
 
 
-def _conversations(read: Sequence[Compared]) -> list[Conversation]:
+def _conversations(read: Sequence[ComparedAnswers]) -> list[Conversation]:
     return [answer.whole for one in read for answer in one.answers if isinstance(answer.whole, Conversation)]
 
 

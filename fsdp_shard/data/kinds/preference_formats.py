@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from fsdp_shard.data.kinds.conversation import Conversation, Message, decoded, is_empty, read_conversation
+from fsdp_shard.data.kinds.conversation import Conversation, Message, decode_json, is_empty, read_conversation
 from fsdp_shard.data.sources.row import Row, require_columns
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count, num_common
@@ -66,7 +66,7 @@ class Answer(NamedTuple):
     whole: str | Conversation
 
 
-class Compared(NamedTuple):
+class ComparedAnswers(NamedTuple):
     """The answers of a row, each rejected one after its chosen one; the reasons for skipping others; and the margin
     between the answers, if any.
     """
@@ -76,7 +76,7 @@ class Compared(NamedTuple):
     margin: float | None
 
 
-def read_compared(row: Row, columns: PreferenceColumns) -> Compared:
+def read_compared(row: Row, columns: PreferenceColumns) -> ComparedAnswers:
     """Read a row in one of the formats; raise DataError if a column is missing or has other content."""
     readers = {
         columns.completions: _ranked,
@@ -96,7 +96,7 @@ def read_compared(row: Row, columns: PreferenceColumns) -> Compared:
         margin = None if columns.margin is None else _number(value, row, columns.margin, "margin")
     except RecursionError as error:
         raise DataError(f"{row.where} has lists or mappings in too many levels; correct or remove it.") from error
-    return Compared(answers, left_out, margin)
+    return ComparedAnswers(answers, left_out, margin)
 
 
 def refuse_labeled(where: str, number: int) -> None:
@@ -152,7 +152,7 @@ def _single(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[st
 def _ranked(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[str]]:
     """Return the best answer and each worse one, which forms a pair with it."""
     _require(row, columns, "prompt", "completions")
-    listed = decoded(row.values[columns.completions])
+    listed = decode_json(row.values[columns.completions])
     if listed is None:
         return [], [SINGLE]
     if not isinstance(listed, list):
@@ -183,7 +183,7 @@ def _orders(row: Row, columns: PreferenceColumns, count: int) -> list[float | No
     """Return a number for each answer, smaller for better ones, from ranks, scores or position; None if unranked."""
     for field, sign in (("ranks", 1), ("scores", -1)):
         column = getattr(columns, field)
-        values = decoded(row.values.get(column))
+        values = decode_json(row.values.get(column))
         if values is None:
             continue
         if not isinstance(values, list) or len(values) != count:
@@ -263,7 +263,7 @@ def _given(row: Row, column: str, field: str) -> Given:
 
 def _as_given(value: Any, row: Row, column: str, field: str) -> Given:
     """Return a text or a list of messages, parsed from JSON text if needed; null becomes the empty text."""
-    listed = decoded(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    listed = decode_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
     if isinstance(listed, list) and all(isinstance(message, Mapping) for message in listed):
         is_json = isinstance(value, str)
         if not is_json or (listed and {"role", "from"} & listed[0].keys()):  # else text in brackets

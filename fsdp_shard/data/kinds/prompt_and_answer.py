@@ -43,7 +43,7 @@ class PromptKind(Kind):
     def _sources(self, prompts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
         if self.seq2seq:
             return kind.token_ids(prompts, tokenizer)
-        begin = kind.beginning(tokenizer)
+        begin = kind.beginning_tokens(tokenizer)
         return [[*begin, *ids] for ids in kind.plain_ids(prompts, tokenizer)]
 
 

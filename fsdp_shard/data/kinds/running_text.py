@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_shard.data.config import DataConfig, is_running_text, kind_of
-from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning_tokens, plain_ids
 from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import MASKED_LM
@@ -26,7 +26,8 @@ class RunningText(TextKind):
         If the tokenizer adds the beginning-of-text token to a text and `begins` is true, each document begins with it.
         """
         end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id  # [SEP], as in BERT
-        return cls(column, None, () if end is None else (int(end),), tuple(beginning(tokenizer)) if begins else ())
+        begin = tuple(beginning_tokens(tokenizer)) if begins else ()
+        return cls(column, None, () if end is None else (int(end),), begin)
 
     @property
     def stream_separators(self) -> tuple[int, ...]:

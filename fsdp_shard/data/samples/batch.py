@@ -136,17 +136,17 @@ def _stack(arrays: Sequence[Ints], padding: int) -> Ints:
     if arrays[0].ndim == 0:
         return np.stack(arrays)
     longest = max(len(array) for array in arrays)
-    return np.stack([padded(array, longest, padding) for array in arrays])
+    return np.stack([pad(array, longest, padding) for array in arrays])
 
 
-def padded(values: Indices, length: int, padding: int = 0) -> Ints:
+def pad(values: Indices, length: int, padding: int = 0) -> Ints:
     """Return `values` [num_values] as int64 [length], filled up with `padding`."""
     result = np.full(length, padding, np.int64)
     result[: len(values)] = values
     return result
 
 
-def attended(ids: Indices, length: int, padding: int = 0) -> dict[str, Ints]:
+def with_attention_mask(ids: Indices, length: int, padding: int = 0) -> dict[str, Ints]:
     """Return the inputs [length] of a model for the tokens `ids` [num_tokens], with an attention mask."""
-    mask = padded(np.ones(len(ids), np.int64), length)
-    return {"input_ids": padded(ids, length, padding), "attention_mask": mask}
+    mask = pad(np.ones(len(ids), np.int64), length)
+    return {"input_ids": pad(ids, length, padding), "attention_mask": mask}

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdp_shard.data.samples.batch import CHOSEN_PART, REJECTED_PART, Ints, Sample
 from fsdp_shard.data.samples.packed_pairs import PackedCompared
-from fsdp_shard.data.samples.packing import ORDER, joined, packed_windows
+from fsdp_shard.data.samples.packing import ORDER, join_documents, packed_windows
 from fsdp_shard.data.samples.preferences import ComparedRows, LabeledAnswers
 from fsdp_shard.data.samples.rows import next_labels
 from fsdp_shard.utils import format_count
@@ -43,9 +43,9 @@ class PackedLabeledAnswers(PackedCompared, LabeledAnswers):
         return f"{format_count(len(self.kept), 'answer')} packed into {windows}, each with one of other answers"
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        answers = [self.answers_of(pair) for pair in self.pairs_of(index)]
+        answers, length = [self.answers_of(pair) for pair in self.pairs_of(index)], self.sequence_length
         rows = [
-            joined((next_labels(*answer[row], self.sequence_length) for answer in answers), self.sequence_length, part)
+            join_documents((next_labels(*answer[row], length) for answer in answers), length, part)
             for row, part in enumerate((CHOSEN_PART, REJECTED_PART))
         ]
         inputs = {name: np.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}

@@ -25,7 +25,7 @@ from fsdp_shard.data.samples.batch import (
     Floats,
     Ints,
     Sample,
-    padded,
+    pad,
 )
 from fsdp_shard.data.samples.packing import ORDER, packed_windows
 from fsdp_shard.data.samples.preferences import ComparedRows
@@ -113,8 +113,8 @@ class PackedPairs(PackedCompared):
     def _sample(self, index: int | None, epoch: int) -> Sample:
         """Concatenate pairs; without any, the sample is only padding, which attends to itself."""
         length, end = self.sequence_length, 0
-        ids, labels = padded([], length, self.padding or 0), padded([], length, MASKED)
-        positions, segments = padded([], length), padded([], length)
+        ids, labels = pad([], length, self.padding or 0), pad([], length, MASKED)
+        positions, segments = pad([], length), pad([], length)
         for number, pair in enumerate(self.pairs_of(index)):
             num_shared = int(self.shared[pair])
             chosen, rejected = (self._inputs_and_labels(int(example)) for example in self.kept[pair])
@@ -139,7 +139,7 @@ class PackedPairs(PackedCompared):
         tokens, predicted = self.examples.tokens_of(example)
         if self.padding is None:
             return next_labels(tokens, predicted, len(tokens))
-        labels = padded([], len(tokens), MASKED)
+        labels = pad([], len(tokens), MASKED)
         labels[read_token(tokens, self.padding)] = 0
         return tokens.astype(np.int64), labels
 

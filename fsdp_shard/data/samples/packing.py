@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from fsdp_shard.data.sample_order import permutation
-from fsdp_shard.data.samples.batch import MASKED, NUM_PARTS, Ints, Sample, padded
+from fsdp_shard.data.samples.batch import MASKED, NUM_PARTS, Ints, Sample, pad
 from fsdp_shard.data.samples.rows import RowDataset, next_labels
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
@@ -109,10 +109,10 @@ class PackedRows(RowDataset):
     def _sample(self, index: int | None, epoch: int) -> Sample:
         numbers = [] if index is None else self.examples_of(index).tolist()
         documents = [next_labels(*self.examples.tokens_of(number), self.sequence_length) for number in numbers]
-        return joined(documents, self.sequence_length)
+        return join_documents(documents, self.sequence_length)
 
 
-def joined(documents: Iterable[tuple[Ints, Ints]], length: int, part: int | None = None) -> Sample:
+def join_documents(documents: Iterable[tuple[Ints, Ints]], length: int, part: int | None = None) -> Sample:
     """Return a window of documents, with `position_ids`; padding is one more document, in which nothing is predicted.
 
     Args:
@@ -120,8 +120,8 @@ def joined(documents: Iterable[tuple[Ints, Ints]], length: int, part: int | None
         length: Number of tokens of the window.
         part: Which part of a pair each document is, such as CHOSEN_PART; None if they do not belong to pairs.
     """
-    ids, labels, positions = padded([], length), padded([], length, MASKED), padded([], length)
-    segments, end = padded([], length), 0
+    ids, labels, positions = pad([], length), pad([], length, MASKED), pad([], length)
+    segments, end = pad([], length), 0
     for number, (inputs, targets) in enumerate(documents):
         span = slice(end, end := end + len(inputs))
         ids[span], labels[span], positions[span] = inputs, targets, np.arange(len(inputs))

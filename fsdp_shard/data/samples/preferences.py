@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fsdp_shard.data.kinds.kind import PAIRS
 from fsdp_shard.data.kinds.preference_formats import CHOSEN, DESIRABLE, LEFT_OUT, REJECTED, UNDESIRABLE, refuse_labeled
-from fsdp_shard.data.samples.batch import MASKED, Floats, Ints, Sample, padded
+from fsdp_shard.data.samples.batch import MASKED, Floats, Ints, Sample, pad
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.samples.rows import Cut, LeftOut, RowDataset, cut_text, next_labels, width_of
 from fsdp_shard.data.task import Task
@@ -84,8 +84,8 @@ class PairedRows(ComparedRows):
         if index is not None:
             rows = [next_labels(*answer, self.sequence_length) for answer in self.answers_of(index)]
         width = max(width_of(len(inputs), self.sequence_length) for inputs, _ in rows)
-        ids = np.stack([padded(inputs, width) for inputs, _ in rows])
-        labels = np.stack([padded(labels, width, MASKED) for _, labels in rows])
+        ids = np.stack([pad(inputs, width) for inputs, _ in rows])
+        labels = np.stack([pad(labels, width, MASKED) for _, labels in rows])
         return Sample({"input_ids": ids}, labels, extras=self.extras_of(index))
 
 
@@ -117,7 +117,7 @@ class RewardRows(ComparedRows):
         texts = [self.text_inputs(ids, self.padding) for ids in found]
         width = max(len(text["input_ids"]) for text in texts)
         inputs = {
-            name: np.stack([padded(text[name], width, self.padding if name == "input_ids" else 0) for text in texts])
+            name: np.stack([pad(text[name], width, self.padding if name == "input_ids" else 0) for text in texts])
             for name in texts[0]
         }
         labels = np.full(2, MASKED if index is None else 0, np.int64)

@@ -166,7 +166,7 @@ class Dataset(ABC):
         """Continue from the result of `state_dict`; None is the start."""
 
 
-class Shuffled(Dataset):
+class ShuffledDataset(Dataset):
     """The samples of `dataset`, epoch after epoch; each epoch is a permutation of all of them.
 
     It is a function of the seed and the epoch alone, and so the same for any number of ranks, micro-batch size and
@@ -184,9 +184,9 @@ class Shuffled(Dataset):
     def sources(self) -> list[SourceDataset]:
         return [self.dataset]
 
-    def with_sources(self, sources: Sequence[SourceDataset]) -> Shuffled:
+    def with_sources(self, sources: Sequence[SourceDataset]) -> ShuffledDataset:
         (source,) = sources
-        return Shuffled(source, self._seed)
+        return ShuffledDataset(source, self._seed)
 
     def index_of(self, position: int) -> int:
         """Return the index in `dataset` of the sample at this position."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, attended, padded
+from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, pad, with_attention_mask
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
@@ -81,7 +81,7 @@ class RowDataset(SourceDataset):
         """Return the inputs for a text [num_tokens]. A truncated text keeps its end token as the last one."""
         longest = self.sequence_length
         ids = cut_text(ids, longest, self.examples.keeps_last)
-        return attended(ids, width_of(len(ids), longest), padding)
+        return with_attention_mask(ids, width_of(len(ids), longest), padding)
 
 
 def cut_text(ids: npt.NDArray[Any], longest: int, keeps_last: bool) -> npt.NDArray[Any]:
@@ -115,7 +115,7 @@ class CausalRows(RowDataset):
         if index is not None:
             inputs, labels = next_labels(*self.examples.tokens_of(int(self.kept[index])), self.sequence_length)
         width = width_of(len(inputs), self.sequence_length)
-        return Sample({"input_ids": padded(inputs, width)}, padded(labels, width, MASKED))
+        return Sample({"input_ids": pad(inputs, width)}, pad(labels, width, MASKED))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Seq2SeqRows(RowDataset):
         if index is not None:
             source, target = np.split(self.tokens_of(index), [self.examples.first[self.kept[index]]])
         target = target[: self.target_length]
-        labels = padded(target, width_of(len(target), self.target_length), MASKED)
+        labels = pad(target, width_of(len(target), self.target_length), MASKED)
         return Sample(self.text_inputs(source, self.padding), labels, self.padding, self.decoder_start)
 
 

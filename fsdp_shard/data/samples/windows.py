@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, attended, padded
+from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, pad, with_attention_mask
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.task import SpecialTokens
 from fsdp_shard.data.tokenized.token_file import Array
@@ -78,8 +78,8 @@ class WindowDataset(TokenWindows):
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
         tokens = self.window(index)
-        inputs = {"input_ids": padded(tokens[:-1], self.sequence_length)}
-        return Sample(inputs, padded(tokens[1:], self.sequence_length, MASKED))
+        inputs = {"input_ids": pad(tokens[:-1], self.sequence_length)}
+        return Sample(inputs, pad(tokens[1:], self.sequence_length, MASKED))
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ class MaskedWindows(TokenWindows):
         return f"{format_count(len(self), 'window')} of {self.sequence_length}, {self.fraction:.0%} of them to predict"
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        labels, first = padded([], self.sequence_length, MASKED), len(self.special.begin)
+        labels, first = pad([], self.sequence_length, MASKED), len(self.special.begin)
         if index is None:
-            return Sample(attended([0], self.sequence_length), labels)  # attention needs at least one token
+            return Sample(with_attention_mask([0], self.sequence_length), labels)  # attention needs at least one token
         tokens = self.window(index)
         masked, chosen = self._mask(tokens, epoch, index)
         ids = np.concatenate([self.special.begin, masked, self.special.end])
         labels[first : first + len(tokens)] = np.where(chosen, tokens, MASKED)
-        return Sample(attended(ids, self.sequence_length), labels)
+        return Sample(with_attention_mask(ids, self.sequence_length), labels)
 
     def _mask(self, tokens: Ints, epoch: int, index: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """Mask `tokens`; return them, and which ones were chosen: at least one, but never special ones."""

@@ -45,7 +45,7 @@ class DataFile:
 
     def __str__(self) -> str:
         """The path or URL for messages; a path in the current directory is relative to it."""
-        return shown(self.address).removeprefix(f"{os.getcwd()}/")
+        return without_credentials(self.address).removeprefix(f"{os.getcwd()}/")
 
     @property
     def format(self) -> tuple[str, str]:
@@ -115,7 +115,7 @@ def find_files(given: str, setting: str) -> tuple[list[DataFile], list[str]]:
         paths = store.find(root)
     elif store.exists(root):
         problem = "has an unknown extension" if store.isfile(root) else "is not a regular file"
-        raise DataError(f"{setting}={shown(given)} {problem}; expected {KNOWN}.")
+        raise DataError(f"{setting}={without_credentials(given)} {problem}; expected {KNOWN}.")
     elif _PATTERN.search(root) and (paths := store.glob(root)):
         directory = _PATTERN.split(root)[0].rpartition("/")[0]
     else:
@@ -127,7 +127,8 @@ def find_files(given: str, setting: str) -> tuple[list[DataFile], list[str]]:
     files = [DataFile(address(of_names[name]), name) for name in names if has_known_extension(name)]
     if not files:
         raise DataError(
-            f"{setting}={shown(given)} is a directory without text: no file in it has the extension {KNOWN}."
+            f"{setting}={without_credentials(given)} is a directory without text: no file in it has the extension "
+            f"{KNOWN}."
         )
     return files, [name for name in names if not has_known_extension(name)]
 
@@ -144,7 +145,7 @@ def is_url(address: str) -> bool:
     return "://" in address
 
 
-def shown(address: str) -> str:
+def without_credentials(address: str) -> str:
     """Return `address` without credentials and without the query, which may hold a signature."""
     return redact(address.partition("?")[0] if _is_web(address) else address)
 
@@ -160,7 +161,7 @@ def _is_web(address: str) -> bool:
 
 
 def _format(name: str) -> tuple[str, str]:
-    rest, last = os.path.splitext(shown(name).lower())
+    rest, last = os.path.splitext(without_credentials(name).lower())
     return (os.path.splitext(rest)[1], last) if last in COMPRESSIONS else (last, "")
 
 

@@ -174,7 +174,7 @@ def _read_json_lines(file: DataFile, sample_by: str, columns: Sequence[str], sta
                     "an array of objects, or one per line" if file.format[0] == ".json" else "one object per line"
                 )
                 raise DataError(f"{lines.where} is not JSON ({error}); expected {expected}.") from error
-            yield Row(lines.where, _checked(values, line, lines.where)), lines.position
+            yield Row(lines.where, _valid_object(values, line, lines.where)), lines.position
 
 
 def _read_json(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
@@ -187,7 +187,7 @@ def _read_json(file: DataFile, sample_by: str, columns: Sequence[str], start: Po
                 for number, (values, source) in enumerate(_elements(text, stream, str(file)), start=1):
                     where = f"{file}, row {number - 1}"
                     if number > start[1]:
-                        yield Row(where, _checked(values, source, where)), (0, number)
+                        yield Row(where, _valid_object(values, source, where)), (0, number)
                 return
         except UnicodeDecodeError as error:
             raise _not_text(file, error, 0) from error
@@ -199,7 +199,7 @@ def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]
     decode = json.JSONDecoder().raw_decode
     at, number, separator = 0, 0, "["
 
-    def reads_more() -> bool:
+    def read_more() -> bool:
         nonlocal text, at
         text, at, before = text[at:], 0, len(text) - at
         if before > LARGEST_DOCUMENT:
@@ -209,7 +209,7 @@ def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]
 
     def next_mark() -> str:
         nonlocal at
-        while (at := _BLANKS.match(text, at).end()) == len(text) and reads_more():  # type: ignore[union-attr]  # it always matches
+        while (at := _BLANKS.match(text, at).end()) == len(text) and read_more():  # type: ignore[union-attr]  # it always matches
             pass
         return text[at : at + 1]
 
@@ -222,7 +222,7 @@ def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]
                 values, end = decode(text, at)
                 break
             except (ValueError, RecursionError) as error:
-                if isinstance(error, RecursionError) or not reads_more():
+                if isinstance(error, RecursionError) or not read_more():
                     reason = error.msg if isinstance(error, json.JSONDecodeError) else error
                     raise DataError(f"{name}, row {number} is not JSON ({reason}).") from error
         yield values, text[at:end]
@@ -234,7 +234,7 @@ def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]
         raise DataError(f"{name}: after row {number - 1}, the array ends before the file.")
 
 
-def _checked(values: Any, source: str, where: str) -> dict[str, Any]:
+def _valid_object(values: Any, source: str, where: str) -> dict[str, Any]:
     """Return `values`, parsed from `source`; raise DataError unless they are an object with valid text."""
     if not isinstance(values, dict):
         raise DataError(f"{where} is a JSON {type(values).__name__}; expected one object per line.")

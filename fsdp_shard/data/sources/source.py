@@ -88,7 +88,7 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
     given = config.eval_path if held_out else config.path
     if not given:
         raise DataError(f"{setting} is empty; give a text file, a directory or the name of a dataset on the hub.")
-    name = f"{setting}={files.shown(given)}"
+    name = f"{setting}={files.without_credentials(given)}"
     split, streaming = (config.eval_split, False) if held_out else (config.split, config.streaming)
     if _is_hub_name(given):
         return DatasetSource(name, given, config.subset, split, streaming)
@@ -117,7 +117,7 @@ def file_notes(given: str) -> list[str]:
     if _is_hub_name(given) or files.saved_dataset(given):
         return []
     found, others = files.find_files(given, "data.path")
-    where, notes = files.shown(given), []
+    where, notes = files.without_credentials(given), []
     if others:
         extensions = sorted({Path(name).suffix or "no extension" for name in others})
         some = ", ".join(extensions[:5]) + (", ..." if len(extensions) > 5 else "")
@@ -140,7 +140,7 @@ class FileSource(Source):
     sample_by: str
 
     def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
-        first, *within = (0, *START) if start is None else self._checked(start)
+        first, *within = (0, *START) if start is None else self._valid_position(start)
         for number, file in enumerate(self._ordered(epoch, seed)[first:], start=first):
             position = (within[0], within[1]) if number == first else START
             for row, after in read_rows(file, self.sample_by, columns, position):
@@ -177,7 +177,7 @@ class FileSource(Source):
 
         return [self.files[index] for index in permutation(len(self.files), seed, epoch)]
 
-    def _checked(self, start: Any) -> list[int]:
+    def _valid_position(self, start: Any) -> list[int]:
         numbers = start if isinstance(start, list) else []
         is_position = len(numbers) == 3 and all(type(number) is int and number >= 0 for number in numbers)
         if not is_position or numbers[0] >= len(self.files):

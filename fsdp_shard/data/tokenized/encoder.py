@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from fsdp_shard.data.kinds.kind import Kind, Tokenizer, beginning, letter_ids
+from fsdp_shard.data.kinds.kind import Kind, Tokenizer, beginning_tokens, letter_ids
 from fsdp_shard.data.sources.row import Row
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def tokenizer_state(tokenizer: Tokenizer) -> list[Any]:
         state = xxhash.xxh3_128_hexdigest(backend.to_str().encode())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}  # chat templates use them
     around = letter_ids(tokenizer), letter_ids(tokenizer, is_target=True)  # language tokens, also for targets
-    ends = [beginning(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
+    ends = [beginning_tokens(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
     return [state, *ends, special, getattr(tokenizer, "split_special_tokens", False), *around]
 
 

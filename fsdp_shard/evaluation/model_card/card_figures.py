@@ -114,7 +114,7 @@ def figures_table(figures: Sequence[Figure]) -> Table:
             number(one.value),
             text(None if one.interval is None else " to ".join(number(end).text for end in one.interval)),
             number(one.standard_error),
-            text(", ".join(f"{name} {_shown(value)}" for name, value in (one.settings or {}).items()) or None),
+            text(", ".join(f"{name} {_value_text(value)}" for name, value in (one.settings or {}).items()) or None),
             digest(one.data_digest),
         ]
         for one in figures
@@ -149,5 +149,5 @@ def eval_results(figures: Sequence[Figure], task: str) -> list[Any]:
     return made
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return without_directories(in_yaml(value))

@@ -123,7 +123,7 @@ def _training_table(subject: CardSubject, run: Run) -> Table:
     rows = _up_to(subject, run.steps)
     tokens = as_number(run.state.get("num_tokens")) or last_of(rows, "total_tokens")
     skipped = as_number(run.state.get("num_skipped")) or last_of(rows, "skipped")
-    seconds, missing = sum(values_of(rows, "step_seconds")), _missing(rows)
+    seconds, missing = sum(values_of(rows, "step_seconds")), _num_missing_steps(rows)
     base = subject.base
     data, model = run.settings.get("data.path"), base.path if base else run.settings.get("model.path")
     data_digest = run.state.get("data")
@@ -169,7 +169,7 @@ def _up_to(subject: CardSubject, rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if (row["step"] or 0) <= (subject.num_steps or 0)]
 
 
-def _missing(rows: Sequence[Row]) -> int:
+def _num_missing_steps(rows: Sequence[Row]) -> int:
     """Number of steps before the first row: those of a run that continued in another directory."""
     return int(rows[0]["step"] or 1) - 1 if rows else 0
 
@@ -189,7 +189,7 @@ def _curve(subject: CardSubject, run: Run) -> Table | None:
     note = f"In {loss_unit([run.settings])}. The training loss is the mean of the steps since the row before."
     if len(values_of(steps, "loss")) < len(steps):
         note += " Steps whose loss was not finite are left out of it."
-    if missing := _missing(steps):
+    if missing := _num_missing_steps(steps):
         note += f" The losses up to step {missing:,} are not known: they are in no file of the run's directory."
     return Table("curve", "", ("step", "training loss", "held-out loss"), rows, note)
 

@@ -33,9 +33,9 @@ def shown_setting(name: str, value: str) -> str:
     """
     value = value[:_LONGEST]
     if value.strip()[:1] not in ("[", "{"):
-        return str(_shown(name, value))
+        return str(_shown_value(name, value))
     try:
-        return in_yaml(_shown(name, ast.literal_eval(value.strip())))
+        return in_yaml(_shown_value(name, ast.literal_eval(value.strip())))
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # not a list or map, or partly hidden
         return _PIECE.sub(lambda piece: last_part(piece[0]), value)
 
@@ -56,11 +56,11 @@ def without_directories(value: str) -> str:
     return _IN_TEXT.sub(".../", value[:_LONGEST])
 
 
-def _shown(name: str, value: Any) -> Any:
+def _shown_value(name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _shown(str(key), item) for key, item in value.items()}
+        return {key: _shown_value(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_shown(name, item) for item in value]
+        return [_shown_value(name, item) for item in value]
     if not isinstance(value, str):
         return value
     is_path = _NAMES.fullmatch(name) is not None or _BEGINS_AS_PATH.match(value) is not None

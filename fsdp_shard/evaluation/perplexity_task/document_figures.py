@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_shard.data import Ints
-from fsdp_shard.evaluation.data_rows import described
+from fsdp_shard.evaluation.data_rows import first_fields
 from fsdp_shard.evaluation.perplexity_task.scored_text import ScoredDocument, ScoredText
 from fsdp_shard.evaluation.significance import LEVEL, Difference, Floats, bootstrap_interval
 from fsdp_shard.utils import format_count, write_atomically
@@ -93,7 +93,7 @@ class DocumentFigures:
         others = None if other is None else self._sums(other)
         lines = []
         for index, document in enumerate(self.text.documents or ()):
-            row = described(index, document.row.where, document.row.name) | _figures(document, float(sums[index]))
+            row = first_fields(index, document.row.where, document.row.name) | _figures(document, float(sums[index]))
             if others is not None:
                 row["against"] = _figures(document, float(others[index]), sizes=False)
             if document.left_out:

@@ -189,7 +189,7 @@ def _is_scored(windows: StridedWindows) -> npt.NDArray[np.bool_]:
     """Return whether a window scores each token [num_tokens]."""
     found = np.zeros(len(windows.tokens), bool)
     for index, (_, end, first) in enumerate(windows.bounds.tolist()):
-        found[first:end] = windows.scored(index)
+        found[first:end] = windows.scored_tokens(index)
     return found
 
 

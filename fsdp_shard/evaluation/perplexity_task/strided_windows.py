@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data import MASKED, Array, Ints, MapDataset, Sample, attended, padded
+from fsdp_shard.data import MASKED, Array, Ints, MapDataset, Sample, pad, with_attention_mask
 
 
 def window_bounds(num_tokens: int, length: int, stride: int | None) -> Iterator[tuple[int, int, int]]:
@@ -76,7 +76,7 @@ class StridedWindows(MapDataset):
         ]
         table = np.array(rows, np.int64).reshape(-1, 4)
         made = cls(tokens, predicted, table[:, :3], table[:, 3], length)
-        used = np.array([bool(made.scored(index).any()) for index in range(len(made))], bool)
+        used = np.array([bool(made.scored_tokens(index).any()) for index in range(len(made))], bool)
         return replace(made, bounds=made.bounds[used], text_of=made.text_of[used])
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class StridedWindows(MapDataset):
         """Number of tokens in each window [num_windows]."""
         return self.bounds[:, 1] - self.bounds[:, 0]
 
-    def scored(self, index: int) -> npt.NDArray[np.bool_]:
+    def scored_tokens(self, index: int) -> npt.NDArray[np.bool_]:
         """Return whether each token from the first scored one of a window on is scored [num_new]."""
         _, end, first = self.bounds[index].tolist()
         if self.predicted is None:
@@ -96,14 +96,14 @@ class StridedWindows(MapDataset):
 
     @property
     def num_predictions(self) -> int:
-        return sum(int(self.scored(index).sum()) for index in range(len(self)))
+        return sum(int(self.scored_tokens(index).sum()) for index in range(len(self)))
 
     def sample(self, index: int, epoch: int = 0) -> Sample:
         begin, end, first = self.bounds[index].tolist()
         ids = np.asarray(self.tokens[begin:end]).astype(np.int64)
-        labels = padded([], end - begin - 1, MASKED)
-        labels[first - begin - 1 :] = np.where(self.scored(index), ids[first - begin :], MASKED)
-        return Sample(attended(ids[:-1], len(ids) - 1), labels)
+        labels = pad([], end - begin - 1, MASKED)
+        labels[first - begin - 1 :] = np.where(self.scored_tokens(index), ids[first - begin :], MASKED)
+        return Sample(with_attention_mask(ids[:-1], len(ids) - 1), labels)
 
     def head(self, num_samples: int | None) -> Self:
         return replace(self, bounds=self.bounds[:num_samples], text_of=self.text_of[:num_samples])

@@ -73,7 +73,7 @@ def _chart(runs: Sequence[Run], key: str, title: str, y_label: str, name: str) -
         points = [(x, y * scale) for x, y in _points(run.steps, name)]
         width = max(width, -(-len(points) // most))
         if points:
-            curves.append(Curve(at, thinned(points, most)))
+            curves.append(Curve(at, thin_out(points, most)))
     note = f"Each point is the mean of up to {width} steps." if width > 1 else ""
     return Chart(key, title, "step", y_label, curves, note)
 
@@ -82,7 +82,7 @@ def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
     return [(row["step"] or 0, value) for row in rows if (value := row.get(name)) is not None]
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+def thin_out(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """Reduce to at most `most` points: means of neighboring points, each at its last step."""
     width = -(-len(points) // most)
     if width < 2:

@@ -64,19 +64,19 @@ def score_answers(
     return found, notes
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     """The text in lower case, without ASCII punctuation, English articles and superfluous white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, reference: str) -> float:
     """1 if both normalized texts are equal, else 0."""
-    return float(normalized(answer) == normalized(reference))
+    return float(normalize(answer) == normalize(reference))
 
 
 def word_f1(answer: str, reference: str) -> float:
     """The F1 of the words shared by both normalized texts, with multiplicity."""
-    said, wanted = normalized(answer).split(), normalized(reference).split()
+    said, wanted = normalize(answer).split(), normalize(reference).split()
     if not said or not wanted:  # such as the reference "The"
         return float(said == wanted)
     return 2 * (Counter(said) & Counter(wanted)).total() / (len(said) + len(wanted))

@@ -14,7 +14,7 @@ from fsdp_shard.data import Ints, LabeledTexts, open_labeled_texts
 from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
-from fsdp_shard.evaluation.data_rows import described, left_out_lines
+from fsdp_shard.evaluation.data_rows import first_fields, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
@@ -156,7 +156,7 @@ class Classification(EvaluationBase):
         labels, is_truncated, rows = self.texts.labels, self._is_truncated, list[dict[str, Any]]()
         left_out = Counter[str]()
         for index, text in enumerate(self.texts.rows()):
-            row = described(index, text.where, text.name) | {"text": text.text}
+            row = first_fields(index, text.where, text.name) | {"text": text.text}
             if text.sample is None:
                 row["left_out"] = text.left_out
                 left_out[text.left_out] += 1

@@ -54,12 +54,12 @@ class ScoringConfig:
     asked = Parsed("metrics", parse_metrics)
 
     @property
-    def chosen(self) -> list[str]:
+    def chosen_metrics(self) -> list[str]:
         """The metrics to compute: the requested ones, or all with an installed package."""
         return [name for name in _PACKAGES if _is_installed(name)] if self.asked is None else self.asked
 
     @property
-    def missing(self) -> list[str]:
+    def missing_metrics(self) -> list[str]:
         """The metrics skipped because their package is missing, if the choice is the program's."""
         return [] if self.asked is not None else [name for name in _PACKAGES if not _is_installed(name)]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fsdp_shard.data import Question, QuestionRow, check_task, read_questions
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
-from fsdp_shard.evaluation.data_rows import described, left_out_lines
+from fsdp_shard.evaluation.data_rows import first_fields, left_out_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.provenance import provenance
@@ -49,7 +49,7 @@ class GeneratedAnswers(EvaluationBase):
     def describe(self) -> str:
         """Describe the number of prompts, the skipped rows, and the metrics."""
         scoring, asked = self.settings.scoring, self._asked
-        missing = f" ({' and '.join(scoring.missing)} need the extra `eval`)" if scoring.missing else ""
+        missing = f" ({' and '.join(scoring.missing_metrics)} need the extra `eval`)" if scoring.missing_metrics else ""
         lengths = [len(question.ids) for _, question in asked]
         prompts = f"{format_count(len(asked), 'prompt')} of up to {format_count(max(lengths), 'token')}"
         left_out = [(row.where, row.left_out) for row in self.rows if row.left_out]
@@ -57,7 +57,7 @@ class GeneratedAnswers(EvaluationBase):
             [
                 *left_out_lines(left_out),
                 f"{prompts}, answered greedily in up to {format_count(scoring.max_new_tokens, 'token')}",
-                f"metrics: {', '.join(scoring.chosen)}{missing}",
+                f"metrics: {', '.join(scoring.chosen_metrics)}{missing}",
             ]
         )
 
@@ -87,7 +87,7 @@ class GeneratedAnswers(EvaluationBase):
         seconds = time.perf_counter() - start
         references = [question.reference for _, question in asked]
         answers = [one.completion for one in completions]
-        metrics, notes = score_answers(scoring.chosen, answers, references)
+        metrics, notes = score_answers(scoring.chosen_metrics, answers, references)
         num_at_limit = sum(one.num_new_tokens == scoring.max_new_tokens for one in completions)
         if num_at_limit:
             many = "answer has" if num_at_limit == 1 else "answers have"
@@ -119,7 +119,7 @@ class GeneratedAnswers(EvaluationBase):
         table += [[one.name, f"{one.figure:.4f}", interval_text(ends[one.name])] for one in metrics]
         written = write_predictions(self, self._rows(completions, metrics))
         row = {metric.name: metric.figure for metric in metrics} | {
-            "metrics": self.settings.scoring.chosen,
+            "metrics": self.settings.scoring.chosen_metrics,
             "num_prompts": len(completions),
             "num_new_tokens": sum(one.num_new_tokens for one in completions),
             "left_out": dict(Counter(row.left_out for row in self.rows if row.left_out)),
@@ -135,7 +135,7 @@ class GeneratedAnswers(EvaluationBase):
         """Return the rows of predictions.jsonl."""
         rows, number = list[dict[str, Any]](), 0
         for index, asked in enumerate(self.rows):
-            row = described(index, asked.where, asked.name)
+            row = first_fields(index, asked.where, asked.name)
             if asked.question is None:
                 row["left_out"] = asked.left_out
             else:
@@ -149,7 +149,7 @@ class GeneratedAnswers(EvaluationBase):
     def _provenance(self) -> dict[str, Any]:
         scoring = self.settings.scoring
         settled = {
-            "metrics": scoring.chosen,
+            "metrics": scoring.chosen_metrics,
             "max_new_tokens": scoring.max_new_tokens,
             "num_resamples": scoring.num_resamples,
         }

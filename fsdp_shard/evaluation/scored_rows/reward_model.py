@@ -21,7 +21,7 @@ from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import REWARD, EvaluateSettings, Figures
-from fsdp_shard.evaluation.data_rows import described, left_out_lines
+from fsdp_shard.evaluation.data_rows import first_fields, left_out_lines
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
 from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
@@ -159,7 +159,7 @@ class RewardEvaluation(EvaluationBase):
         rewards, margins, losses = figures.rewards.tolist(), figures.margins.tolist(), figures.losses.tolist()
         is_truncated, rows, left_out = self._is_truncated, list[dict[str, Any]](), Counter[str]()
         for index, pair in enumerate(self.pairs.pairs()):
-            row = described(index, pair.where, pair.name) | pair.texts
+            row = first_fields(index, pair.where, pair.name) | pair.texts
             if (number := pair.sample) is None:
                 row["left_out"] = f"{pair.what} {pair.left_out}".rstrip()
                 left_out[row["left_out"]] += 1

@@ -77,8 +77,8 @@ class CompletionsFile:
         before = self._settings_path.read_text(encoding="utf-8", errors="replace")
         if before != self._settings:
             raise DataError(
-                f"output={self.path} holds completions made with other values of {_changed(before, self._settings)}; "
-                f"give another name, or delete the file to start again."
+                f"output={self.path} holds completions made with other values of "
+                f"{_changed_inputs(before, self._settings)}; give another name, or delete the file to start again."
             )
         return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
@@ -118,7 +118,7 @@ def completion_inputs(
     }
 
 
-def _changed(before: str, now: str) -> str:
+def _changed_inputs(before: str, now: str) -> str:
     """Names of the inputs that differ."""
     try:
         old, new = json.loads(before), json.loads(now)

@@ -223,9 +223,9 @@ def generation_config(
             )
         config.cache_implementation = "offloaded"
     vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or sys.maxsize
-    ends = _known(end_tokens(model, tokenizer), vocab_size)
+    ends = _valid_tokens(end_tokens(model, tokenizer), vocab_size)
     config.eos_token_id = ends or None
-    config.pad_token_id = _known([config.pad_token_id, tokenizer.pad_token_id, *ends, 0], vocab_size)[0]
+    config.pad_token_id = _valid_tokens([config.pad_token_id, tokenizer.pad_token_id, *ends, 0], vocab_size)[0]
     return config
 
 
@@ -234,7 +234,7 @@ def seed_draws(seed: int, number: int) -> None:
     torch.manual_seed((seed * 1_000_003 + number) % 2**63)
 
 
-def _known(tokens: Sequence[int | None], vocab_size: int) -> list[int]:
+def _valid_tokens(tokens: Sequence[int | None], vocab_size: int) -> list[int]:
     """The values that are tokens of the model."""
     return [token for token in tokens if token is not None and 0 <= token < vocab_size]
 

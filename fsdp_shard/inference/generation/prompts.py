@@ -78,8 +78,8 @@ def _read_prompts(settings: GenerateSettings) -> list[Prompt]:
     if settings.prompt is not None:
         if settings.prompt == "-":
             # `echo` and editors add a final newline, which would prompt the model to begin a new line.
-            return [_checked(_read("prompt", "-").removesuffix("\n").removesuffix("\r"), "standard input")]
-        return [_checked(settings.prompt, "prompt")]
+            return [_make_prompt(_read("prompt", "-").removesuffix("\n").removesuffix("\r"), "standard input")]
+        return [_make_prompt(settings.prompt, "prompt")]
     assert settings.prompts is not None, "settings.check guarantees one of them"
     is_input, path = settings.prompts == "-", Path(settings.prompts).expanduser()
     if not is_input and path.suffix.lower() not in (".jsonl", ".txt"):
@@ -119,7 +119,7 @@ def _from_json(line: str, location: str) -> Prompt:
     if adapter is not None and not isinstance(adapter, str):
         raise DataError(f"{location} has no name of an adapter: {str(adapter)[:60]}.")
     if isinstance(text, str):
-        return replace(_checked(text, location), adapter=adapter)
+        return replace(_make_prompt(text, location), adapter=adapter)
     conversation = {name: row[name] for name in ("messages", "tools", "system") if row.get(name) is not None}
     _refuse_surrogates(json.dumps(conversation, ensure_ascii=False), location)
     return Prompt(_last_text(messages, location), location, adapter, conversation)
@@ -146,10 +146,10 @@ def _check_conversation(conversation: Mapping[str, Any], location: str, settings
 
 
 def _from_text(line: str, location: str) -> Prompt:
-    return _checked(line.rstrip("\r\n"), location)
+    return _make_prompt(line.rstrip("\r\n"), location)
 
 
-def _checked(text: str, location: str) -> Prompt:
+def _make_prompt(text: str, location: str) -> Prompt:
     if not text.strip():
         raise DataError(f"{location} is an empty prompt; give some text to continue, or delete the line.")
     _refuse_surrogates(text, location)

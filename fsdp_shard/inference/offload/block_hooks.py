@@ -211,7 +211,7 @@ class BlockStream:
         del self._fetches[number]
         self._running[number] = buffer
         if buffer is not None:
-            self._ring.ready(buffer)
+            self._ring.wait(buffer)
             block = self._blocks[number]
             params = [nn.Parameter(view, requires_grad=False) for _, view in block.content.views(buffer.memory)]
             for slot in block.slots:
@@ -225,7 +225,7 @@ class BlockStream:
         for slot in block.slots:
             setattr(slot.owner, slot.name, slot.meta)
         if buffer is not None:
-            self._ring.finished(buffer)
+            self._ring.record_use(buffer)
             self._ring.release(buffer)
         block.drop()
         self._fetch_ahead(number)

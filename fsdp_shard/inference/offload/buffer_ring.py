@@ -1,7 +1,7 @@
 """A few buffers on one device that hold the parameters of streamed blocks, one block at a time each.
 
 A buffer is one contiguous range, so contiguous CPU memory is copied to a GPU at once. Its life cycle is `acquire`,
-`load` (in any thread), `ready` and `finished` around the block's pass, `release`.
+`load` (in any thread), `wait` and `record_use` around the block's pass, `release`.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,13 +86,13 @@ class Ring:
         self._free.append(buffer)
 
     def load(self, content: Content, buffer: Buffer) -> None:
-        """Start loading `content`. It is loaded when `ready` returns, or on a GPU before any work queued after that."""
+        """Start loading `content`. It is loaded when `wait` returns, or on a GPU before any work queued after that."""
         self._read(content, buffer.memory)
 
-    def ready(self, buffer: Buffer) -> None:
+    def wait(self, buffer: Buffer) -> None:
         """Make the device's next work wait for the content."""
 
-    def finished(self, buffer: Buffer) -> None:
+    def record_use(self, buffer: Buffer) -> None:
         """Mark that all uses of the content are queued on the device."""
 
     def _new(self) -> Buffer:
@@ -121,7 +121,7 @@ class GpuRing(Ring):
     def _new(self) -> Buffer:
         buffer = super()._new()
         buffer.memory.record_stream(self._stream)  # it may be freed during a copy to it
-        self.finished(buffer)  # the allocator may have returned memory that queued kernels still read
+        self.record_use(buffer)  # the allocator may have returned memory that queued kernels still read
         return buffer
 
     def load(self, content: Content, buffer: Buffer) -> None:
@@ -143,10 +143,10 @@ class GpuRing(Ring):
         self._read(content, buffer.host)
         return buffer.host[: content.num_bytes]
 
-    def ready(self, buffer: Buffer) -> None:
+    def wait(self, buffer: Buffer) -> None:
         torch.cuda.current_stream(self.device).wait_event(buffer.copied)
 
-    def finished(self, buffer: Buffer) -> None:
+    def record_use(self, buffer: Buffer) -> None:
         buffer.used = torch.cuda.Event()
         buffer.used.record(torch.cuda.current_stream(self.device))
 

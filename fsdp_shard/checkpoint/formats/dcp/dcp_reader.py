@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Checksum, find_torch_name, has_file, itemsize, member
 from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA
-from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
+from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked_entry
 from fsdp_shard.checkpoint.torch_pickle import (
     CRC_IN_ENTRY,
     ENTRY_BYTES,
@@ -215,7 +215,7 @@ def _entries(
     for file, jobs in by_file.items():
         for job, piece in items.pieces(file, jobs):
             pieces[job.name][job.number] = piece
-    return {name: checked(path, name, dtypes[name], of.size, pieces[name]) for name, (_, of) in tensors.items()}
+    return {name: checked_entry(path, name, dtypes[name], of.size, pieces[name]) for name, (_, of) in tensors.items()}
 
 
 def _dtype(path: Path, name: str, tensor: TensorStorageMetadata) -> str:

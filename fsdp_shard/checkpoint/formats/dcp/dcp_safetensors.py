@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.formats.several_files import Agreement, one_world_siz
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Header, member, read_header
 from fsdp_shard.checkpoint.model_files import read_config
-from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked_entry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import open_regular, parse_json
 
@@ -154,7 +154,7 @@ def _entry(root: Path, name: str, dtype: str, pieces: list[Piece]) -> TensorEntr
         some = " and ".join(map(str, sorted(num_dims)))
         raise CheckpointError(f"{root}: tensor {name} has pieces of {some} dimensions: these are files of two saves.")
     ends = ([o + n for o, n in zip(piece.offsets, piece.shape, strict=True)] for piece in pieces)
-    return checked(root, name, dtype, tuple(map(max, zip(*ends, strict=True))), pieces)
+    return checked_entry(root, name, dtype, tuple(map(max, zip(*ends, strict=True))), pieces)
 
 
 def _check_vocabulary(root: Path, entries: Iterable[TensorEntry]) -> None:
