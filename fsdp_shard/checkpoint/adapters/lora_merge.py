@@ -76,17 +76,17 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     names = _names(adapter, base, side, settings, parts, has_new_head=has_new_head)
     merge = _Merge(adapter, base, side, settings, names, has_new_head)
     whole = {fqn: name for fqn, name in parts.whole.items() if merge.is_read(fqn)}
-    targets = {module: names for module, names in parts.factors.items() if merge.is_target(module)}
+    targets = {module: factors for module, factors in parts.factors.items() if merge.is_target(module)}
     notes = merge.check_modules(parts)
     entries = {entry.name: entry for entry in (merge.replacement(name, fqn) for fqn, name in whole.items())}
     entries |= {entry.name: entry for entry in (merge.adapted_weight(*item, entries) for item in targets.items())}
     if both := [module for module in targets if module in merge.wrapped_parameters]:
         raise CheckpointError(f"{settings.where}: target_modules and target_parameters both have {both[0]}.")
-    stacks = {module: names for module, names in parts.factors.items() if module in merge.wrapped_parameters}
+    stacks = {module: factors for module, factors in parts.factors.items() if module in merge.wrapped_parameters}
     for item in stacks.items():
         entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
     targets |= stacks
-    used = {*whole.values(), *(name for names in targets.values() for name in names.values())}
+    used = {*whole.values(), *(name for factors in targets.values() for name in factors.values())}
     if unused := [name for name in adapter.names if name not in used and not is_copied_bias(name)]:
         notes.append(_left_out(adapter, unused))
     if not entries:
@@ -196,34 +196,42 @@ class _Merge:
             return TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces).with_codec(codec)
         kept = self._base_entry(_in_base(fqn))
         if entry.shape != kept.shape:
-            raise self._misfit(name, entry.shape, kept)
+            raise self._misfit(name, entry.shape, kept.name, kept.shape)
         if kind_of(entry.dtype) != kind_of(kept.dtype):
             raise CheckpointError(
                 f"{self.adapter.root}: {name} is stored as {entry.dtype}, but {kept.name} of its base as {kept.dtype}."
             )
         return kept._replace(dtype=entry.dtype).with_codec(codec)
 
-    def adapted_weight(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
-        """Return a module's weight, which may be `replaced`, plus the product of its factors `names` in the adapter."""
+    def adapted_weight(
+        self, module: str, factors: Mapping[str, str], replaced: Mapping[str, TensorEntry]
+    ) -> TensorEntry:
+        """Return a module's weight, which may be `replaced`, plus the product of its factors.
+
+        Args:
+            module: The module.
+            factors: The name in the adapter of each factor (A, B, M).
+            replaced: The tensors that the adapter stores whole, by name.
+        """
         adapter, kept = self.adapter, self._base_entry(f"{module}.weight")
         kept = self._castable(replaced.get(kept.name, kept))
-        columns, rows = adapter.shapes[names["A"]][1], adapter.shapes[names["B"]][0]
-        are_embeddings = {"lora_embedding_" in names[factor] for factor in "AB"}
+        columns, rows = adapter.shapes[factors["A"]][1], adapter.shapes[factors["B"]][0]
+        are_embeddings = {"lora_embedding_" in factors[letter] for letter in "AB"}
         is_transposed = are_embeddings == {True} or self._is_conv1d(module, rows, kept.shape)
         is_clear = len(are_embeddings) == 1 and (are_embeddings == {False} or rows != columns)
         if not is_clear or kept.shape != ((columns, rows) if is_transposed else (rows, columns)):
-            raise self._misfit(f"lora_B @ lora_A of {module}", (rows, columns), kept)
-        if self.settings.is_dora and adapter.shapes[names["M"]] != (rows,):
-            raise self._misfit(names["M"], adapter.shapes[names["M"]], kept)
+            raise self._misfit(f"lora_B @ lora_A of {module}", (rows, columns), kept.name, kept.shape)
+        if self.settings.is_dora and adapter.shapes[factors["M"]] != (rows,):
+            raise self._misfit(factors["M"], adapter.shapes[factors["M"]], kept.name, kept.shape)
 
         @functools.lru_cache(maxsize=1)
-        def factors() -> tuple[torch.Tensor, torch.Tensor]:
-            a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float()
+        def read_factors() -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = adapter.read(factors["A"]).float(), adapter.read(factors["B"]).float()
             return (a.T.contiguous(), b.T.contiguous()) if is_transposed else (b, a)
 
-        codec = LowRankSum(self.base, kept, adapter.root, factors, self.settings.scale(module))
+        codec = LowRankSum(self.base, kept, adapter.root, read_factors, self.settings.scale(module))
         if self.settings.is_dora:
-            return kept.with_codec(ScaledSum(codec, functools.partial(adapter.read, names["M"]), is_transposed))
+            return kept.with_codec(ScaledSum(codec, functools.partial(adapter.read, factors["M"]), is_transposed))
         return kept.with_codec(codec)
 
     @functools.cached_property
@@ -243,7 +251,7 @@ class _Merge:
         }
 
     def adapted_parameter(
-        self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]
+        self, module: str, factors: Mapping[str, str], replaced: Mapping[str, TensorEntry]
     ) -> Iterator[TensorEntry]:
         """Yield the stored tensors of a parameter, which may be `replaced`, plus the products of its factors.
 
@@ -254,27 +262,20 @@ class _Merge:
         shape, parts = self.names.tensors[fqn]
         self._refuse_tied(fqn)
         if not parts or len(shape) not in (2, 3):
-            raise CheckpointError(
-                f"{adapter.root} changes {fqn}, which {self.base.path} stores in another form, as transformers "
-                f"converts, or which is no matrix and no stack of them; merge it with peft."
-            )
+            raise self._other_form(fqn, ", or which is no matrix and no stack of them")
         num_experts = shape[0] if len(shape) == 3 else 1
-        check_factors(adapter, fqn, names, self.settings, self.settings.rank(fqn) * num_experts)
+        check_factors(adapter, fqn, factors, self.settings, self.settings.rank(fqn) * num_experts)
         is_transposed = len(shape) == 3 and module.removesuffix(".base_layer") in self.names.transposed
-        sizes = (adapter.shapes[names["B"]][0], adapter.shapes[names["A"]][1])
+        sizes = (adapter.shapes[factors["B"]][0], adapter.shapes[factors["A"]][1])
         if sizes != (shape[:-3:-1] if is_transposed else shape[-2:]):
-            what = f"lora_B @ lora_A of {fqn}"
-            raise CheckpointError(
-                f"{adapter.root}: {what} has shape {list(sizes)}, but {fqn} of its base has {list(shape)}: it is an "
-                f"adapter of another model."
-            )
+            raise self._misfit(f"lora_B @ lora_A of {fqn}", sizes, fqn, shape)
 
         @functools.lru_cache(maxsize=1)
-        def factors() -> tuple[torch.Tensor, torch.Tensor]:
-            return adapter.read(names["A"]).float(), adapter.read(names["B"]).float()
+        def read_factors() -> tuple[torch.Tensor, torch.Tensor]:
+            return adapter.read(factors["A"]).float(), adapter.read(factors["B"]).float()
 
         def of_box(expert: int, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            a, b = factors()
+            a, b = read_factors()
             rank = len(a) // num_experts
             a, b = a[expert * rank : (expert + 1) * rank], b[:, expert::num_experts]
             left, right = (a.T, b.T) if is_transposed else (b, a)
@@ -359,10 +360,7 @@ class _Merge:
             )
         shape, parts = self.names.tensors[names[0]]
         if [part[1:] for part in parts] != [((0,) * len(shape), shape)]:
-            raise CheckpointError(
-                f"{self.adapter.root} changes {fqn}, which {self.base.path} stores in another form, as transformers "
-                f"converts; merge it with peft."
-            )
+            raise self._other_form(fqn)
         return self.base.tensors[parts[0].name]
 
     def _refuse_tied(self, fqn: str) -> None:
@@ -396,10 +394,16 @@ class _Merge:
             )
         return len(shape) == 2 and shape[0] != rows
 
-    def _misfit(self, what: str, shape: tuple[int, ...], kept: TensorEntry) -> CheckpointError:
+    def _misfit(self, what: str, shape: Sequence[int], fqn: str, base_shape: Sequence[int]) -> CheckpointError:
         return CheckpointError(
-            f"{self.adapter.root}: {what} has shape {list(shape)}, but {kept.name} of its base has {list(kept.shape)}: "
-            f"it is an adapter of another model."
+            f"{self.adapter.root}: {what} has shape {list(shape)}, but {fqn} of its base has {list(base_shape)}: it is "
+            f"an adapter of another model."
+        )
+
+    def _other_form(self, fqn: str, alternative: str = "") -> CheckpointError:
+        return CheckpointError(
+            f"{self.adapter.root} changes {fqn}, which {self.base.path} stores in another form, as transformers "
+            f"converts{alternative}; merge it with peft."
         )
 
 
