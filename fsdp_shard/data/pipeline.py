@@ -138,7 +138,7 @@ def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterabl
     return (
         f"warning: {source.where}.path={source.path}: {template} ends no trained turn of the assistant with an end "
         f"token, such as {end}, so that the model does not learn to stop. Set data.chat_template to one that writes "
-        f"it behind each turn, in {{% generation %}} if it has that."
+        f"it after each turn, inside {{% generation %}} if it uses that."
     )
 
 

@@ -103,7 +103,7 @@ def test_pushing_again_sends_what_differs(trained: Path, hub: HubStandIn, tmp_pa
     assert third.status == 0, third.err
     assert f"going on with {kept}" in third.out
     assert "deleted: it is of an earlier model" in third.out
-    assert "README.md in the repository is somebody's own" in third.out
+    assert "README.md in the repository was not written by fsdp-shard" in third.out
     files = hub.repositories["org/name"].files
     assert "model-00001-of-00002.safetensors" not in files
     assert files["README.md"] == b"my own words"

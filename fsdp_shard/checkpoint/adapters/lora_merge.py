@@ -129,7 +129,7 @@ def _names(
     except (InputError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # raised by odd configs
         if settings.parameters:
             raise CheckpointError(
-                f"{settings.where}: target_parameters needs the model of the base, which cannot be had: {error}"
+                f"{settings.where}: target_parameters needs the base model's class, which cannot be built: {error}"
             ) from error
         return names  # the error then names the missing tensors
 

@@ -338,19 +338,20 @@ def _index_problems(root: Path) -> Iterator[Problem]:
     for folder in (root, root / OPTIMIZER, root / AVERAGE):
         if not has_file(folder, SHARD_INDEX):
             continue
-        where, held = ByteRange(str((folder / SHARD_INDEX).relative_to(root))), f"{folder / SHARD_INDEX}"
+        path = folder / SHARD_INDEX
+        whole_file = ByteRange(str(path.relative_to(root)))
         if has_described_headers(folder, read_shard_index(folder)):
             continue
         index, headers = native_sharded.read(folder), native_sharded.read_headers(folder)
         if (index.step, index.metadata, index.aliases) != (headers.step, headers.metadata, headers.aliases):
-            yield Problem(f"{held} is of another save than the rank files.", (where,))
+            yield Problem(f"{path} is of another save than the rank files.", (whole_file,))
         for name in sorted(index.tensors.keys() | headers.tensors.keys()):
             indexed, stored = index.tensors.get(name), headers.tensors.get(name)
             if indexed is None or stored is None or not indexed.is_stored_as(stored):
                 yield Problem(
-                    f"{held} says otherwise than the headers of the rank files of what tensor {name} is, or where it "
-                    f"lies.",
-                    (where,),
+                    f"{path} and the headers of the rank files disagree about the dtype, shape or position of tensor "
+                    f"{name}.",
+                    (whole_file,),
                     name,
                 )
                 break

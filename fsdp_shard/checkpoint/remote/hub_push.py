@@ -86,7 +86,7 @@ class PushReport:
         lines += [f"  {name:<{width}}  unchanged" for name in self.unchanged]
         lines += [f"  {name:<{width}}  deleted: it is of an earlier model" for name in self.deleted]
         if self.kept_card:
-            lines.append(f"  {CARD} in the repository is somebody's own, so it was left as it is")
+            lines.append(f"  {CARD} in the repository was not written by fsdp-shard, so it was kept")
         total = format_size(sum(self.written.values()))
         done = f"{format_count(len(self.written), 'file')}, {total} in {self.url}"
         if not self.written and not self.deleted:
@@ -110,7 +110,7 @@ class HubRepository:
         visibility = "private" if self.is_private else "public"
         if self.is_new:
             return f"{self.target.repo_id}: created, {visibility}"
-        ignored = "; what is asked for changes no repository that exists" if self.target.public else ""
+        ignored = "; --public (convert: push_public=true) does not change that" if self.target.public else ""
         return f"{self.target.repo_id}: exists, and stays {visibility}{ignored if self.is_private else ''}"
 
     def upload(self, files: Mapping[str, Path | bytes], message: str, *, has_own_card: bool) -> PushReport:

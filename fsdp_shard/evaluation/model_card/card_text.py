@@ -39,7 +39,7 @@ _ADAPTER_TASKS = {  # by peft's name of a task, each with an AutoPeftModel class
 }
 
 _LICENSE = (
-    "None is given here. What may be done with this model depends on the licenses of its base model and data: add "
+    "None is given here. How this model may be used depends on the licenses of its base model and data: add "
     "`license:` to the metadata at the top."
 )
 

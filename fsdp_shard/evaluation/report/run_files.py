@@ -124,7 +124,7 @@ def find_runs(paths: Sequence[str]) -> list[Path]:
         for run in inside:
             found.setdefault(run.resolve(), run)
     if len(found) > _MAX_RUNS:
-        raise InputError(f"There are {len(found):,} runs in what was given; a report shows up to {_MAX_RUNS}.")
+        raise InputError(f"The given directories contain {len(found):,} runs; a report shows up to {_MAX_RUNS}.")
     return list(found.values())
 
 

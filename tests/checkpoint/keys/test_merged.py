@@ -161,5 +161,5 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"gate_up_proj have the ranks 6 and 6, but .* give it 8"):
         convert(tmp_path / "adapter", tmp_path / "target", base=tmp_path / "other")
     (tmp_path / "base" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="target_parameters needs the model of the base, which cannot be had"):
+    with pytest.raises(CheckpointError, match="target_parameters needs the base model's class, which cannot be built"):
         convert(tmp_path / "adapter", tmp_path / "target")
