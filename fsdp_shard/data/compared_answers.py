@@ -15,7 +15,7 @@ from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.conversation import Conversation
 from fsdp_shard.data.kinds.kind import PAIRS, Tokenizer
 from fsdp_shard.data.kinds.preference import PreferenceKind
-from fsdp_shard.data.kinds.preference_formats import CHOSEN, LEFT_OUT, REJECTED, Answer
+from fsdp_shard.data.kinds.preference_formats import CHOSEN, REJECTED, SKIP_REASONS, Answer
 from fsdp_shard.data.samples.batch import Floats, Ints
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.preferences import (
@@ -43,7 +43,7 @@ class ComparedPair(NamedTuple):
         texts: `prompt`, `chosen` and `rejected`, each a text or a list of messages; empty if it is not a pair.
         sample: The number of its sample; None if it is skipped.
         what: The kind of skipped item, a pair, an answer or a row; empty if nothing is skipped.
-        left_out: Reason for skipping it; may be empty.
+        skip_reason: Reason for skipping it; may be empty.
     """
 
     where: str
@@ -51,7 +51,7 @@ class ComparedPair(NamedTuple):
     texts: dict[str, Any]
     sample: int | None
     what: str
-    left_out: str
+    skip_reason: str
 
 
 @dataclass(frozen=True)
@@ -93,23 +93,23 @@ class ComparedPairs:
         first, columns = 0, self.kind.columns
         rows = rows_again(self.source, columns, len(self.counts))
         for row, count in zip(rows, map(int, self.counts), strict=True):
-            answers, left_out, _ = self.kind.read(row)
+            answers, skip_reasons, _ = self.kind.read(row)
             end = first + count
             first += self.reasons[first:end].count(CHOSEN)
             rejected = answers[1:]
-            if first + len(rejected) + len(left_out) != end:
+            if first + len(rejected) + len(skip_reasons) != end:
                 raise was_changed(self.source)
-            texts = [_texts(answers[0], one) for one in rejected] + [{}] * len(left_out)
+            texts = [_texts(answers[0], one) for one in rejected] + [{}] * len(skip_reasons)
             for example, found in zip(range(first, end), texts, strict=True):
-                what, reason = self._left_out(example)
+                what, reason = self._skipped_item(example)
                 sample = None if what else int(self.sample_of[example])
                 yield ComparedPair(row.where, name_of(row, columns), found, sample, what, reason)
             first = end
 
-    def _left_out(self, example: int) -> tuple[str, str]:
+    def _skipped_item(self, example: int) -> tuple[str, str]:
         """Return the kind of a skipped example and the reason why it is skipped; empty strings for others."""
         if self.reasons[example] != REJECTED:
-            what, words = LEFT_OUT[self.reasons[example]]
+            what, words = SKIP_REASONS[self.reasons[example]]
             return what, words.strip()
         if self.sample_of[example] < 0:
             words = EQUAL_WHEN_CUT if self.in_window[example] else PROMPT_FILLS

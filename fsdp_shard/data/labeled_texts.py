@@ -30,14 +30,14 @@ class LabeledText(NamedTuple):
         name: The value of its id or name column; None without one.
         text: Its text.
         sample: The number of its sample; None if it is skipped.
-        left_out: Reason for skipping it; empty if it is not skipped.
+        skip_reason: Reason for skipping it; empty if it is not skipped.
     """
 
     where: str
     name: str | int | None
     text: str
     sample: int | None
-    left_out: str
+    skip_reason: str
 
 
 @dataclass(frozen=True)

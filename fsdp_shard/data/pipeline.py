@@ -213,7 +213,7 @@ class RowLosses:
         num_truncated: Those of `num_trained` whose end is cut off.
         num_dropped: Those with nothing to learn, or nothing within the tokens of a window.
         num_beyond: Those of `num_dropped` that a larger window would keep.
-        left_out: For compared answers, how many were dropped and why, such as `2 pairs with equal answers`.
+        skipped: For compared answers, how many were dropped and why, such as `2 pairs with equal answers`.
     """
 
     where: str
@@ -222,7 +222,7 @@ class RowLosses:
     num_truncated: int
     num_dropped: int
     num_beyond: int
-    left_out: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
 def row_losses(config: DataConfig, tokenized: TokenizedData, task: Task) -> list[RowLosses]:
@@ -239,7 +239,7 @@ def row_losses(config: DataConfig, tokenized: TokenizedData, task: Task) -> list
             continue
         cut = SampleFactory(source, task, tokenized.special, 0).cut(file.examples(), file.classes)
         counts = (len(cut.kept), cut.num_truncated, file.num_dropped + cut.num_dropped, cut.num_beyond)
-        found.append(RowLosses(f"{source.where}.path={source.path}", cut.what, *counts, tuple(map(str, cut.left_out))))
+        found.append(RowLosses(f"{source.where}.path={source.path}", cut.what, *counts, tuple(map(str, cut.skipped))))
     return found
 
 

@@ -24,13 +24,13 @@ class QuestionRow(NamedTuple):
         where: File and line, or number, of the row.
         name: The value of its id or name column; None without one.
         question: Its prompt and answer; None if it is skipped.
-        left_out: Reason for skipping it; empty if it is not skipped.
+        skip_reason: Reason for skipping it; empty if it is not skipped.
     """
 
     where: str
     name: str | int | None
     question: Question | None
-    left_out: str
+    skip_reason: str
 
 
 def read_questions(config: DataConfig, tokenizer: Tokenizer, task: str) -> Iterator[QuestionRow]:

@@ -48,9 +48,9 @@ def _lost_rows(losses: RowLosses, length: int) -> Iterator[Finding]:
     where, total = losses.where, losses.num_trained + losses.num_dropped
     if losses.num_dropped > _MANY_DROPPED * total:
         larger = "set a larger data.sequence_length, or " if losses.num_beyond else ""
-        if losses.left_out:
+        if losses.skipped:
             trained = format_count(losses.num_trained, losses.what)
-            dropped = f"left out: {', '.join(losses.left_out)}, which leaves {trained}"
+            dropped = f"left out: {', '.join(losses.skipped)}, which leaves {trained}"
         else:
             within = f" in the first {length} tokens" if losses.num_beyond else ""
             rows = format_count(total, losses.what)

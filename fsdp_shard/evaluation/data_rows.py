@@ -7,17 +7,17 @@ from typing import Any
 from fsdp_shard.utils import format_count
 
 
-def left_out_lines(left_out: Sequence[tuple[str, str]], what: str = "row", most: int = 3) -> list[str]:
+def skipped_lines(skipped: Sequence[tuple[str, str]], what: str = "row", most: int = 3) -> list[str]:
     """Return a line for each reason why something is skipped, with its first cases.
 
     Args:
-        left_out: The position of each skipped case, and the reason.
+        skipped: The position of each skipped case, and the reason.
         what: The noun for the cases.
         most: Maximum number of cases to name.
     """
     lines = []
-    for reason, count in Counter(reason for _, reason in left_out).items():
-        wheres = [where for where, its in left_out if its == reason][:most]
+    for reason, count in Counter(reason for _, reason in skipped).items():
+        wheres = [where for where, its in skipped if its == reason][:most]
         named = ", ".join(wheres) + (", ..." if count > most else "")
         lines.append(f"left out: {f'{format_count(count, what)} {reason}'.rstrip()} ({named})")
     return lines

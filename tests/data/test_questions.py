@@ -80,7 +80,7 @@ def test_what_asks_nothing_is_left_out(tmp_path: Path) -> None:
     ]
     config = DataConfig(kind="chat", path=written(tmp_path / "rows.jsonl", *rows))
     found = list(read_questions(config, tokenizer_of(FAMILIES["chatml"]), CAUSAL))
-    assert [row.left_out for row in found] == ["", *["without prompt or answer"] * 3]
+    assert [row.skip_reason for row in found] == ["", *["without prompt or answer"] * 3]
     assert [row.question is None for row in found] == [False, True, True, True]
     assert found[0].name == 7
     assert found[3].where.endswith("rows.jsonl, line 4")

@@ -102,7 +102,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         kept = [
             Example([], [], reason, row.margin) if reason else one for one, reason in zip(found, reasons, strict=True)
         ]
-        return kept + [Example([], [], reason, row.margin) for reason in row.left_out]
+        return kept + [Example([], [], reason, row.margin) for reason in row.skip_reasons]
 
     def _plain(self, answers: list[Answer], tokenizer: Tokenizer) -> list[Example]:
         """Tokenize text prompts and answers separately, as prompts are at inference."""

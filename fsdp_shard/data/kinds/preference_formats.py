@@ -25,7 +25,7 @@ CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE = "chosen", "rejected", "desirable", "u
 # Reasons for skipping: the kind of item and the reason, to print.
 EQUAL, EMPTY, EMPTY_ANSWER, TIED, SINGLE = "equal", "empty", "empty answer", "tied", "single"
 UNLABELED, UNSCORED = "unlabeled", "unscored"
-LEFT_OUT = {
+SKIP_REASONS = {
     EQUAL: ("pair", " with equal answers"),
     EMPTY: ("pair", " with an empty answer"),
     TIED: ("pair", " with equal ranks"),
@@ -72,7 +72,7 @@ class ComparedAnswers(NamedTuple):
     """
 
     answers: list[Answer]
-    left_out: list[str]
+    skip_reasons: list[str]
     margin: float | None
 
 
@@ -91,12 +91,12 @@ def read_compared(row: Row, columns: PreferenceColumns) -> ComparedAnswers:
         require_columns(row, {f"data.{name}_column": getattr(columns, name) for name in ("chosen", "rejected")}, others)
     name = next((name for name in present if row.values[name] is not None), present[0])
     try:
-        answers, left_out = readers[name](row, columns)
+        answers, skip_reasons = readers[name](row, columns)
         value = None if columns.margin is None else row.values.get(columns.margin)
         margin = None if columns.margin is None else _number(value, row, columns.margin, "margin")
     except RecursionError as error:
         raise DataError(f"{row.where} has lists or mappings in too many levels; correct or remove it.") from error
-    return ComparedAnswers(answers, left_out, margin)
+    return ComparedAnswers(answers, skip_reasons, margin)
 
 
 def refuse_labeled(where: str, number: int) -> None:
@@ -163,20 +163,20 @@ def _ranked(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[st
     prompt, orders = _given(row, columns.prompt, "prompt"), _orders(row, columns, len(listed))
     completions = [_as_given(value, row, columns.completions, "completions") for value in listed]
     _refuse_questions(row, columns, *completions)
-    found, left_out = list[tuple[float, Answer]](), list[str]()
+    found, skip_reasons = list[tuple[float, Answer]](), list[str]()
     for completion, order in zip(completions, orders, strict=True):
         answer = _answer(row, columns, REJECTED, prompt, completion)
         if answer is None or order is None:
-            left_out.append(EMPTY_ANSWER if answer is None else UNSCORED)
+            skip_reasons.append(EMPTY_ANSWER if answer is None else UNSCORED)
         else:
             found.append((order, answer))
     if len(found) < 2:
-        return [], [*left_out, SINGLE]
+        return [], [*skip_reasons, SINGLE]
     least, best = min(found, key=lambda one: one[0])  # the first of several
     others = [(order, answer) for order, answer in found if answer is not best]
     worse = [answer for order, answer in others if order > least]
-    left_out += [TIED] * (len(others) - len(worse))
-    return ([best._replace(label=CHOSEN), *worse] if worse else []), left_out
+    skip_reasons += [TIED] * (len(others) - len(worse))
+    return ([best._replace(label=CHOSEN), *worse] if worse else []), skip_reasons
 
 
 def _orders(row: Row, columns: PreferenceColumns, count: int) -> list[float | None]:

@@ -96,16 +96,16 @@ class SampleFactory:
         notes = [format_count(file.num_rows, what), format_count(file.num_tokens, "token")]
         if file.num_dropped:
             notes.append(f"{format_count(file.num_dropped, what)} dropped with nothing to learn")
-        notes += [f"{reason} left out" for reason in cut.left_out]
+        notes += [f"{reason} left out" for reason in cut.skipped]
         notes += cut.notes
-        if cut.num_dropped and not cut.left_out:
+        if cut.num_dropped and not cut.skipped:
             notes.append(f"{cut.num_dropped:,} dropped with nothing to learn in the first {longest} tokens")
         if cut.num_truncated:
             notes.append(f"{cut.num_truncated:,} cut to {longest} tokens")
         if not len(cut.kept):
             raise DataError(
                 f"{config.where}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "
-                f"data.sequence_length{' or give other rows' if cut.left_out else ''}."
+                f"data.sequence_length{' or give other rows' if cut.skipped else ''}."
             )
         return cut, notes
 

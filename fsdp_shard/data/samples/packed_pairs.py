@@ -29,7 +29,7 @@ from fsdp_shard.data.samples.batch import (
 )
 from fsdp_shard.data.samples.packing import ORDER, packed_windows
 from fsdp_shard.data.samples.preferences import ComparedRows
-from fsdp_shard.data.samples.rows import Cut, LeftOut, next_labels
+from fsdp_shard.data.samples.rows import Cut, SkippedCount, next_labels
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
 
@@ -169,14 +169,14 @@ def fitting_pairs(cut: Cut, examples: Examples, longest: int, padding: int | Non
     shared = np.concatenate([np.empty(0, np.int64), *(_shared_tokens(examples, part, padding) for part in parts)])
     fits = pair_lengths(examples, cut.kept, shared, is_scored=padding is not None) <= longest
     num_long = int(np.count_nonzero(~fits))
-    reason = LeftOut(num_long, "pair", f" longer than a window of {longest}")
+    reason = SkippedCount(num_long, "pair", f" longer than a window of {longest}")
     return replace(
         cut,
         kept=cut.kept[fits],
         num_truncated=0,
         num_dropped=cut.num_dropped + num_long,
         num_beyond=cut.num_beyond + num_long,
-        left_out=(*cut.left_out, reason) if num_long else cut.left_out,
+        skipped=(*cut.skipped, reason) if num_long else cut.skipped,
         shared=shared[fits],
     )
 

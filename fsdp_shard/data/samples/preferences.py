@@ -17,10 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp_shard.data.kinds.kind import PAIRS
-from fsdp_shard.data.kinds.preference_formats import CHOSEN, DESIRABLE, LEFT_OUT, REJECTED, UNDESIRABLE, refuse_labeled
+from fsdp_shard.data.kinds.preference_formats import (
+    CHOSEN,
+    DESIRABLE,
+    REJECTED,
+    SKIP_REASONS,
+    UNDESIRABLE,
+    refuse_labeled,
+)
 from fsdp_shard.data.samples.batch import MASKED, Floats, Ints, Sample, pad
 from fsdp_shard.data.samples.protocol import SourceDataset
-from fsdp_shard.data.samples.rows import Cut, LeftOut, RowDataset, cut_text, next_labels, width_of
+from fsdp_shard.data.samples.rows import Cut, RowDataset, SkippedCount, cut_text, next_labels, width_of
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.models import SEQUENCE_CLASSIFICATION
@@ -168,7 +175,9 @@ def cut_answers(
     chosen, rejected, desirable, undesirable = (
         is_one.get(name, none) for name in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
     )
-    counts = [LeftOut(int(np.count_nonzero(is_one.get(reason, none))), *words) for reason, words in LEFT_OUT.items()]
+    counts = [
+        SkippedCount(int(np.count_nonzero(is_one.get(reason, none))), *words) for reason, words in SKIP_REASONS.items()
+    ]
     num_unlike = sum(one.number for one in counts)
     usable, longer = fits(examples, task, longest)
     pairs = np.stack([chosen_before(chosen)[rejected], np.flatnonzero(rejected)], axis=1)
@@ -184,12 +193,12 @@ def cut_answers(
         # The chosen answer is skipped together with the last answer with which it is compared.
         left_out = [pairs[are_equal, 1], np.setdiff1d(pairs[are_equal, 0], pairs[~are_equal, 0])]
         kept = np.setdiff1d(answers[usable[answers]], np.concatenate(left_out))[:, None]
-    counts.append(LeftOut(num_filled, noun, PROMPT_FILLS.format(longest)))
-    counts.append(LeftOut(int(np.count_nonzero(are_equal)), "pair", EQUAL_WHEN_CUT.format(longest)))
+    counts.append(SkippedCount(num_filled, noun, PROMPT_FILLS.format(longest)))
+    counts.append(SkippedCount(int(np.count_nonzero(are_equal)), "pair", EQUAL_WHEN_CUT.format(longest)))
     if task.samples != PAIRS:
         row_of = np.cumsum(chosen | desirable | undesirable)
         if len(np.unique(row_of[kept])) == 1:  # as of a last block of a stream with one row
-            counts.append(LeftOut(len(kept), noun, NO_OTHER))
+            counts.append(SkippedCount(len(kept), noun, NO_OTHER))
             num_unlike, kept = num_unlike + len(kept), kept[:0]
     num_truncated, num_dropped = int(np.count_nonzero(longer[kept].any(axis=1))), sum(one.number for one in counts)
     if task.samples != PAIRS:

@@ -18,7 +18,7 @@ from fsdp_shard.utils import format_count
 _WIDTH_UNIT = 8
 
 
-class LeftOut(NamedTuple):
+class SkippedCount(NamedTuple):
     """How many compared pairs or answers are left out, and why: 2, `pair` and ` with equal answers`."""
 
     number: int
@@ -39,7 +39,7 @@ class Cut:
         num_dropped: Examples with nothing left to learn.
         num_beyond: Those of `num_dropped` that a larger window would keep.
         what: The unit of the counts: rows, or pairs or answers that are compared.
-        left_out: How many compared pairs or answers were dropped, and why.
+        skipped: How many compared pairs or answers were dropped, and why.
         notes: Further notes to print.
         shared: For pairs to pack, the number of tokens that both answers share [num_kept].
     """
@@ -49,7 +49,7 @@ class Cut:
     num_dropped: int
     num_beyond: int = 0
     what: str = "row"
-    left_out: tuple[LeftOut, ...] = ()
+    skipped: tuple[SkippedCount, ...] = ()
     notes: tuple[str, ...] = ()
     shared: Ints | None = None
 

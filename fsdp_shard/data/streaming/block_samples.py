@@ -62,7 +62,7 @@ class RowSamples:
         counts.used += len(cut.kept)
         counts.dropped += cut.num_dropped
         counts.truncated += cut.num_truncated
-        reasons = {f"{one.noun}s{one.words}": one.number for one in cut.left_out}
+        reasons = {f"{one.noun}s{one.words}": one.number for one in cut.skipped}
         counts.left_out = dict(Counter(counts.left_out) + Counter(reasons))  # adds to earlier blocks
         counts.tokens += len(examples.tokens)
         return [self.factory.samples(examples, cut, classes)] if len(cut.kept) else []

@@ -30,7 +30,7 @@ class DocumentFigures:
     @cached_property
     def _scored(self) -> Ints:
         """The indices of the documents with scored tokens."""
-        return np.flatnonzero([not one.left_out for one in self.text.documents or ()])
+        return np.flatnonzero([not one.skip_reason for one in self.text.documents or ()])
 
     def _sums(self, losses: Floats) -> Floats:
         """Sum window losses by document [num_documents], including skipped documents."""
@@ -65,7 +65,7 @@ class DocumentFigures:
         """Document counts and the interval, for result.json."""
         row = {
             "num_documents": len(self._scored),
-            "left_out": self.text.left_out,
+            "left_out": self.text.num_skipped,
             "confidence_interval": self.interval,
         }
         return row if self.interval else row | {"confidence_interval_note": "it needs at least two documents"}
@@ -96,8 +96,8 @@ class DocumentFigures:
             row = first_fields(index, document.row.where, document.row.name) | _figures(document, float(sums[index]))
             if others is not None:
                 row["against"] = _figures(document, float(others[index]), sizes=False)
-            if document.left_out:
-                row["left_out"] = document.left_out
+            if document.skip_reason:
+                row["left_out"] = document.skip_reason
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         write_atomically(path, "".join(lines))
 

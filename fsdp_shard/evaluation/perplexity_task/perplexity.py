@@ -131,9 +131,9 @@ class PerplexityEvaluation(EvaluationBase):
         most = "up to " if text.num_unscored is None else ""  # each row has its own window, as long as the row
         lines = [*self.lengths, *text.notes, f"{tokens} in {count} of {most}{text.windows.sequence_length}"]
         if text.documents is not None:
-            used = len(text.documents) - sum(text.left_out.values())
+            used = len(text.documents) - sum(text.num_skipped.values())
             lines[-1] = f"{format_count(used, 'document')}, {lines[-1]}"
-            lines += text.left_out_lines
+            lines += text.skipped_lines
         if text.num_unscored and (text.documents is not None or self.settings.stride is not None):
             lines.append(f"{format_count(text.num_unscored, 'token')} not scored: nothing is before them")
         return "\n".join(lines)

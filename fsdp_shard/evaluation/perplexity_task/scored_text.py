@@ -30,7 +30,7 @@ from fsdp_shard.data import (
     read_texts,
 )
 from fsdp_shard.errors import DataError
-from fsdp_shard.evaluation.data_rows import left_out_lines
+from fsdp_shard.evaluation.data_rows import skipped_lines
 from fsdp_shard.evaluation.perplexity_task.strided_windows import StridedWindows
 
 _NUM_NAMED = 5  # skipped documents to name
@@ -57,12 +57,12 @@ class TextSize(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A data row, its scored tokens, and their text; `left_out` is the reason if it has none."""
+    """A data row, its scored tokens, and their text; `skip_reason` is the reason if it has none."""
 
     row: DocumentRow
     num_tokens: int
     size: TextSize
-    left_out: str = ""
+    skip_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,15 @@ class ScoredText:
         return np.array(numbers, np.int64)[self.windows.text_of]
 
     @property
-    def left_out(self) -> dict[str, int]:
+    def num_skipped(self) -> dict[str, int]:
         """Number of unscored documents, by reason."""
-        return dict(Counter(one.left_out for one in self.documents or () if one.left_out))
+        return dict(Counter(one.skip_reason for one in self.documents or () if one.skip_reason))
 
     @property
-    def left_out_lines(self) -> list[str]:
+    def skipped_lines(self) -> list[str]:
         """A line for each reason why documents are not scored."""
-        found = [(one.row.where, one.left_out) for one in self.documents or () if one.left_out]
-        return left_out_lines(found, "document", _NUM_NAMED)
+        found = [(one.row.where, one.skip_reason) for one in self.documents or () if one.skip_reason]
+        return skipped_lines(found, "document", _NUM_NAMED)
 
 
 def open_windows(config: DataConfig, stride: int | None, tokenizer: PreTrainedTokenizerBase) -> ScoredText:

@@ -14,7 +14,7 @@ from fsdp_shard.data import Ints, LabeledTexts, open_labeled_texts
 from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
-from fsdp_shard.evaluation.data_rows import first_fields, left_out_lines
+from fsdp_shard.evaluation.data_rows import first_fields, skipped_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
@@ -60,11 +60,11 @@ class Classification(EvaluationBase):
 
     def describe(self) -> str:
         """Describe the length of texts and the context, the number of texts, and the skipped rows."""
-        left_out = [(row.where, row.left_out) for row in self.texts.rows() if row.left_out]
+        skipped = [(row.where, row.skip_reason) for row in self.texts.rows() if row.skip_reason]
         texts = f"{format_count(len(self.texts.samples), 'text')}, {len(self.names)} classes"
         if num_truncated := int(self._is_truncated.sum()):
             texts += f", {num_truncated:,} cut to {format_count(self.texts.samples.sequence_length, 'token')}"
-        return "\n".join([self.length, *left_out_lines(left_out), texts])
+        return "\n".join([self.length, *skipped_lines(skipped), texts])
 
     def measure(self, load: LoadModel) -> Figures:
         """Run all texts, longest first.
@@ -95,7 +95,7 @@ class Classification(EvaluationBase):
             np.array([one.number for one in ordered]),
             np.array([one.loss for one in ordered]),
         )
-        rows, left_out = self._rows(ordered)
+        rows, num_skipped = self._rows(ordered)
         written = write_predictions(self, rows)
         intervals = Intervals(self.settings.scoring.num_resamples, self.seed)
         interval = intervals.of(figures.correct)
@@ -108,7 +108,7 @@ class Classification(EvaluationBase):
             *figures.lines(),
             *written,
         ]
-        row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": left_out}
+        row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": num_skipped}
         row |= intervals.row({"accuracy": interval})
         return Figures(
             "\n".join(lines), row | {"seconds": seconds, "provenance": text_provenance(self, self.texts.digest)}
@@ -154,12 +154,12 @@ class Classification(EvaluationBase):
     def _rows(self, predictions: list[_Prediction]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return the rows of predictions.jsonl, and the number of skipped rows by reason."""
         labels, is_truncated, rows = self.texts.labels, self._is_truncated, list[dict[str, Any]]()
-        left_out = Counter[str]()
+        num_skipped = Counter[str]()
         for index, text in enumerate(self.texts.rows()):
             row = first_fields(index, text.where, text.name) | {"text": text.text}
             if text.sample is None:
-                row["left_out"] = text.left_out
-                left_out[text.left_out] += 1
+                row["left_out"] = text.skip_reason
+                num_skipped[text.skip_reason] += 1
             else:
                 one = predictions[text.sample]
                 row |= {
@@ -170,7 +170,7 @@ class Classification(EvaluationBase):
                     "truncated": bool(is_truncated[text.sample]),
                 }
             rows.append(row)
-        return rows, dict(left_out)
+        return rows, dict(num_skipped)
 
 
 def open_classification(base: EvaluationBase) -> Classification:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from fsdp_shard.data import Question, QuestionRow, check_task, read_questions
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
-from fsdp_shard.evaluation.data_rows import first_fields, left_out_lines
+from fsdp_shard.evaluation.data_rows import first_fields, skipped_lines
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.provenance import provenance
@@ -52,10 +52,10 @@ class GeneratedAnswers(EvaluationBase):
         missing = f" ({' and '.join(scoring.missing_metrics)} need the extra `eval`)" if scoring.missing_metrics else ""
         lengths = [len(question.ids) for _, question in asked]
         prompts = f"{format_count(len(asked), 'prompt')} of up to {format_count(max(lengths), 'token')}"
-        left_out = [(row.where, row.left_out) for row in self.rows if row.left_out]
+        skipped = [(row.where, row.skip_reason) for row in self.rows if row.skip_reason]
         return "\n".join(
             [
-                *left_out_lines(left_out),
+                *skipped_lines(skipped),
                 f"{prompts}, answered greedily in up to {format_count(scoring.max_new_tokens, 'token')}",
                 f"metrics: {', '.join(scoring.chosen_metrics)}{missing}",
             ]
@@ -122,7 +122,7 @@ class GeneratedAnswers(EvaluationBase):
             "metrics": self.settings.scoring.chosen_metrics,
             "num_prompts": len(completions),
             "num_new_tokens": sum(one.num_new_tokens for one in completions),
-            "left_out": dict(Counter(row.left_out for row in self.rows if row.left_out)),
+            "left_out": dict(Counter(row.skip_reason for row in self.rows if row.skip_reason)),
             "notes": notes,
             **others,
             **intervals.row(ends),
@@ -137,7 +137,7 @@ class GeneratedAnswers(EvaluationBase):
         for index, asked in enumerate(self.rows):
             row = first_fields(index, asked.where, asked.name)
             if asked.question is None:
-                row["left_out"] = asked.left_out
+                row["left_out"] = asked.skip_reason
             else:
                 row |= {"prompt": asked.question.prompt, "reference": asked.question.reference}
                 row |= {"answer": completions[number].completion, "num_new_tokens": completions[number].num_new_tokens}
@@ -177,9 +177,9 @@ def open_generation(base: EvaluationBase) -> GeneratedAnswers:
     for row in read_questions(settings.data, base.tokenizer, SEQ2SEQ if has_encoder else CAUSAL):
         ids = row.question.ids if row.question is not None else []
         check_vocabulary(ids, config)
-        rows.append(row._replace(question=None, left_out=beyond) if room is not None and len(ids) > room else row)
+        rows.append(row._replace(question=None, skip_reason=beyond) if room is not None and len(ids) > room else row)
     if all(row.question is None for row in rows):
-        why = "; ".join(left_out_lines([(row.where, row.left_out) for row in rows]))
+        why = "; ".join(skipped_lines([(row.where, row.skip_reason) for row in rows]))
         raise DataError(
             f"{settings.data.eval_path or settings.data.path} has no prompt to answer: {why}. Give other data"
             + (f", or fewer scoring.max_new_tokens than {most}." if beyond in why and not has_encoder else ".")

@@ -21,7 +21,7 @@ from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import REWARD, EvaluateSettings, Figures
-from fsdp_shard.evaluation.data_rows import first_fields, left_out_lines
+from fsdp_shard.evaluation.data_rows import first_fields, skipped_lines
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
 from fsdp_shard.evaluation.logged_batches import open_log, run_batches
 from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
@@ -62,7 +62,7 @@ class RewardEvaluation(EvaluationBase):
         """Describe the length of texts and the context, the number of pairs, and the skipped rows."""
         found, lines = [pair for pair in self.pairs.pairs() if pair.sample is None], [self.length]
         for what in dict.fromkeys(pair.what for pair in found):
-            lines += left_out_lines([(pair.where, pair.left_out) for pair in found if pair.what == what], what)
+            lines += skipped_lines([(pair.where, pair.skip_reason) for pair in found if pair.what == what], what)
         count = format_count(len(self.pairs.samples), "pair")
         if num_truncated := int(self._is_truncated.sum()):
             count += f", {num_truncated:,} cut to {format_count(self.pairs.samples.sequence_length, 'token')}"
@@ -135,7 +135,7 @@ class RewardEvaluation(EvaluationBase):
             rewards[batch.items] = batch.values
         stated = self.pairs.margins
         figures = RewardFigures(rewards.reshape(-1, 2), None if stated is None else stated.astype(np.float64))
-        rows, left_out = self._rows(figures)
+        rows, num_skipped = self._rows(figures)
         written = write_predictions(self, rows)
         intervals = Intervals(self.settings.scoring.num_resamples, self.seed)
         of = {"accuracy": figures.correct, "mean_margin": figures.margins, "preference_loss": figures.losses}
@@ -150,25 +150,25 @@ class RewardEvaluation(EvaluationBase):
             f"loss {row['preference_loss']:.4f} (95 % interval: {interval_text(ends['preference_loss'])})",
             *written,
         ]
-        row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": left_out} | intervals.row(ends)
+        row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": num_skipped} | intervals.row(ends)
         row |= {"seconds": math.fsum(batch.seconds for batch in batches), "provenance": self._provenance}
         return Figures("\n".join(lines), row)
 
     def _rows(self, figures: RewardFigures) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return the rows of predictions.jsonl, and the number of skipped rows by reason."""
         rewards, margins, losses = figures.rewards.tolist(), figures.margins.tolist(), figures.losses.tolist()
-        is_truncated, rows, left_out = self._is_truncated, list[dict[str, Any]](), Counter[str]()
+        is_truncated, rows, num_skipped = self._is_truncated, list[dict[str, Any]](), Counter[str]()
         for index, pair in enumerate(self.pairs.pairs()):
             row = first_fields(index, pair.where, pair.name) | pair.texts
             if (number := pair.sample) is None:
-                row["left_out"] = f"{pair.what} {pair.left_out}".rstrip()
-                left_out[row["left_out"]] += 1
+                row["left_out"] = f"{pair.what} {pair.skip_reason}".rstrip()
+                num_skipped[row["left_out"]] += 1
             else:
                 chosen, rejected = rewards[number]
                 row |= {"reward_chosen": chosen, "reward_rejected": rejected, "margin": margins[number]}
                 row |= {"loss": losses[number], "truncated": bool(is_truncated[number])}
             rows.append(row)
-        return rows, dict(left_out)
+        return rows, dict(num_skipped)
 
     @cached_property
     def _provenance(self) -> dict[str, Any]:

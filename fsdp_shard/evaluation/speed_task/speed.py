@@ -52,17 +52,17 @@ class UnmeasuredSize:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedEvaluation(EvaluationBase):
-    """The speed of the model in `settings.checkpoint` at `sizes`; `left_out` are sizes beyond its context."""
+    """The speed of the model in `settings.checkpoint` at `sizes`; `unmeasured` are sizes beyond its context."""
 
     sizes: tuple[Size, ...]
-    left_out: tuple[UnmeasuredSize, ...]
+    unmeasured: tuple[UnmeasuredSize, ...]
 
     def describe(self) -> str:
         """Describe the sizes, the number of repetitions, and the skipped sizes."""
         speed = self.settings.speed
         sizes = f"{speed.new_tokens} new tokens each for {format_count(len(self.sizes), 'size')} of batch and prompt"
         times = f"measured {format_count(speed.repeats, 'time')} after one time that is not counted"
-        return "\n".join([f"{sizes}, {times}", *map(str, self.left_out)])
+        return "\n".join([f"{sizes}, {times}", *map(str, self.unmeasured)])
 
     def measure(self, load: LoadModel) -> Figures:
         """Load the model, with memory reserved for the largest KV cache that fits, and measure each size.
@@ -73,21 +73,21 @@ class SpeedEvaluation(EvaluationBase):
         """
         remove_earlier(self.run_dir)
         start = time.perf_counter()
-        model, plan, fitting, left_out = self._load(load)
+        model, plan, fitting, unmeasured = self._load(load)
         load_seconds = time.perf_counter() - start
         timed = TimedModel(model, self.tokenizer, plan, self.settings.speed, self.seed)
         start = time.perf_counter()
         figures, beyond_memory = self._time(timed, fitting)
         seconds = time.perf_counter() - start
-        left_out += beyond_memory
+        unmeasured += beyond_memory
         if not figures:
             raise RunError(
-                f"No size could be measured: {left_out[-1].size}: {left_out[-1].reason}. Give smaller "
+                f"No size could be measured: {unmeasured[-1].size}: {unmeasured[-1].reason}. Give smaller "
                 f"speed.batch_sizes or speed.context_lengths, or keep fewer blocks in memory by dispatch.max_memory."
             )
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(self.run_dir / PLOT, speed_plot(figures, self.settings.source.path))
-        lines = [*speed_table(figures, cpu_memory_is_peak=timed.cpu_memory_is_peak), *map(str, left_out)]
+        lines = [*speed_table(figures, cpu_memory_is_peak=timed.cpu_memory_is_peak), *map(str, unmeasured)]
         lines.append(f"drawn in {self.run_dir / PLOT}")
         row = {
             # The best over all sizes.
@@ -95,7 +95,7 @@ class SpeedEvaluation(EvaluationBase):
             "prefill_tokens_per_second": max(one.prefill.median for one in figures),
             "decode_tokens_per_second": max(one.decoded.median for one in figures),
             "speed": [one.row for one in figures],
-            "left_out": [one.row for one in (*self.left_out, *left_out)],
+            "left_out": [one.row for one in (*self.unmeasured, *unmeasured)],
             "cpu_memory_is_peak": timed.cpu_memory_is_peak,
             **_planned(plan),
             "load_seconds": load_seconds,
@@ -109,7 +109,7 @@ class SpeedEvaluation(EvaluationBase):
         new_tokens = self.settings.speed.new_tokens
         budgets = {size: KVCacheBudget(size.batch_size, size.context_length + new_tokens) for size in self.sizes}
         fitting = sorted(self.sizes, key=lambda size: budgets[size].batch_size * budgets[size].num_tokens)
-        left_out: list[UnmeasuredSize] = []
+        unmeasured: list[UnmeasuredSize] = []
         plans: list[DevicePlan] = []
         while True:
             try:
@@ -117,14 +117,14 @@ class SpeedEvaluation(EvaluationBase):
             except PlanError as error:  # raised before any weight is read
                 if len(fitting) == 1:
                     raise
-                left_out.append(UnmeasuredSize(fitting.pop(), str(error)))
+                unmeasured.append(UnmeasuredSize(fitting.pop(), str(error)))
                 continue
-            return model, plans[-1], [size for size in self.sizes if size in fitting], left_out
+            return model, plans[-1], [size for size in self.sizes if size in fitting], unmeasured
 
     def _time(self, timed: TimedModel, sizes: list[Size]) -> tuple[list[SizeFigures], list[UnmeasuredSize]]:
         """Return the figures of each size, and the sizes without enough memory for their passes."""
         found: list[SizeFigures] = []
-        left_out: list[UnmeasuredSize] = []
+        unmeasured: list[UnmeasuredSize] = []
         passes = 1 + self.settings.speed.repeats
         with report_progress(len(sizes) * passes, "speed", "passes") as count:
             for size in sizes:
@@ -133,10 +133,10 @@ class SpeedEvaluation(EvaluationBase):
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    left_out.append(UnmeasuredSize(size, f"not enough memory as it ran ({first_line(error)})"))
+                    unmeasured.append(UnmeasuredSize(size, f"not enough memory as it ran ({first_line(error)})"))
                 if timed.gpus:
                     torch.cuda.empty_cache()  # same starting state for each size
-        return found, left_out
+        return found, unmeasured
 
     def _provenance(self, timed: TimedModel) -> dict[str, Any]:
         speed = self.settings.speed
@@ -162,8 +162,8 @@ def open_speed(base: EvaluationBase) -> SpeedEvaluation:
             f"task=speed measures one process, and this run has {context.world_size} ranks; remove launch.ranks."
         )
     config: PretrainedConfig = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
-    sizes, left_out = sizes_within(settings.speed, context_length_of(config, settings.dispatch.trust_remote_code))
-    return SpeedEvaluation(**vars(base), sizes=tuple(sizes), left_out=tuple(left_out))
+    sizes, unmeasured = sizes_within(settings.speed, context_length_of(config, settings.dispatch.trust_remote_code))
+    return SpeedEvaluation(**vars(base), sizes=tuple(sizes), unmeasured=tuple(unmeasured))
 
 
 def check_sizes(settings: EvaluateSettings) -> None:
