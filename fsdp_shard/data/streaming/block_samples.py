@@ -26,9 +26,15 @@ _ROWS_OF_A_PART = 8  # of text; decides which tokens a masked language model pre
 
 @dataclass
 class Counts:
-    """Rows read, examples used, rows and examples dropped, examples truncated, tokens.
+    """What became of the rows of a stream so far, by number.
 
-    `left_out` counts dropped pairs or answers by reason, in data that are compared.
+    Attributes:
+        rows: Rows that were read.
+        used: Examples that are in samples.
+        dropped: Rows without anything to learn, and examples that have nothing left after truncation.
+        truncated: Used examples that were longer than a window.
+        tokens: Tokens of all examples, before truncation.
+        left_out: In data that are compared, the number of dropped pairs or answers by reason.
     """
 
     rows: int = 0
