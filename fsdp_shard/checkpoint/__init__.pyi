@@ -68,9 +68,9 @@ from .io.files import (
     pread_into as pread_into,
 )
 from .io.safetensors_format import (
-    CASTABLE as CASTABLE,
     TensorSpec as TensorSpec,
     itemsize as itemsize,
+    main_dtype as main_dtype,
     to_torch as to_torch,
 )
 from .keys.converted_tensors import computed_entry as computed_entry

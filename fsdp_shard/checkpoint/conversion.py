@@ -6,7 +6,6 @@ tensors with a config that is passed or seems to tie other tensors. The target a
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,7 @@ from fsdp_shard.checkpoint.formats.registry import writer
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import damage, scan
 from fsdp_shard.checkpoint.integrity.step_integrity import check_side_files
-from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
+from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, main_dtype, torch_name
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.kept_dtypes import FLOAT32, kept_in_float32
 from fsdp_shard.checkpoint.keys.quantized_weights import (
@@ -431,11 +430,8 @@ def _written_dtype(index: TensorIndex, plan: ConversionPlan) -> str | None:
     """
     if quantization(index) is not None:
         return None
-    sizes: Counter[str] = Counter()
-    for move in plan.moves:
-        if move.target.dtype in CASTABLE:
-            sizes[move.target.dtype] += move.target.num_bytes
-    return torch_name(sizes.most_common(1)[0][0]) if sizes else None
+    dtype = main_dtype((move.target.dtype, move.target.num_bytes) for move in plan.moves)
+    return None if dtype is None else torch_name(dtype)
 
 
 def _manifest(index: TensorIndex, plan: ConversionPlan, root: Path, names: list[str], digests: Digests) -> Manifest:

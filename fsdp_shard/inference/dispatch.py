@@ -6,7 +6,6 @@ the others are read again each time they run (see `offload`). Nothing is written
 
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -332,13 +331,10 @@ def _dtype(wanted: str, index: TensorIndex) -> torch.dtype:
     """The dtype to load in: `wanted`, or with `keep` the stored dtype of most bytes."""
     if wanted != "keep":
         return getattr(torch, wanted)  # type: ignore[no-any-return]  # one of DTYPES
-    num_bytes: Counter[str] = Counter()
-    for entry in index.tensors.values():
-        if entry.dtype in checkpoint.CASTABLE:
-            num_bytes[entry.dtype] += entry.num_bytes
-    if not num_bytes:
+    dtype = checkpoint.main_dtype((entry.dtype, entry.num_bytes) for entry in index.tensors.values())
+    if dtype is None:
         raise CheckpointError(f"{index.root} holds no floating-point tensors, so it has no model.")
-    return checkpoint.to_torch(num_bytes.most_common(1)[0][0])
+    return checkpoint.to_torch(dtype)
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

@@ -33,6 +33,7 @@ from .safetensors_format import (
     is_known as is_known,
     itemsize as itemsize,
     kind_of as kind_of,
+    main_dtype as main_dtype,
     read_header as read_header,
     to_torch as to_torch,
     torch_name as torch_name,

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,6 +56,19 @@ _FROM_TORCH = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
 
 CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 """The types that a `dtype=` setting casts; integers, booleans, 8-bit floats and complex numbers keep their type."""
+
+
+def main_dtype(sizes: Iterable[tuple[str, int]]) -> str | None:
+    """Return the type in CASTABLE with the most bytes; None if there is none.
+
+    Args:
+        sizes: Type and bytes of each tensor.
+    """
+    num_bytes: Counter[str] = Counter()
+    for dtype, size in sizes:
+        if dtype in CASTABLE:
+            num_bytes[dtype] += size
+    return num_bytes.most_common(1)[0][0] if num_bytes else None
 
 
 def kind_of(dtype: str) -> str:
