@@ -62,11 +62,8 @@ from .io.fault_points import (
     REMOTE_POINTS as REMOTE_POINTS,
     fault_point as fault_point,
 )
-from .io.files import (
-    has_file as has_file,
-    member as member,
-    pread_into as pread_into,
-)
+from .io.files import pread_into as pread_into
+from .io.members import has_file as has_file, member as member
 from .io.safetensors_format import (
     TensorSpec as TensorSpec,
     itemsize as itemsize,

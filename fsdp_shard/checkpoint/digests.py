@@ -23,6 +23,9 @@ from fsdp_shard.utils import limits, open_regular
 
 CHUNK_BYTES = 1 << 20
 """Logical bytes of a chunk. Part of the digest: changing it changes every digest (see docs/decisions.md)."""
+SMALL_BYTES = 64 << 10
+"""A tensor up to this size is hashed by one rank; in a save, the other ranks send it their parts."""
+JOB_CHUNKS = 32  # lets several threads work on one large tensor
 
 
 def chunk_digest(data: Any) -> bytes:
@@ -142,9 +145,3 @@ def chunk_jobs(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[Ten
             total = num_chunks(entry.num_bytes)
             for first in range(0, total, JOB_CHUNKS):
                 yield entry, range(first, min(first + JOB_CHUNKS, total))
-
-
-# Smaller tensors are spread over the files of many ranks, so one rank hashes all of them: of those that it saves, the
-# others send it their parts.
-SMALL_BYTES = 64 << 10
-JOB_CHUNKS = 32  # lets several threads work on one large tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from fsdp_shard.checkpoint.io.files import has_file, member
+from fsdp_shard.checkpoint.io.members import has_file, member
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import atomic_directory, matches_any, read_bounded, read_json, user_cache
 

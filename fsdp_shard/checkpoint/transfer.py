@@ -16,7 +16,7 @@ from threading import Lock
 from fsdp_shard.checkpoint.digests import complete_chunk_digests, describe_chunk, read_chunk_digests
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.non_finite import find_non_finite
-from fsdp_shard.checkpoint.io import PAGE_BYTES, Handles, in_threads, page_aligned, pwrite_all, start_writeback
+from fsdp_shard.checkpoint.io import PAGE_BYTES, FilePool, in_threads, page_aligned, pwrite_all, start_writeback
 from fsdp_shard.checkpoint.io.safetensors_format import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.sharded_state.write_shards import Digests, create_file
 from fsdp_shard.checkpoint.steps.file_plan import Extent, FilePlan
@@ -177,7 +177,7 @@ class _Writer:
 
     def __init__(self, index: TensorIndex, root: Path, names: Sequence[str], *, sync: bool) -> None:
         self._index, self._root, self._sync = index, root, sync
-        self._handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
+        self._pool = FilePool(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
         self._locks = {name: Lock() for name in names}
         self._clones = True  # until the file system refuses
 
@@ -189,7 +189,7 @@ class _Writer:
             if low < high:
                 offset = extent.offset + low - extent.start
                 spans = self._to_clone(move, low, high)
-                with self._handles.use(extent.file) as handle, name_in_errors(self._root / extent.file):
+                with self._pool.use(extent.file) as handle, name_in_errors(self._root / extent.file):
                     with self._locks[extent.file]:
                         self._put(handle, offset, data[low - at : high - at], spans)
                     if self._sync:
@@ -224,4 +224,4 @@ class _Writer:
         return end, end
 
     def close(self) -> None:
-        self._handles.close()
+        self._pool.close()

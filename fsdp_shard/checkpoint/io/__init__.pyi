@@ -10,16 +10,18 @@ from .atomicity import (
 from .fault_points import fault_point as fault_point
 from .files import (
     FileHeader as FileHeader,
+    FilePool as FilePool,
     Files as Files,
-    Handles as Handles,
-    has_file as has_file,
-    member as member,
     page_aligned as page_aligned,
     pread_into as pread_into,
     pwrite_all as pwrite_all,
+    split_aligned as split_aligned,
+)
+from .members import (
+    has_file as has_file,
+    member as member,
     refuse_deleted as refuse_deleted,
     refuse_many_entries as refuse_many_entries,
-    split_aligned as split_aligned,
 )
 from .safetensors_format import (
     CASTABLE as CASTABLE,

@@ -1,95 +1,29 @@
-"""Opens the files of a checkpoint without leaving its directory, and reads and writes byte ranges of files.
-
-Every name from an index, a manifest or a header passes through `member`.
-"""
+"""Reads and writes byte ranges of files, and keeps the files of a checkpoint open."""
 
 import fcntl
 import mmap
 import os
-import re
 import resource
-import stat
 import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import ClassVar
 from weakref import WeakSet
 
 import xxhash
 
-from fsdp_shard.errors import CheckpointError, deleted_meanwhile
-from fsdp_shard.utils import limits, open_regular, read_range, refuse_excess
+from fsdp_shard.checkpoint.io.members import member
+from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import open_regular, read_range
 
-_NOT_IN_NAMES = re.compile(r"[\0\\\ud800-\udfff]")  # a lone surrogate is not valid text
 _LARGE_BYTES = 64 << 10  # less than what malloc maps on its own
 _MAX_READ = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
 _WRITE_BYTES = 512 << 10  # for larger writes, Linux uses larger pages, which can cost a multiple
 _FICLONERANGE = 0x4020940D  # of <linux/fs.h>; architectures with another number reject this one
-
-
-def member(root: Path, name: object) -> Path:
-    """Return the path of a checkpoint file inside the checkpoint's directory.
-
-    Args:
-        root: The directory.
-        name: The name in an index, a manifest or a header.
-
-    Returns:
-        The path. Links of a Hugging Face hub cache (`models--*/snapshots/REVISION/FILE -> ../../blobs/HASH`) may lead
-        out of `root` as far as `models--*`.
-
-    Raises:
-        CheckpointError: The name is absolute or has `..`, a symbolic link leads out of `root`, or no regular file has
-            this name.
-    """
-    if not isinstance(name, str) or not name or _NOT_IN_NAMES.search(name):
-        raise CheckpointError(f"{root} names {name!r} as a file, which is no file name.")
-    pure = PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts:
-        raise CheckpointError(f"{root} names the file {name}, which would lie outside the directory; it is not read.")
-    path, base = root / pure, root.resolve()
-    try:
-        real = path.resolve(strict=True)
-        mode = real.stat().st_mode
-    except (OSError, RuntimeError):
-        refuse_deleted(root)
-        raise CheckpointError(f"{path} is missing: the checkpoint names it, but there is no such file.") from None
-    if not real.is_relative_to(base) and not real.is_relative_to(_hub_base(base) or base):
-        raise CheckpointError(
-            f"{path} is a link to {real}, outside the directory; it is not followed. Copy the file in its place."
-        )
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is not a regular file, so it is not read.")
-    return path
-
-
-def refuse_deleted(path: Path) -> None:
-    """Raise CheckpointError if a checkpoint found earlier has been deleted."""
-    if not path.exists():
-        raise CheckpointError(deleted_meanwhile(path))
-
-
-def _hub_base(root: Path) -> Path | None:
-    is_snapshot = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
-    return root.parent.parent if is_snapshot else None
-
-
-def has_file(root: Path, name: str) -> bool:
-    """Whether `root` has a regular file `name`, or a link to one (`member` checks where it leads)."""
-    return os.path.isfile(root / name)
-
-
-def refuse_many_entries(path: Path) -> None:
-    """Raise CheckpointError if a directory has more entries than any checkpoint, as they are scanned repeatedly."""
-    if path.is_dir():
-        with os.scandir(path) as entries:
-            count = sum(1 for _ in islice(entries, limits().directory_entries + 1))
-        refuse_excess(count, "directory_entries", f"{path} has too many files to be a checkpoint")
 
 
 def page_aligned(num_bytes: int) -> memoryview:
@@ -135,16 +69,16 @@ class _ReplacedError(CheckpointError):
     """Another file has the name of one that was read earlier."""
 
 
-class Handles:
-    """Open files by name, at most `MAX_HANDLES` and at most a quarter of the process's limit (`ulimit -n`).
+class FilePool:
+    """Open files by name, at most `MAX_FILES` and at most a quarter of the process's limit (`ulimit -n`).
 
     Each tensor of a thousand ranks is read file after file. If the files cannot all stay open, the most recently used
     one is closed: least-recently-used would close each file just before it is read again. If no more can be opened, all
-    `Handles` of this process close their idle files. Thread-safe.
+    pools of this process close their idle files. Thread-safe.
     """
 
-    MAX_HANDLES = 16_384
-    _all: ClassVar[WeakSet["Handles"]] = WeakSet()
+    MAX_FILES = 16_384
+    _all: ClassVar[WeakSet["FilePool"]] = WeakSet()
     _all_lock: ClassVar = threading.Lock()
 
     def __init__(self, open_file: Callable[[str], int]) -> None:
@@ -153,7 +87,7 @@ class Handles:
         self._users: Counter[str] = Counter()
         self._lock = threading.Lock()
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._max_handles = self.MAX_HANDLES if allowed < 0 else max(min(self.MAX_HANDLES, allowed // 4), 1)
+        self._max_files = self.MAX_FILES if allowed < 0 else max(min(self.MAX_FILES, allowed // 4), 1)
         with self._all_lock:
             self._all.add(self)
 
@@ -163,7 +97,7 @@ class Handles:
         with self._lock:
             handle = self._handles.pop(name, None)
             if handle is None:
-                self._close_idle(self._max_handles - 1)
+                self._close_idle(self._max_files - 1)
                 try:
                     handle = self._open(name)
                 except _ReplacedError:
@@ -251,7 +185,7 @@ class Files:
     def __init__(self, root: Path, headers: Mapping[str, FileHeader] | None = None) -> None:
         self._root, self._headers = root, headers or {}
         self._known: dict[str, tuple[int, int]] = {}  # size and modification time
-        self._handles = Handles(self.open)
+        self._pool = FilePool(self.open)
 
     def open(self, name: str) -> int:
         """Open a file for reading, compare it with its record, and return the descriptor.
@@ -284,7 +218,7 @@ class Files:
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         """Fill `out` with the bytes of file `name` from `offset`; raise CheckpointError if the file is too short."""
         try:
-            with self._handles.use(name) as handle:
+            with self._pool.use(name) as handle:
                 count = pread_into(handle, offset, out)
         except OSError as error:
             raise CheckpointError(f"{self._root / name} cannot be read: {error.strerror}.") from None
@@ -300,7 +234,7 @@ class Files:
         Returns:
             Whether the file system supports that for these files.
         """
-        with self._handles.use(name) as handle:
+        with self._pool.use(name) as handle:
             try:  # ioctl_ficlonerange(2); XFS, btrfs
                 fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", handle, offset, num_bytes, at))
             except OSError:
@@ -309,4 +243,4 @@ class Files:
 
     def close(self) -> None:
         """Close all files."""
-        self._handles.close()
+        self._pool.close()

@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint import digests, tensor_slices
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, SMALL_BYTES, num_chunks
 from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Handles, allocate, fault_point, pwrite_all, split_aligned, start_writeback
+from fsdp_shard.checkpoint.io import FilePool, allocate, fault_point, pwrite_all, split_aligned, start_writeback
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.write_plan import WritePlan, spec_of
 from fsdp_shard.checkpoint.steps.file_plan import FilePlan
@@ -213,14 +213,14 @@ class _Writer:
 
     def __init__(self, directory: Path, reading: Reading) -> None:
         self._directory, self._reading = directory, reading
-        self._handles = Handles(lambda name: os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC))
+        self._pool = FilePool(lambda name: os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC))
 
     def write(
         self, plan: WritePlan, name: str, shard: LocalShard, hash_bytes: Callable[[int, memoryview], object]
     ) -> None:
         """Write a shard, and pass its bytes to the hasher: (first byte in the tensor, bytes)."""
         file, first = plan.offsets[name][0], shard.start * shard.data.element_size()
-        with self._handles.use(file) as handle, name_in_errors(self._directory / file):
+        with self._pool.use(file) as handle, name_in_errors(self._directory / file):
             for offset, part in plan.runs(name, shard):
                 for start, stop in split_aligned(first + part.start, first + part.stop, _STEP_BYTES):
                     position = offset + start - first - part.start
@@ -232,8 +232,8 @@ class _Writer:
     def sync(self, names: set[str]) -> None:
         """Flush the files `names` to the disk."""
         for name in sorted(names):
-            with self._handles.use(name) as handle, name_in_errors(self._directory / name):
+            with self._pool.use(name) as handle, name_in_errors(self._directory / name):
                 os.fsync(handle)
 
     def close(self) -> None:
-        self._handles.close()
+        self._pool.close()

@@ -16,7 +16,7 @@ import torch
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.io.atomicity import allocate
-from fsdp_shard.checkpoint.io.files import Files, Handles, split_aligned
+from fsdp_shard.checkpoint.io.files import FilePool, Files, split_aligned
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_same, write_huggingface
@@ -31,7 +31,7 @@ def is_open(handle: int) -> bool:
 
 
 def test_the_last_unused_files_close_and_open_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Handles, "MAX_HANDLES", 3)
+    monkeypatch.setattr(FilePool, "MAX_FILES", 3)
     for number in range(6):
         (tmp_path / str(number)).write_text(str(number))
     opened: list[int] = []
@@ -40,15 +40,15 @@ def test_the_last_unused_files_close_and_open_again(tmp_path: Path, monkeypatch:
         opened.append(os.open(tmp_path / name, os.O_RDONLY))
         return opened[-1]
 
-    handles = Handles(open_file)
+    pool = FilePool(open_file)
     for number in [*range(6), *range(6)]:  # as tensors of six ranks are read
-        with handles.use(str(number)) as handle:
+        with pool.use(str(number)) as handle:
             assert os.pread(handle, 1, 0) == str(number).encode()
     assert len(opened) == 9  # of the second turn 0, 1 and 5 were still open
     with ExitStack() as stack:  # files in use stay, however many
-        held = [stack.enter_context(handles.use(str(number))) for number in range(6)]
+        held = [stack.enter_context(pool.use(str(number))) for number in range(6)]
         assert all(map(is_open, held))
-    handles.close()
+    pool.close()
     assert not any(map(is_open, opened))
 
 
@@ -56,7 +56,7 @@ def test_what_one_does_not_use_is_closed_when_another_can_open_no_more(tmp_path:
     """As a model on disk, whose files stay open between its calls, and `convert` beside it."""
     for number in range(8):
         (tmp_path / str(number)).write_text(str(number))
-    model, target = (Handles(lambda name: os.open(tmp_path / name, os.O_RDONLY)) for _ in range(2))
+    model, target = (FilePool(lambda name: os.open(tmp_path / name, os.O_RDONLY)) for _ in range(2))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         free = [os.open("/dev/null", os.O_RDONLY) for _ in range(4)]  # others may be open between these
@@ -119,7 +119,7 @@ finally:
 
 
 def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Handles, "MAX_HANDLES", 4)
+    monkeypatch.setattr(FilePool, "MAX_FILES", 4)
     tensors = {"a": torch.randn(40, 3), "b": torch.randn(7)}
     write_huggingface(tmp_path / "one", tensors)
     convert(tmp_path / "one", tmp_path / "ranks", format="sharded", ranks=20)
