@@ -135,7 +135,7 @@ def check_factors(
     if found != (rank, rank):
         raise CheckpointError(
             f"{adapter.root}: lora_A and lora_B of {module} have the ranks {found[0]} and {found[1]}, but r and "
-            f"rank_pattern of {settings.where.name} give it {rank}."
+            f"rank_pattern of {settings.path.name} give it {rank}."
         )
 
 

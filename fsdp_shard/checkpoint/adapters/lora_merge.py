@@ -81,7 +81,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     entries = {entry.name: entry for entry in (merge.replacement(name, fqn) for fqn, name in whole.items())}
     entries |= {entry.name: entry for entry in (merge.adapted_weight(*item, entries) for item in targets.items())}
     if both := [module for module in targets if module in merge.wrapped_parameters]:
-        raise CheckpointError(f"{settings.where}: target_modules and target_parameters both have {both[0]}.")
+        raise CheckpointError(f"{settings.path}: target_modules and target_parameters both have {both[0]}.")
     stacks = {module: factors for module, factors in parts.factors.items() if module in merge.wrapped_parameters}
     for item in stacks.items():
         entries |= {entry.name: entry for entry in merge.adapted_parameter(*item, entries)}
@@ -129,7 +129,7 @@ def _names(
     except (InputError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # raised by odd configs
         if settings.parameters:
             raise CheckpointError(
-                f"{settings.where}: target_parameters needs the base model's class, which cannot be built: {error}"
+                f"{settings.path}: target_parameters needs the base model's class, which cannot be built: {error}"
             ) from error
         return names  # the error then names the missing tensors
 
@@ -311,27 +311,27 @@ class _Merge:
         owners = {name.rpartition(".")[0] for name in names}
         if not all(module in owners or module in self.wrapped_parameters for module in parts.factors):
             return []  # the base has another prefix or none: peft's rules do not cover its names
-        settings, where = self.settings, self.settings.where
+        settings, path = self.settings, self.settings.path
         modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
         settings.try_patterns([*modules, *self.wrapped_parameters.values()])
         for module in modules:
             missing = (n for n in names if n.startswith(f"{module}.") and n not in parts.whole)
             if settings.is_saved(module) and (name := next(missing, None)):
                 raise CheckpointError(
-                    f"{where}: modules_to_save has {module}, but the adapter does not hold its {name}."
+                    f"{path}: modules_to_save has {module}, but the adapter does not hold its {name}."
                 )
         targets = [module for module in modules if self.is_target(module)]
         if wrong := [module for module in targets if not self._is_layer(module)]:
-            raise CheckpointError(f"{where}: target_modules has {wrong[0]}, which is no layer that LoRA can adapt.")
+            raise CheckpointError(f"{path}: target_modules has {wrong[0]}, which is no layer that LoRA can adapt.")
         absent = [module for module in (*targets, *self.wrapped_parameters) if module not in parts.factors]
         if not targets and not self.wrapped_parameters:
-            raise CheckpointError(f"{where}: its settings, such as target_modules, name no module of {self.base.path}.")
+            raise CheckpointError(f"{path}: its settings, such as target_modules, name no module of {self.base.path}.")
         if absent and not settings.starts_at_zero:
             raise CheckpointError(
-                f"{where}: the adapter holds no tensors of {first_few(absent, 3)}, which target_modules has."
+                f"{path}: the adapter holds no tensors of {first_few(absent, 3)}, which target_modules has."
             )
         return (
-            [f"{where}: without tensors for {first_few(absent, 3)}, which stay as in the base, as in peft."]
+            [f"{path}: without tensors for {first_few(absent, 3)}, which stay as in the base, as in peft."]
             if absent
             else []
         )
@@ -389,7 +389,7 @@ class _Merge:
             return not _CONV1D_MODELS.isdisjoint(types) and module.rpartition(".")[2] in _CONV1D_LAYERS
         if shape == (rows, rows) and self.settings.fan_in_fan_out:
             raise CheckpointError(
-                f"{self.settings.where}: fan_in_fan_out is set, but whether the square weight of {module} is stored "
+                f"{self.settings.path}: fan_in_fan_out is set, but whether the square weight of {module} is stored "
                 f"transposed depends on the class of the model, which {self.side} does not define; merge it with peft."
             )
         return len(shape) == 2 and shape[0] != rows

@@ -59,14 +59,14 @@ def read(path: Path) -> TensorIndex:
     found: dict[str, TensorEntry] = {}
     for entry in (*make(path, models[0], shapes, zeros), *_kept_in_models(path, models, zeros[0].stage, replicas)):
         if found.setdefault(entry.name, entry) is not entry:
-            raise CheckpointError(f"{models[0].where} names parameter {entry.name} twice; which one is meant?")
+            raise CheckpointError(f"{models[0].path} names parameter {entry.name} twice; which one is meant?")
     replicas.compare()
     shared = _shared(models[0], found)
     if zeros[0].stage <= 2:
         found |= {entry.name: entry for entry in _unlisted(models[0], {*found, *shared})}
     tensors, aliases = torch_pickle.without_copies(found, path)
     aliases |= {name: kept for name, kept in shared.items() if kept in tensors}
-    moments = [tensor for state in optimizers for keys, tensor in walk(state.content, state.where) if "state" in keys]
+    moments = [tensor for state in optimizers for keys, tensor in walk(state.content, state.path) if "state" in keys]
     step = models[0].content.get("global_steps")
     return TensorIndex(
         path,
@@ -86,14 +86,14 @@ def _replicas(path: Path, models: Sequence[State], optimizers: Sequence[State]) 
     saves, replicas = Agreement(), Replicas(path)
     for model in models:
         shapes = [[(name, *counts(shape)) for name, shape in group.items()] for group in _param_shapes(model)]
-        saves.check("the step", model.where, model.content.get("global_steps"))
-        saves.check("the list of parameters", model.where, shapes)
-        saves.check("the list of buffers", model.where, model.content.get("buffer_names"))
+        saves.check("the step", model.path, model.content.get("global_steps"))
+        saves.check("the list of parameters", model.path, shapes)
+        saves.check("the list of buffers", model.path, model.content.get("buffer_names"))
     for state in optimizers:
-        for keys, tensor in walk(state.content, state.where):
+        for keys, tensor in walk(state.content, state.path):
             if keys[-1] == "step" and "state" in keys and isinstance(tensor, StoredTensor):
                 name = f"{keys[-2]}.step of the optimizer"
-                entry = plain_entry(name, tensor, state.file, state.where)
+                entry = plain_entry(name, tensor, state.file, state.path)
                 replicas.add(name, entry.dtype, entry.pieces[0])
     return replicas
 
@@ -102,7 +102,7 @@ def _param_shapes(state: State) -> list[_Shapes]:
     groups = state.content.get("param_shapes")
     if not isinstance(groups, list):
         raise CheckpointError(
-            f"{state.where} has no shapes of parameters, so it is not the model state of a ZeRO engine."
+            f"{state.path} has no shapes of parameters, so it is not the model state of a ZeRO engine."
         )
     return [_shapes(state, group) for group in groups]
 
@@ -111,7 +111,7 @@ def _shapes(state: State, group: Any) -> _Shapes:
     try:
         return {text(name): counts(shape) for name, shape in group.items()}
     except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"{state.where} has shapes of parameters that are not shapes: {error}.") from None
+        raise CheckpointError(f"{state.path} has shapes of parameters that are not shapes: {error}.") from None
 
 
 def _split_anywhere(
@@ -120,7 +120,7 @@ def _split_anywhere(
     """Stages 1 and 2: the concatenated partitions of a group on all ranks are its concatenated parameters."""
     dtype, paddings = zeros[0].dtype, zeros[0].paddings or [(0,) * len(group) for group in shapes]
     if [len(group) for group in shapes] != [len(group) for group in paddings] or len(shapes) != len(zeros[0].groups):
-        raise CheckpointError(f"{model.where} has other groups of parameters than the optimizer files.")
+        raise CheckpointError(f"{model.path} has other groups of parameters than the optimizer files.")
     for number, group in enumerate(shapes):
         vector = [zero.groups[number] for zero in zeros]
         at, starts = 0, {}
@@ -147,7 +147,7 @@ def _check_fragments(model: State, number: int, starts: Mapping[str, tuple[int, 
         found = expected if zero.fragments is None else zero.fragments[number : number + 1]
         if found not in (expected, [expected]):
             raise CheckpointError(
-                f"{model.where} and the optimizer file of rank {rank} do not have the same parameters in group "
+                f"{model.path} and the optimizer file of rank {rank} do not have the same parameters in group "
                 f"{number}: the files were mixed up, or one is damaged."
             )
         low = high
@@ -183,7 +183,7 @@ def _entry(
 def _check_end(model: State, wanted: int, found: int, alignment: int) -> None:
     if -(-wanted // alignment) != -(-found // alignment):
         raise CheckpointError(
-            f"{model.where} names parameters of {wanted} elements in all, but the optimizer files hold "
+            f"{model.path} names parameters of {wanted} elements in all, but the optimizer files hold "
             f"{found}: these are files of different saves."
         )
 
@@ -194,13 +194,13 @@ def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: R
     modules: list[Any] = [model.content.get("module") for model in models]
     if modules[0] is None and "module" in first.content:
         raise CheckpointError(
-            f"{first.where} is of a PipelineModule, whose layers are in files of their own, {SAVE_WHOLE}."
+            f"{first.path} is of a PipelineModule, whose layers are in files of their own, {SAVE_WHOLE}."
         )
     if not all(isinstance(module, Mapping) for module in modules) or not isinstance(names, (list, tuple, set)):
-        raise CheckpointError(f"{first.where} has no module or no names of buffers, so it is not a model state.")
+        raise CheckpointError(f"{first.path} has no module or no names of buffers, so it is not a model state.")
     for name in dict.fromkeys(map(str, names)):
         held = zip(models, modules, strict=True) if name in modules[0] else ()
-        entries = [plain_entry(name, module.get(name), model.file, model.where) for model, module in held]
+        entries = [plain_entry(name, module.get(name), model.file, model.path) for model, module in held]
         for entry in entries:
             replicas.add(name, entry.dtype, entry.pieces[0])
         yield from entries[:1]
@@ -208,9 +208,9 @@ def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: R
     for name, shape in frozen.items():
         fragments = [_fragments(model).get(name) for model in models]
         if stage <= 2:
-            yield plain_entry(name, fragments[0], first.file, first.where)
+            yield plain_entry(name, fragments[0], first.file, first.path)
             continue
-        dtype = readable(fragments[0], name, first.where).dtype
+        dtype = readable(fragments[0], name, first.path).dtype
         vectors = [[segment(model, name, part, dtype)] for model, part in zip(models, fragments, strict=True)]
         yield checked_entry(root, name, dtype, shape, list(_equal_parts(vectors, 0, shape, dtype)))
 
@@ -218,7 +218,7 @@ def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: R
 def _fragments(model: State) -> Mapping[str, Any]:
     found = model.content.get("frozen_param_fragments") or {}
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{model.where} has no map of the parameters that were not trained.")
+        raise CheckpointError(f"{model.path} has no map of the parameters that were not trained.")
     return found
 
 
@@ -226,7 +226,7 @@ def _unlisted(model: State, known: Set[str]) -> Iterator[TensorEntry]:
     """Up to stage 2, what only `module` holds: stage 1 does not list the parameters that are not trained."""
     for name, tensor in model.content["module"].items():
         if str(name) not in known and isinstance(tensor, AnyTensor):
-            yield plain_entry(str(name), tensor, model.file, model.where)
+            yield plain_entry(str(name), tensor, model.file, model.path)
 
 
 def _shared(model: State, found: Mapping[str, TensorEntry]) -> dict[str, str]:

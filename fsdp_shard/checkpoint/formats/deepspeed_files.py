@@ -29,7 +29,7 @@ class State:
     """The content of one file. `file` is its name relative to the checkpoint's root."""
 
     file: str
-    where: Path
+    path: Path
     content: Mapping[str, Any]
 
 
@@ -144,34 +144,34 @@ def _optimizer_file_of(model_file: str) -> str:
     return f"*zero_pp_rank_{rank}_mp_rank_{part}_optim_states.pt"
 
 
-def refuse_incomplete(content: Any, where: Path) -> None:
+def refuse_incomplete(content: Any, path: Path) -> None:
     """Raise CheckpointError for an engine's model states that do not hold the weights of all their parameters."""
     if not isinstance(content, Mapping) or not isinstance(content.get("module"), Mapping):
         return
     module, groups = content["module"], content.get("param_shapes")
     groups = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
-    source = f"the optimizer files, {_optimizer_file_of(where.name)} and those of the other ranks"
+    source = f"the optimizer files, {_optimizer_file_of(path.name)} and those of the other ranks"
     for name, shape in (item for group in groups for item in group.items()):
         tensor = module.get(name)
         if isinstance(tensor, StoredTensor) and isinstance(shape, tuple) and tensor.shape != shape:
             raise CheckpointError(
-                f"{where} holds the placeholders of ZeRO stage 3: tensor {name} has the shape {list(tensor.shape)} "
+                f"{path} holds the placeholders of ZeRO stage 3: tensor {name} has the shape {list(tensor.shape)} "
                 f"instead of {list(shape)}. The weights are in {source}; give the directory of the save that has them."
             )
     if content.get("num_experts") and "ds_version" in content:
         raise CheckpointError(
-            f"{where} holds a model without its experts, which DeepSpeed writes to files of their own. All weights of "
+            f"{path} holds a model without its experts, which DeepSpeed writes to files of their own. All weights of "
             f"a ZeRO save are in {source}; give the directory of the save that has them."
         )
 
 
 def read_state(root: Path, file: str) -> State:
     """Read the file `file` of the checkpoint in `root`."""
-    where = member(root, file)
-    content = read_torch_file(where)
+    path = member(root, file)
+    content = read_torch_file(path)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{where} holds a {type(content).__name__}, not the state of a DeepSpeed engine.")
-    return State(file, where, content)
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not the state of a DeepSpeed engine.")
+    return State(file, path, content)
 
 
 def check_ranks(directory: Path, states: Sequence[State], zeros: Sequence[Zero]) -> None:
@@ -179,7 +179,7 @@ def check_ranks(directory: Path, states: Sequence[State], zeros: Sequence[Zero])
     saves = Agreement()
     for state, zero in zip(states, zeros, strict=True):
         size = (zero.world_size, "ranks with", len(zero.groups), "parameter groups of", zero.dtype)
-        saves.check("the optimizer state", state.where, "of ZeRO stage", zero.stage, "on", *size)
+        saves.check("the optimizer state", state.path, "of ZeRO stage", zero.stage, "on", *size)
     if zeros[0].world_size != len(zeros):
         raise CheckpointError(
             f"{directory} has the optimizer files of {format_count(len(zeros), 'rank')}, but was written by "
@@ -191,16 +191,16 @@ def zero_of(state: State) -> Zero:
     """The partitions in an optimizer file."""
     held = state.content.get("optimizer_state_dict")
     if not isinstance(held, Mapping) or not {"zero_stage", "single_partition_of_fp32_groups"} & held.keys():
-        raise CheckpointError(f"{state.where} has no ZeRO optimizer state.")
+        raise CheckpointError(f"{state.path} has no ZeRO optimizer state.")
     stage = held.get("zero_stage", 1)  # BF16_Optimizer, which partitions as stage 1 does, records none
     stage = stage.arguments[0] if isinstance(stage, Record) and stage.arguments else stage
     if stage not in (1, 2, 3):
-        raise CheckpointError(f"{state.where} is of ZeRO stage {str(stage)[:20]!r}; stages 1 to 3 are supported.")
+        raise CheckpointError(f"{state.path} is of ZeRO stage {str(stage)[:20]!r}; stages 1 to 3 are supported.")
     size = _world_size(state, held)
     groups = held.get("single_partition_of_fp32_groups" if stage <= 2 else "fp32_flat_groups")
     if type(size) is not int or not isinstance(groups, (list, tuple)):
-        raise CheckpointError(f"{state.where} does not say how its ZeRO optimizer was partitioned.")
-    dtypes = {readable(group, f"group {number}", state.where).dtype for number, group in enumerate(groups)}
+        raise CheckpointError(f"{state.path} does not say how its ZeRO optimizer was partitioned.")
+    dtypes = {readable(group, f"group {number}", state.path).dtype for number, group in enumerate(groups)}
     dtype = "BF16" if dtypes == {"BF16"} else "F32"  # with bf16_master_weights_and_grads
     found = [segment(state, f"group {number}", group, dtype) for number, group in enumerate(groups)]
     paddings = _paddings(state, held.get("param_alignment_paddings"))
@@ -216,7 +216,7 @@ def _world_size(state: State, held: Mapping[str, Any]) -> Any:
     different = list(dict.fromkeys(str(size)[:20] for size in sizes))
     if len(different) > 1:
         raise CheckpointError(
-            f"{state.where} is of a model with expert parallelism (some parameters are divided over {different[0]} "
+            f"{state.path} is of a model with expert parallelism (some parameters are divided over {different[0]} "
             f"ranks, others over {different[1]}), {SAVE_WHOLE}."
         )
     return sizes[0] if sizes else 0
@@ -228,7 +228,7 @@ def _paddings(state: State, value: Any) -> list[tuple[int, ...]] | None:
     try:
         return [counts(group, 1 << 20) for group in value]
     except TypeError as error:
-        raise CheckpointError(f"{state.where} has paddings of parameters that are none: {error}.") from None
+        raise CheckpointError(f"{state.path} has paddings of parameters that are none: {error}.") from None
 
 
 def _fragments(state: State, value: Any) -> list[dict[str, tuple[int, ...]]] | None:
@@ -239,15 +239,15 @@ def _fragments(state: State, value: Any) -> list[dict[str, tuple[int, ...]]] | N
             {str(name): counts((at.get("start"), at.get("numel"))) for name, at in group.items()} for group in value
         ]
     except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"{state.where} has fragments of parameters that are none: {error}.") from None
+        raise CheckpointError(f"{state.path} has fragments of parameters that are none: {error}.") from None
 
 
 def segment(state: State, name: str, tensor: Any, dtype: str) -> Segment:
     """Return a contiguous tensor of `dtype` in a file; raise CheckpointError for anything else."""
-    plain = readable(tensor, name, state.where)
+    plain = readable(tensor, name, state.path)
     piece = piece_of("", plain, plain.shape)
     if plain.dtype != dtype or piece.codec is not None:
-        raise CheckpointError(f"{state.where}: {name} is no flat tensor of {dtype}.")
+        raise CheckpointError(f"{state.path}: {name} is no flat tensor of {dtype}.")
     return Segment(state.file, plain.start, plain.num_elements, piece.checksum)
 
 

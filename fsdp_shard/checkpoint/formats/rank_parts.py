@@ -29,7 +29,7 @@ class Part:
 
     rank: int
     file: str
-    where: Path
+    path: Path
     tensor: AnyTensor
 
 
@@ -48,8 +48,8 @@ def assemble_parts(
     """
     replicas = Replicas(root)
     found, num_pieces = {}, 0
-    files = {part.where for held in parts.values() for part in held}
-    most = _FREE_PIECES + sum(where.stat().st_size for where in files) // _BYTES_OF_A_PIECE
+    files = {part.path for held in parts.values() for part in held}
+    most = _FREE_PIECES + sum(path.stat().st_size for path in files) // _BYTES_OF_A_PIECE
     for name, held in parts.items():
         found[name] = _entry(replicas, name, held, num_files)
         num_pieces += len(found[name].pieces)
@@ -64,20 +64,20 @@ def assemble_parts(
 
 def other_state(root: Path, file: str, kind: str) -> dict[str, Extra]:
     """Count the content of a file with a state other than weights, by kind."""
-    where = member(root, file)
+    path = member(root, file)
     try:
-        state = torch_pickle.read_torch_file(where)
-        return {kind: torch_pickle.extra_of([tensor for _, tensor in torch_pickle.walk(state, where)])}
+        state = torch_pickle.read_torch_file(path)
+        return {kind: torch_pickle.extra_of([tensor for _, tensor in torch_pickle.walk(state, path)])}
     except CheckpointError:  # an unreadable file of another state does not prevent reading the weights
-        return {kind: Extra(0, where.stat().st_size)}
+        return {kind: Extra(0, path.stat().st_size)}
 
 
 def _entry(replicas: Replicas, name: str, parts: Sequence[Part], num_files: int) -> TensorEntry:
     root, first, saves = replicas.root, parts[0], Agreement()
     for part in parts:
-        saves.check(f"tensor {name}", part.where, *_description(part, name))
+        saves.check(f"tensor {name}", part.path, *_description(part, name))
     if not isinstance(first.tensor, (StoredDTensor, StoredShards)):
-        entries = [torch_pickle.plain_entry(name, part.tensor, part.file, part.where) for part in parts]
+        entries = [torch_pickle.plain_entry(name, part.tensor, part.file, part.path) for part in parts]
         for entry in entries:
             replicas.add(name, entry.dtype, entry.pieces[0])
         return entries[0]
@@ -98,11 +98,11 @@ def _description(part: Part, name: str) -> tuple[object, ...]:
     """The properties on which the files of all ranks must agree."""
     tensor = part.tensor
     if isinstance(tensor, StoredDTensor):
-        dtype, placements = readable(tensor.local, name, part.where).dtype, tuple(map(str, tensor.placements))
+        dtype, placements = readable(tensor.local, name, part.path).dtype, tuple(map(str, tensor.placements))
         return dtype, tensor.shape, "on a mesh of", tensor.mesh_shape, "as", placements
     if isinstance(tensor, StoredShards):
         return tensor.dtype, tensor.shape, "in", tensor.boxes
-    plain = readable(tensor, name, part.where)
+    plain = readable(tensor, name, part.path)
     return plain.dtype, plain.shape
 
 
@@ -114,16 +114,16 @@ def _pieces(part: Part, name: str, ranks: Set[int], num_files: int) -> list[Piec
     assert isinstance(tensor, StoredDTensor), "the files of all ranks agree"
     if absent := sorted(set(tensor.mesh_ranks) - ranks):
         reason = f"which {num_files} files cannot be" if absent[0] >= num_files else "whose file does not hold it"
-        raise CheckpointError(f"{part.where}: tensor {name} is sharded with rank {absent[0]}, {reason}.")
-    local, coordinate = readable(tensor.local, name, part.where), _coordinate(part, name, tensor)
+        raise CheckpointError(f"{part.path}: tensor {name} is sharded with rank {absent[0]}, {reason}.")
+    local, coordinate = readable(tensor.local, name, part.path), _coordinate(part, name, tensor)
     try:
         spans = torch_pickle.local_spans(tensor.shape, tensor.mesh_shape, coordinate, tensor.placements)
     except ValueError as error:
-        raise CheckpointError(f"{part.where}: tensor {name} cannot be put together: {error}.") from None
+        raise CheckpointError(f"{part.path}: tensor {name} cannot be put together: {error}.") from None
     shape = tuple(sum(stop - start for start, stop in ranges) for ranges in spans)
     if local.shape != shape:
         raise CheckpointError(
-            f"{part.where}: tensor {name} has a part of shape {list(local.shape)}, but rank {part.rank} of its mesh "
+            f"{part.path}: tensor {name} has a part of shape {list(local.shape)}, but rank {part.rank} of its mesh "
             f"{list(tensor.mesh_shape)} should hold {list(shape)} of {list(tensor.shape)}."
         )
     return [
@@ -139,7 +139,7 @@ def _coordinate(part: Part, name: str, tensor: StoredDTensor) -> tuple[int, ...]
         ((found, _),) = flat_boxes(tensor.mesh_shape, ranks.index(part.rank), 1)
     if found is None or tensor.coordinate not in (None, found):
         raise CheckpointError(
-            f"{part.where} was not written by rank {part.rank}: tensor {name} is on the ranks "
+            f"{part.path} was not written by rank {part.rank}: tensor {name} is on the ranks "
             f"{list(ranks[:16])}, at {tensor.coordinate}; the files were renamed or mixed up."
         )
     return found

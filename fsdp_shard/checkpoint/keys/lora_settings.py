@@ -55,7 +55,7 @@ class LoraSettings:
     """The settings of a LoRA or DoRA adapter; module names are those in the model.
 
     Attributes:
-        where: adapter_config.json, for messages.
+        path: adapter_config.json, for messages.
         targets: Names of the adapted modules or their ends, a regular expression for whole names, or `all-linear`.
         excluded: The same for modules to exclude.
         parameters: Names of adapted parameters or their ends (`target_parameters`), such as the experts of a layer.
@@ -69,7 +69,7 @@ class LoraSettings:
         fan_in_fan_out: The value in the file, which peft corrects for known modules.
     """
 
-    where: Path
+    path: Path
     targets: str | list[str]
     excluded: Names
     parameters: list[str]
@@ -94,26 +94,26 @@ class LoraSettings:
 
     def is_target_parameter(self, name: str) -> bool:
         """Whether this parameter is adapted by its own factors, regardless of its module."""
-        return bool(self.parameters) and _is_named(name, self.parameters, self.where)
+        return bool(self.parameters) and _is_named(name, self.parameters, self.path)
 
     def is_target(self, module: str) -> bool:
         """Whether this module is adapted."""
-        if self.excluded and _is_named(module, self.excluded, self.where):
+        if self.excluded and _is_named(module, self.excluded, self.path):
             return False
-        if any(_match(rf"(^|.*\.){name}($|\..*)", module, self.where) for name in self.saved):
+        if any(_match(rf"(^|.*\.){name}($|\..*)", module, self.path) for name in self.saved):
             return False
         if isinstance(self.targets, str):
             if self.is_all_linear:
                 return module.rpartition(".")[2] not in _NOT_LINEAR
-            return _is_named(module, self.targets, self.where)
+            return _is_named(module, self.targets, self.path)
         if module in self.targets or not self.layers:
-            return _is_named(module, self.targets, self.where)
-        return _is_named(module, self.targets, self.where) and self._layer_of(module) in self.layers
+            return _is_named(module, self.targets, self.path)
+        return _is_named(module, self.targets, self.path) and self._layer_of(module) in self.layers
 
     def _layer_of(self, module: str) -> int | None:
         patterns = [rf"(?:^|.*?\.){name}\.(?P<number>\d+)\." for name in self.layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
-            if match := _match(pattern, module, self.where):
+            if match := _match(pattern, module, self.path):
                 return int(match["number"])
         return None
 
@@ -143,44 +143,42 @@ class LoraSettings:
                     self._pattern_of(module, self.ranks)
                     self._pattern_of(module, self.alphas)
 
-        what = f"matching the patterns in {self.where} with the names of modules"
+        what = f"matching the patterns in {self.path} with the names of modules"
         run_limited(match, what, kind="build", error=CheckpointError)
 
     def _pattern_of(self, module: str, patterns: Iterable[str | None]) -> str | None:
         """The first pattern that is the module's name, or the end of it after a dot."""
-        matching = (key for key in patterns if key and _match(rf"(.*\.)?({key})$", module, self.where))
+        matching = (key for key in patterns if key and _match(rf"(.*\.)?({key})$", module, self.path))
         return next(matching, None)
 
 
-def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
-    """Parse the document of an adapter_config.json at `where`.
+def parse_lora(path: Path, config: Mapping[str, Any]) -> LoraSettings:
+    """Parse the document of an adapter_config.json at `path`.
 
     Raises:
         CheckpointError: It is neither LoRA nor DoRA, or peft rejects the settings.
     """
-    _refuse_other_kinds(where, config)
-    parameters = _list(where, "target_parameters", config.get("target_parameters"))
+    _refuse_other_kinds(path, config)
+    parameters = _list(path, "target_parameters", config.get("target_parameters"))
     settings = LoraSettings(
-        where=where,
-        targets=_targets(where, config.get("target_modules")) if config.get("target_modules") or not parameters else [],
-        excluded=_names(where, "exclude_modules", config.get("exclude_modules")),
+        path=path,
+        targets=_targets(path, config.get("target_modules")) if config.get("target_modules") or not parameters else [],
+        excluded=_names(path, "exclude_modules", config.get("exclude_modules")),
         parameters=parameters,
-        saved=_list(where, "modules_to_save", config.get("modules_to_save")),
-        layers=_layers(where, config.get("layers_to_transform")),
-        layers_pattern=_list(where, "layers_pattern", config.get("layers_pattern")),
-        ranks=_numbers(where, config, "r", "rank_pattern", _DEFAULT_RANK),
-        alphas=_numbers(where, config, "lora_alpha", "alpha_pattern", _DEFAULT_ALPHA),
+        saved=_list(path, "modules_to_save", config.get("modules_to_save")),
+        layers=_layers(path, config.get("layers_to_transform")),
+        layers_pattern=_list(path, "layers_pattern", config.get("layers_pattern")),
+        ranks=_numbers(path, config, "r", "rank_pattern", _DEFAULT_RANK),
+        alphas=_numbers(path, config, "lora_alpha", "alpha_pattern", _DEFAULT_ALPHA),
         root_of_rank=bool(config.get("use_rslora")),
         is_dora=bool(config.get("use_dora")),
         starts_at_zero=config.get("init_lora_weights", True) in _STARTS_AT_ZERO,
         fan_in_fan_out=bool(config.get("fan_in_fan_out")),
     )
     if isinstance(settings.targets, str) and (settings.layers is not None or settings.layers_pattern):
-        raise _wrong(
-            where, "layers_to_transform and layers_pattern need a list of target_modules, and it has a pattern"
-        )
+        raise _wrong(path, "layers_to_transform and layers_pattern need a list of target_modules, and it has a pattern")
     if settings.layers_pattern and settings.layers is None:
-        raise _wrong(where, "layers_pattern needs layers_to_transform")
+        raise _wrong(path, "layers_pattern needs layers_to_transform")
     return settings
 
 
@@ -193,92 +191,92 @@ def scale_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[st
     return [f"{name} is {str(a)[:80]} and {str(b)[:80]}" for name, a, b in found if a != b]
 
 
-def _refuse_other_kinds(where: Path, config: Mapping[str, Any]) -> None:
+def _refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
     start, bias = config.get("init_lora_weights"), config.get("bias", "none")
     if config["peft_type"] != "LORA":
-        raise _wrong(where, f"an adapter of type {config['peft_type']} cannot be merged here, LORA can")
+        raise _wrong(path, f"an adapter of type {config['peft_type']} cannot be merged here, LORA can")
     if kind := next((name for name in _OTHER_KINDS if config.get(name)), None):
-        raise _wrong(where, f"LoRA with {kind} cannot be merged here; merge it with peft")
+        raise _wrong(path, f"LoRA with {kind} cannot be merged here; merge it with peft")
     if start not in _PLAIN_STARTS:
         raise _wrong(
-            where,
+            path,
             f"init_lora_weights={start!r} changes the base model, so it cannot be merged here; merge it with peft",
         )
     alone = ("use_dora", "fan_in_fan_out", "lora_dropout")  # which peft rejects together with it
     if config.get("target_parameters") and (other := next((name for name in alone if config.get(name)), None)):
-        raise _wrong(where, f"target_parameters and {other} do not go together")
+        raise _wrong(path, f"target_parameters and {other} do not go together")
     if bias not in ("none", "all", "lora_only"):
-        raise _wrong(where, f"bias is {bias!r}; expected none, all or lora_only")
+        raise _wrong(path, f"bias is {bias!r}; expected none, all or lora_only")
 
 
-def _targets(where: Path, value: Any) -> str | list[str]:
+def _targets(path: Path, value: Any) -> str | list[str]:
     if not value:
-        raise _wrong(where, f"target_modules is {value!r}, so which modules it adapts is not known; list them there")
-    found = _names(where, "target_modules", value)
+        raise _wrong(path, f"target_modules is {value!r}, so which modules it adapts is not known; list them there")
+    found = _names(path, "target_modules", value)
     assert found is not None
     return found
 
 
-def _names(where: Path, key: str, value: Any) -> Names:
+def _names(path: Path, key: str, value: Any) -> Names:
     """A list of names, or a regular expression."""
     if value is None or isinstance(value, str):
         return value
-    return _list(where, key, value)
+    return _list(path, key, value)
 
 
-def _list(where: Path, key: str, value: Any) -> list[str]:
+def _list(path: Path, key: str, value: Any) -> list[str]:
     names = [value] if isinstance(value, str) and key == "layers_pattern" else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _wrong(where, f"{key} is {value!r}; expected a list of names")
+        raise _wrong(path, f"{key} is {value!r}; expected a list of names")
     return names
 
 
-def _layers(where: Path, value: Any) -> list[int] | None:
+def _layers(path: Path, value: Any) -> list[int] | None:
     numbers = [value] if type(value) is int else value
     if numbers is not None and not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
-        raise _wrong(where, f"layers_to_transform is {value!r}; expected the numbers of layers")
+        raise _wrong(path, f"layers_to_transform is {value!r}; expected the numbers of layers")
     return numbers
 
 
-def _numbers(where: Path, config: Mapping[str, Any], key: str, patterns: str, default: int) -> dict[Any, Any]:
+def _numbers(path: Path, config: Mapping[str, Any], key: str, patterns: str, default: int) -> dict[Any, Any]:
     """The value of `key` under None, and the values of modules named in the setting `patterns`."""
     named = config.get(patterns, {})
     if not isinstance(named, Mapping):
-        raise _wrong(where, f"{patterns} is {named!r}; expected names of modules with a number each")
+        raise _wrong(path, f"{patterns} is {named!r}; expected names of modules with a number each")
     check = _positive if key == "r" else _finite
-    values = {name: check(where, f"{patterns} of {name}", value) for name, value in named.items()}
-    return values | {None: check(where, key, config.get(key, default))}
+    values = {name: check(path, f"{patterns} of {name}", value) for name, value in named.items()}
+    return values | {None: check(path, key, config.get(key, default))}
 
 
-def _positive(where: Path, key: str, value: Any) -> int:
+def _positive(path: Path, key: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise _wrong(where, f"{key} is {value!r}; expected a positive integer")
+        raise _wrong(path, f"{key} is {value!r}; expected a positive integer")
     return value
 
 
-def _finite(where: Path, key: str, value: Any) -> float:
+def _finite(path: Path, key: str, value: Any) -> float:
     try:
         if type(value) in (int, float) and math.isfinite(number := float(value)):
             return number
     except OverflowError:
         pass
-    raise _wrong(where, f"{key} is {repr(value)[:40]}; expected a finite number")
+    raise _wrong(path, f"{key} is {repr(value)[:40]}; expected a finite number")
 
 
-def _is_named(module: str, names: str | list[str], where: Path) -> bool:
+def _is_named(module: str, names: str | list[str], path: Path) -> bool:
     """Whether a pattern matches the whole name, or a list contains it or its end after a dot."""
     if isinstance(names, str):
-        return bool(_match(names, module, where, is_whole=True))
+        return bool(_match(names, module, path, is_whole=True))
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _match(pattern: str, text: str, where: Path, *, is_whole: bool = False) -> re.Match[str] | None:
+def _match(pattern: str, text: str, path: Path, *, is_whole: bool = False) -> re.Match[str] | None:
     """`re.match` or `re.fullmatch`; all patterns of the file go through this function."""
     try:
         return re.fullmatch(pattern, text) if is_whole else re.match(pattern, text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise _wrong(where, f"{pattern[:80]!r} is no regular expression ({error})") from None
+        raise _wrong(path, f"{pattern[:80]!r} is no regular expression ({error})") from None
 
 
-def _wrong(where: Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"{where}: {problem}.")
+def _wrong(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {problem}.")
