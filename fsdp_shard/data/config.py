@@ -20,8 +20,8 @@ from fsdp_shard.utils import REQUIRED, check_one, nearest, setting, user_cache
 class DataConfig(KindSettings):
     """Settings of the training data and of the held-out data."""
 
-    # Not annotated, so they are not settings: the prefix of the settings in messages, and the default of `split`.
-    where = "data"
+    # Not annotated, so they are not settings: the section of the settings in messages, and the default of `split`.
+    section = "data"
     default_split = "train"
 
     # Settings that another one replaces.
@@ -131,7 +131,7 @@ class NamedSource(DataConfig):
     """A source of `data.mixture` or a set of `data.eval_sets`: its own settings, and those of `data.*` for the rest."""
 
     weight: float = setting(1.0, "Proportion of the samples, relative to the other weights.", above=0.0)
-    where: str = ""
+    section: str = ""
     default_split: str = DataConfig.default_split
 
 
@@ -194,7 +194,7 @@ def _named(
     found = {}
     for name, given in _by_name(getattr(config, section), f"{prefix}{section}").items():
         values = inherited | _parse_source(given, f"{prefix}{section}.{name}", known)
-        found[name] = NamedSource(**values, where=f"data.{section}.{name}")
+        found[name] = NamedSource(**values, section=f"data.{section}.{name}")
     return found
 
 

@@ -136,7 +136,7 @@ def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterabl
     if source.chat_template is None:
         template = f"the chat template of {tokenizer_files(tokenizer)}"
     return (
-        f"warning: {source.where}.path={source.path}: {template} ends no trained turn of the assistant with an end "
+        f"warning: {source.section}.path={source.path}: {template} ends no trained turn of the assistant with an end "
         f"token, such as {end}, so that the model does not learn to stop. Set data.chat_template to one that writes "
         f"it after each turn, inside {{% generation %}} if it uses that."
     )
@@ -147,8 +147,8 @@ def _dated(source: DataConfig, tokenizer: Tokenizer) -> str:
     if not writes_date(with_chat_template(tokenizer, source)):
         return ""
     return (
-        f"warning: {source.where}.path={source.path}: the chat template writes today's date into each conversation, so "
-        f"that a run on another day, or one that is resumed, trains on other tokens. Give the date with "
+        f"warning: {source.section}.path={source.path}: the chat template writes today's date into each conversation, "
+        f"so that a run on another day, or one that is resumed, trains on other tokens. Give the date with "
         f"data.chat_template_kwargs, such as {{date_string: 26 Jul 2024}}, if the template takes it from a variable."
     )
 
@@ -239,7 +239,7 @@ def row_losses(config: DataConfig, tokenized: TokenizedData, task: Task) -> list
             continue
         cut = SampleFactory(source, task, tokenized.special, 0).cut(file.examples(), file.classes)
         counts = (len(cut.kept), cut.num_truncated, file.num_dropped + cut.num_dropped, cut.num_beyond)
-        found.append(RowLosses(f"{source.where}.path={source.path}", cut.what, *counts, tuple(map(str, cut.skipped))))
+        found.append(RowLosses(f"{source.section}.path={source.path}", cut.what, *counts, tuple(map(str, cut.skipped))))
     return found
 
 
@@ -289,7 +289,7 @@ def _trained_held_out(config: DataConfig, tokenized: TokenizedData) -> list[str]
     trained = {file.digest: sources[name] for name, file in tokenized.train.items()}
     return [
         f"warning: {f'data.eval_sets.{name}' if name else f'data.eval_path={config.eval_path}'} has the tokens of the "
-        f"training data itself ({trained[file.digest].where}.path={trained[file.digest].path}), so that the held-out "
+        f"training data itself ({trained[file.digest].section}.path={trained[file.digest].path}), so that the held-out "
         f"loss is one of training; give other data, or data.eval_fraction."
         for name, file in tokenized.held_out.items()
         if file.digest in trained
@@ -313,7 +313,7 @@ def _more_than_asked(config: DataConfig, num_train: int, num_held_out: int) -> l
     if num_held_out < 2 or fraction <= 2 * config.eval_fraction:
         return []
     return [
-        f"warning: {config.where}.path={config.path}: {fraction:.0%} are held out, {num_held_out:,} windows of "
+        f"warning: {config.section}.path={config.path}: {fraction:.0%} are held out, {num_held_out:,} windows of "
         f"{num_train + num_held_out:,}, where data.eval_fraction={config.eval_fraction} asks for less: "
         f"data.packing=true divides between rows only, and the last ones are long. Give more rows, or data.eval_path."
     ]
@@ -324,7 +324,7 @@ def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, 
     num_windows = len(windows)
     if num_windows < 2:
         raise DataError(
-            f"data.eval_fraction={config.eval_fraction} cannot hold out a part of {config.where}.path={config.path}: "
+            f"data.eval_fraction={config.eval_fraction} cannot hold out a part of {config.section}.path={config.path}: "
             f"the text is a single window of data.sequence_length={config.sequence_length} tokens. Give more text, "
             f"shorter windows, or data.eval_path."
         )

@@ -87,28 +87,30 @@ def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
     for source in all_sources(data):
         if source.kind not in kinds:
             raise ConfigError(
-                f"{source.where}.kind={source.kind} does not fit model.task={task}, which is trained on data.kind="
+                f"{source.section}.kind={source.kind} does not fit model.task={task}, which is trained on data.kind="
                 f"{' or '.join(kinds)}."
             )
         if task == SEQUENCE_CLASSIFICATION and source.sample_by != "document":
-            raise ConfigError(f"{source.where}.sample_by is for plain text files, which have no labels; leave it out.")
-        check_settings_of_task(task, {name: getattr(source, name) for name in _ONLY_FOR}, source.where)
+            raise ConfigError(
+                f"{source.section}.sample_by is for plain text files, which have no labels; leave it out."
+            )
+        check_settings_of_task(task, {name: getattr(source, name) for name in _ONLY_FOR}, source.section)
     if data.packing:
         check_packed(task, samples)
 
 
-def check_settings_of_task(task: str, settings: Mapping[str, object], where: str = "data") -> None:
+def check_settings_of_task(task: str, settings: Mapping[str, object], section: str = "data") -> None:
     """Raise ConfigError for data settings of other tasks.
 
     Args:
         task: The value of `model.task`.
         settings: Values by name.
-        where: Prefix of the names in messages.
+        section: The section of the settings in messages.
     """
     for name, value in settings.items():
         needs = _ONLY_FOR.get(name, task)
         if task != needs and value != default_of(name):
-            raise ConfigError(f"{where}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
+            raise ConfigError(f"{section}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
 
 
 def check_packed(task: str, samples: str) -> None:
@@ -117,13 +119,13 @@ def check_packed(task: str, samples: str) -> None:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
 
 
-def check_class_order(names: Sequence[str], task: Task, where: str) -> None:
-    """Raise DataError if the data of the setting `where` has the model's classes in another order."""
+def check_class_order(names: Sequence[str], task: Task, source: str) -> None:
+    """Raise DataError if the data named `source` has the model's classes in another order."""
     known = sorted(task.label_numbers, key=lambda name: task.label_numbers[name])
     if sorted(names) == sorted(known) and list(names) != known:
         number = next(number for number, name in enumerate(names) if name != known[number])
         raise DataError(
-            f"{where} has the classes of the model in another order: class {number} is {names[number]!r} in the data, "
+            f"{source} has the classes of the model in another order: class {number} is {names[number]!r} in the data, "
             f"and {known[number]!r} in the model. Give the labels of the data as names, or the model's label2id and "
             f"id2label (model.labels) in the order of the data."
         )
@@ -132,20 +134,20 @@ def check_class_order(names: Sequence[str], task: Task, where: str) -> None:
 def _check_samples(task: str, data: DataConfig, samples: str) -> None:
     """Raise ConfigError unless all data, or none, has answers to compare, as the objective requires."""
     for source in all_sources(data):
-        given = f"{source.where}.kind={source.kind}"
+        given = f"{source.section}.kind={source.kind}"
         if samples == ROWS and source.kind == PREFERENCE:
             raise ConfigError(
                 f"{given} has answers to compare, which only preference objectives of finetune do, and "
-                f"evaluate task=reward. Choose one, such as objective=dpo, or another {source.where}.kind."
+                f"evaluate task=reward. Choose one, such as objective=dpo, or another {source.section}.kind."
             )
         if samples != ROWS and source.kind != PREFERENCE:
             raise ConfigError(
-                f"{given} has no answers to compare, as the objective of this run does; set {source.where}.kind="
+                f"{given} has no answers to compare, as the objective of this run does; set {source.section}.kind="
                 f"{PREFERENCE}, or another objective."
             )
         if source.margin_column is not None and (samples == LABELED or task != SEQUENCE_CLASSIFICATION):
             raise ConfigError(
-                f"{source.where}.margin_column={source.margin_column} is for reward models, objective=reward with "
+                f"{source.section}.margin_column={source.margin_column} is for reward models, objective=reward with "
                 f"model.task={SEQUENCE_CLASSIFICATION}; leave it out."
             )
     if len({source.margin_column is None for source in all_sources(data)}) > 1:

@@ -63,7 +63,7 @@ class SampleFactory:
             begins = np.arange(1, len(rows))
         if not len(begins):
             raise DataError(
-                f"data.eval_fraction={self.config.eval_fraction} cannot hold out a part of {self.config.where}.path="
+                f"data.eval_fraction={self.config.eval_fraction} cannot hold out a part of {self.config.section}.path="
                 f"{self.config.path}: it has a single {self._noun} to train on, which data.packing=true does not "
                 f"divide. Give more {self._noun}s, or data.eval_path."
             )
@@ -104,7 +104,7 @@ class SampleFactory:
             notes.append(f"{cut.num_truncated:,} cut to {longest} tokens")
         if not len(cut.kept):
             raise DataError(
-                f"{config.where}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "
+                f"{config.section}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "
                 f"data.sequence_length{' or give other rows' if cut.skipped else ''}."
             )
         return cut, notes
@@ -117,7 +117,7 @@ class SampleFactory:
         """
         if self.task.samples != ROWS:
             packs = self.config.packing and self.task.samples != LABELED
-            given = (examples, classes, self.task, self.config.window_length, self.config.where)
+            given = (examples, classes, self.task, self.config.window_length, self.config.section)
             found = cut_answers(*given, keeps_whole=packs)
             return fitting_pairs(found, examples, self.config.window_length, self._scored_padding) if packs else found
         first, lengths, longest = examples.first, examples.lengths, self.config.window_length

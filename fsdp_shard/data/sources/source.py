@@ -84,7 +84,7 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
         DataError: There is no such file or directory, or its format is unknown.
         ConfigError: Settings for datasets on the hub are given for files.
     """
-    setting = "data.eval_path" if held_out else f"{config.where}.path"
+    setting = "data.eval_path" if held_out else f"{config.section}.path"
     given = config.eval_path if held_out else config.path
     if not given:
         raise DataError(f"{setting} is empty; give a text file, a directory or the name of a dataset on the hub.")
@@ -259,10 +259,10 @@ def _reject_hub_settings(config: DataConfig, name: str, held_out: bool, has_spli
     split = (
         ("data.eval_split", config.eval_split, "validation")
         if held_out
-        else (f"{config.where}.split", config.split, config.default_split)
+        else (f"{config.section}.split", config.split, config.default_split)
     )
     other = config.path if held_out else config.eval_path  # if that one is on the hub, the subset applies to it
-    subset = (f"{config.where}.subset", None if _is_hub_name(other or "") else config.subset, None)
+    subset = (f"{config.section}.subset", None if _is_hub_name(other or "") else config.subset, None)
     for setting, value, default in (subset,) if has_splits else (split, subset):
         if value != default:
             raise ConfigError(

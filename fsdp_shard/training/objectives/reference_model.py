@@ -309,7 +309,7 @@ def _compute(
     if not bool(values.isfinite().all()):
         bad = torch.nonzero(~values.isfinite().all(1)).flatten()[:5].tolist()
         raise DataError(
-            f"The reference's log-probabilities of samples {bad} of {config.data.where}.path are not finite: its "
+            f"The reference's log-probabilities of samples {bad} of {config.data.section}.path are not finite: its "
             f"weights are not usable in shard.param_dtype={config.shard.param_dtype}."
         )
     return values
