@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from fsdp_shard.checkpoint import Location, SourceSettings, locate
+from fsdp_shard.checkpoint import Location, locate
 from fsdp_shard.data import (
     PAIRS,
     ROWS,
@@ -17,9 +17,9 @@ from fsdp_shard.data import (
 )
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
-from fsdp_shard.inference import DispatchConfig
+from fsdp_shard.inference import DispatchConfig, LocatedCheckpoint
 from fsdp_shard.models import CAUSAL, SEQUENCE_CLASSIFICATION
-from fsdp_shard.utils import REQUIRED, Parsed, non_default_settings, refuse_changed, require_package, setting
+from fsdp_shard.utils import Parsed, non_default_settings, refuse_changed, require_package, setting
 
 PERPLEXITY, LM_EVAL, SPEED = "perplexity", "lm_eval", "speed"
 CLASSIFICATION, REWARD, GENERATION = "classification", "reward", "generation"
@@ -150,15 +150,12 @@ class SpeedConfig:
 
 
 @dataclass
-class EvaluateSettings(SourceSettings):
+class EvaluateSettings(LocatedCheckpoint):
     """The settings of `evaluate`: the model, the metric, and the text or questions."""
 
     # Required settings that another setting makes unnecessary.
     instead: ClassVar[dict[str, tuple[str, ...]]] = {"data.path": (f"task={LM_EVAL}|{SPEED}", "data.eval_path")}
 
-    checkpoint: str = setting(
-        REQUIRED, "A run or one of its steps (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
-    )
     task: str = setting(
         PERPLEXITY,
         "perplexity: how well the model predicts each token of data.path. lm_eval: how well it answers the questions "
@@ -187,11 +184,6 @@ class EvaluateSettings(SourceSettings):
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     batch_size: int = setting(8, "Windows, questions, texts, pairs or prompts per batch.", minimum=1)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
-
-    @cached_property
-    def source(self) -> Location:
-        """The located `checkpoint`, located once."""
-        return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
     @cached_property
     def other_source(self) -> Location | None:

@@ -6,6 +6,7 @@ from .config import (
     DispatchConfig as DispatchConfig,
     GenerateSettings as GenerateSettings,
     GenerationSettings as GenerationSettings,
+    LocatedCheckpoint as LocatedCheckpoint,
     locate_adapters as locate_adapters,
     parse_adapters as parse_adapters,
     parse_budgets as parse_budgets,

@@ -240,12 +240,23 @@ class GenerationSettings:
 
 
 @dataclass
-class GenerateSettings(SourceSettings):
-    """The settings of `generate`: the model, the prompts, and the output."""
+class LocatedCheckpoint(SourceSettings):
+    """The checkpoint that `generate` or `evaluate` reads."""
 
     checkpoint: str = setting(
         REQUIRED, "A run or one of its steps (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
     )
+
+    @cached_property
+    def source(self) -> Location:
+        """The located `checkpoint`, located once."""
+        return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
+
+
+@dataclass
+class GenerateSettings(LocatedCheckpoint):
+    """The settings of `generate`: the model, the prompts, and the output."""
+
     prompt: str | None = free_text("Text to continue; - reads it from standard input, without the newline at its end.")
     prompts: str | None = setting(
         None,
@@ -314,11 +325,6 @@ class GenerateSettings(SourceSettings):
             raise ConfigError(f"{prefix}prompt is empty; give some text to continue.")
         if self.output is not None and Path(self.output).suffix != ".jsonl":
             raise ConfigError(f"{prefix}output={self.output} must end in .jsonl: it gets one JSON row for each prompt.")
-
-    @cached_property
-    def source(self) -> Location:
-        """The located `checkpoint`, located once."""
-        return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
     def _check_adapters(self, prefix: str) -> None:
         paths, default = self.adapter_paths, self.default_adapter
