@@ -151,7 +151,7 @@ def runs(
             yield low, in_box + low - in_tensor, high - low
 
 
-class Strided(NamedTuple):
+class StridedRuns(NamedTuple):
     """Runs that are equidistant in the tensor and contiguous in the box.
 
     Attributes:
@@ -171,7 +171,7 @@ class Strided(NamedTuple):
 
 def strided_runs(
     shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
-) -> Iterator[Strided]:
+) -> Iterator[StridedRuns]:
     """Yield `runs` joined across neighboring rows: a matrix column is a single item, except for ragged ends."""
     axis = inner_axis(shape, box)
     row, inner = math.prod(shape[axis:]), math.prod(shape[axis + 1 :])
@@ -187,9 +187,9 @@ def strided_runs(
             edges = [(start, first * row), (last * row, stop)]
     for number, (low, high) in enumerate(edges):
         if number:
-            yield Strided(first * row + offsets[1], (first - offsets[0]) * box[1], box[1], last - first, row)
+            yield StridedRuns(first * row + offsets[1], (first - offsets[0]) * box[1], box[1], last - first, row)
         for at, inside, count in runs(shape, offsets, box, low, high):
-            yield Strided(at, inside, count, 1, row)
+            yield StridedRuns(at, inside, count, 1, row)
 
 
 def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

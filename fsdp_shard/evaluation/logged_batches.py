@@ -16,7 +16,7 @@ from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.utils import report_progress, say
 
 
-def open_log(
+def open_batch_log(
     path: Path,
     names: tuple[str, str],
     batches: Sequence[Sequence[int]],

@@ -425,7 +425,7 @@ def _limits_stay() -> Iterator[None]:
 def test_mapped_files_are_closed_when_modules_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Python ends, what a module has is taken from it before the last model is."""
     descriptor = os.open(os.devnull, os.O_RDONLY)
-    mapped = mmap_tensors._Mapped(mmap.mmap(-1, 1), descriptor, 0)
+    mapped = mmap_tensors._MappedFile(mmap.mmap(-1, 1), descriptor, 0)
     monkeypatch.setattr(mmap_tensors, "os", None)
     del mapped
     with pytest.raises(OSError, match="Bad file descriptor"):

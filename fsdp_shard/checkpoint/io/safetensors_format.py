@@ -132,7 +132,7 @@ class TensorSpec:
         return math.prod(self.shape) * _DTYPES[self.dtype][0]
 
 
-class Stored(NamedTuple):
+class HeaderTensor(NamedTuple):
     """One tensor of a file: dtype, shape, absolute byte offset in the file."""
 
     dtype: str
@@ -144,7 +144,7 @@ class Stored(NamedTuple):
 class Header:
     """A checked header: `tensors` in file order, `metadata`, and `num_bytes`, the size of length field and JSON."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, HeaderTensor]
     metadata: dict[str, str]
     num_bytes: int
 
@@ -167,7 +167,7 @@ def read_header(path: Path) -> Header:
     entries = {name: _entry(name, value, path) for name, value in document.items()}
     _check_layout(entries, size - 8 - length, path)
     ordered = sorted(entries.items(), key=lambda item: item[1][2])
-    tensors = {name: Stored(dtype, shape, 8 + length + begin) for name, (dtype, shape, begin, _) in ordered}
+    tensors = {name: HeaderTensor(dtype, shape, 8 + length + begin) for name, (dtype, shape, begin, _) in ordered}
     return Header(tensors, metadata, 8 + length)
 
 

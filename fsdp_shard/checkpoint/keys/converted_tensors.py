@@ -72,11 +72,11 @@ def computed_entry(
     """An entry for a tensor computed on read, with the dtype and shape of `like`, which may be on meta."""
     pieces = next(iter(index.tensors.values())).pieces  # whose first file stands for all files of the index
     dtype = from_torch_name(str(like.dtype).removeprefix("torch."))
-    return TensorEntry(name, dtype, tuple(like.shape), pieces).with_codec(_Computed(compute))
+    return TensorEntry(name, dtype, tuple(like.shape), pieces).with_codec(_ComputedCodec(compute))
 
 
 @dataclass(frozen=True, slots=True)
-class _Computed:
+class _ComputedCodec:
     """The codec of a computed tensor."""
 
     compute: Callable[[], torch.Tensor]

@@ -148,7 +148,7 @@ def _indexes(
 
 
 def _tensor_records(
-    shards: Mapping[str, LocalShard], everyone: Sequence[write_shards.Written]
+    shards: Mapping[str, LocalShard], everyone: Sequence[write_shards.WrittenShards]
 ) -> dict[str, TensorRecord]:
     chunks: dict[str, dict[int, bytes]] = {name: {} for name in shards}
     parts: dict[str, list[tuple[int, bytes]]] = {}

@@ -42,7 +42,7 @@ class RankPlans(NamedTuple):
     average: WritePlan
 
 
-class Written(NamedTuple):
+class WrittenShards(NamedTuple):
     """The files and digests that one rank wrote.
 
     Digests of the weight chunks that it holds completely, its parts of small weights that it does not, and records of
@@ -53,7 +53,7 @@ class Written(NamedTuple):
     parts: SmallParts
     records: Records
 
-    def without_empty(self) -> "Written":
+    def without_empty(self) -> "WrittenShards":
         """Return the part that rank 0 needs, without names of tensors of which this rank has no digest."""
         return self._replace(digests={name: found for name, found in self.digests.items() if found})
 
@@ -96,7 +96,7 @@ def write_ranges(
     weights: Mapping[str, LocalShard],
     others: tuple[Mapping[str, LocalShard], Mapping[str, LocalShard]],
     reading: Reading,
-) -> Written:
+) -> WrittenShards:
     """Write and fsync all of this rank's part; each byte is read once, through `reading`.
 
     Args:
@@ -123,7 +123,7 @@ def write_ranges(
         for plan in plans:
             writer.sync({file.name for file in plan.creates} | {file for file, _ in plan.offsets.values()})
     fault_point("synced")
-    return Written(hashed, parts, records)
+    return WrittenShards(hashed, parts, records)
 
 
 def _write_file(writer: "_Writer", plan: WritePlan, shards: Mapping[str, LocalShard]) -> Records:
@@ -134,7 +134,9 @@ def _write_file(writer: "_Writer", plan: WritePlan, shards: Mapping[str, LocalSh
     return {file.name: FileRecord(file.num_bytes, digest=hasher.hexdigest()) for file in plan.creates}
 
 
-def hash_shared_chunks(directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard], written: Written) -> None:
+def hash_shared_chunks(
+    directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard], written: WrittenShards
+) -> None:
     """Add the digests of the chunks that start in this rank's part but that it does not hold completely.
 
     These are read back after all ranks have written, only from the files that hold a part of them.

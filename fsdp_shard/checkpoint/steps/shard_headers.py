@@ -31,7 +31,7 @@ def has_described_headers(root: Path, index: ShardIndex) -> bool:
     Raises:
         CheckpointError: A file cannot be read, or its header is not JSON.
     """
-    described = _Described(index)
+    described = _DescribedHeaders(index)
     files = enumerate(index.headers.items())
     return all(_has_header(member(root, file), header, *described.file(rank)) for rank, (file, header) in files)
 
@@ -61,7 +61,7 @@ class _Part(NamedTuple):
     entry: Json
 
 
-class _Described:
+class _DescribedHeaders:
     """The headers that an index describes, as JSON."""
 
     def __init__(self, index: ShardIndex) -> None:

@@ -33,7 +33,7 @@ def with_token_values(dataset: SourceDataset, values: Mapping[str, Values], star
 
 
 @dataclass(frozen=True)
-class _Wrapped(SourceDataset):
+class _WrappedDataset(SourceDataset):
     """The base of datasets with the samples of another one."""
 
     sequence_length: int
@@ -58,7 +58,7 @@ class _Wrapped(SourceDataset):
 
 
 @dataclass(frozen=True)
-class _WithTokenValues(_Wrapped):
+class _WithTokenValues(_WrappedDataset):
     values: Mapping[str, Values]
     starts: Ints
 
@@ -104,7 +104,7 @@ def used_samples(
 
 
 @dataclass(frozen=True)
-class _Recorder(_Wrapped):
+class _Recorder(_WrappedDataset):
     """Notes which samples are asked for."""
 
     used: npt.NDArray[Any]

@@ -21,7 +21,7 @@ from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import DOCUMENTS, EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
-from fsdp_shard.evaluation.logged_batches import open_log, run_batches
+from fsdp_shard.evaluation.logged_batches import open_batch_log, run_batches
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
     ScoredText,
@@ -99,7 +99,7 @@ class Perplexity:
         }
 
 
-class _Scored(NamedTuple):
+class _ScoredWindows(NamedTuple):
     """The loss of each window [num_windows], the figures, and the evaluated weights."""
 
     losses: Floats
@@ -107,7 +107,7 @@ class _Scored(NamedTuple):
     weights: dict[str, Any]
 
 
-class _Opened(NamedTuple):
+class _OpenedLog(NamedTuple):
     """The recorded losses of a model, and its weights."""
 
     log: BatchLog
@@ -202,7 +202,7 @@ class PerplexityEvaluation(EvaluationBase):
             "notes": list(self.text.notes),
         }
 
-    def _score(self, load: LoadModel, source: Location, name: str) -> _Scored | None:
+    def _score(self, load: LoadModel, source: Location, name: str) -> _ScoredWindows | None:
         """Score all windows that the log does not have; a collective. Rank 0 receives the result."""
         batches = self.text.batches(self.settings.batch_size)
         opened = run_on_all(self.ranks, lambda: self._open(source, name, batches) if self.ranks.is_main else None)
@@ -216,13 +216,15 @@ class PerplexityEvaluation(EvaluationBase):
             losses[batch.items] = batch.values
         seconds = math.fsum(batch.seconds for batch in done)
         schedules = ", ".join(sorted({batch.schedule for batch in done}))
-        return _Scored(losses, self._figures(losses, seconds, schedules), opened.weights)
+        return _ScoredWindows(losses, self._figures(losses, seconds, schedules), opened.weights)
 
-    def _open(self, source: Location, name: str, batches: list[list[int]]) -> _Opened:
+    def _open(self, source: Location, name: str, batches: list[list[int]]) -> _OpenedLog:
         """Digest the weights of a model, and open the log of its losses."""
         weights = self.provenance["weights"] if source is self.settings.source else describe_model(source)
         names = ("windows", "losses")
-        return _Opened(open_log(self.run_dir / name, names, batches, source, weights, self.provenance), weights)
+        return _OpenedLog(
+            open_batch_log(self.run_dir / name, names, batches, source, weights, self.provenance), weights
+        )
 
     def _losses(self, model: PreTrainedModel, batches: Sequence[list[int]]) -> Generator[BatchValues]:
         """Run the batches of this rank."""

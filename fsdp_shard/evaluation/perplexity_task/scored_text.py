@@ -47,8 +47,8 @@ class TextSize(NamedTuple):
     @classmethod
     def of(cls, texts: Iterable[str]) -> TextSize:
         """Return the total size of several texts."""
-        sizes = [(len(text.encode()), len(text)) for text in texts]
-        return cls(sum(one for one, _ in sizes), sum(one for _, one in sizes))
+        texts = list(texts)
+        return cls(sum(len(text.encode()) for text in texts), sum(map(len, texts)))
 
     def less(self, other: TextSize) -> TextSize:
         """Return this size minus that of a part, at least 0."""

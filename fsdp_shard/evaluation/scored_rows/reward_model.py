@@ -23,7 +23,7 @@ from fsdp_shard.evaluation.batch_log import BatchLog, BatchValues
 from fsdp_shard.evaluation.config import REWARD, EvaluateSettings, Figures
 from fsdp_shard.evaluation.data_rows import first_fields, skipped_lines
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase, LoadModel
-from fsdp_shard.evaluation.logged_batches import open_log, run_batches
+from fsdp_shard.evaluation.logged_batches import open_batch_log, run_batches
 from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
@@ -101,7 +101,9 @@ class RewardEvaluation(EvaluationBase):
     def _open(self, batches: Sequence[list[int]]) -> BatchLog:
         """Open the file with rewards of finished batches."""
         known, names = self._provenance, ("texts", "rewards")
-        return open_log(self.run_dir / _REWARDS_FILE, names, batches, self.settings.source, known["weights"], known)
+        return open_batch_log(
+            self.run_dir / _REWARDS_FILE, names, batches, self.settings.source, known["weights"], known
+        )
 
     def _rewards(self, model: PreTrainedModel, batches: Sequence[list[int]]) -> Generator[BatchValues]:
         """Run this rank's batches."""

@@ -28,7 +28,7 @@ _OTHER_FILES = 64  # files a process has open besides the mapped ones
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class _MappedFile:
     """One file; the descriptor stays open along with the mapping, for reading ahead."""
 
     memory: mmap.mmap
@@ -53,7 +53,7 @@ class MappedFiles:
 
     def __init__(self, index: TensorIndex) -> None:
         self._index = index
-        self._files: dict[str, _Mapped] = {}
+        self._files: dict[str, _MappedFile] = {}
         self._stitched: dict[str, _MappedSpans] = {}
 
     def view(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
@@ -114,11 +114,11 @@ class MappedFiles:
         num_open = 2 * len(self._files.keys() | names)
         return names <= self._files.keys() or allowed == resource.RLIM_INFINITY or num_open + _OTHER_FILES <= allowed
 
-    def _open(self, name: str) -> _Mapped:
+    def _open(self, name: str) -> _MappedFile:
         if name not in self._files:
             descriptor = self._index.reader.files.open(name)
             memory = _map(descriptor)
-            self._files[name] = _Mapped(memory, descriptor, _from_buffer(memory, torch.uint8, 1, 0).data_ptr())
+            self._files[name] = _MappedFile(memory, descriptor, _from_buffer(memory, torch.uint8, 1, 0).data_ptr())
         return self._files[name]
 
 

@@ -21,7 +21,7 @@ else:
     _Base = object
 
 
-class _Offloaded(_Base):
+class _OffloadedModel(_Base):
     """Overrides for a model with parameters on meta; its own class is the next base."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def make_offloaded(model: torch.nn.Module, device: torch.device) -> None:
             }
             if module.device.type == "meta":
                 names["device"] = property(lambda _: device)
-            module.__class__ = type(cls.__name__, (_Offloaded, cls), names)
+            module.__class__ = type(cls.__name__, (_OffloadedModel, cls), names)
 
 
 def _name(dtype: torch.dtype) -> str:
