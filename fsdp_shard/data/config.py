@@ -224,10 +224,10 @@ def _parse_source(given: Any, name: str, known: Mapping[str, Field[Any]]) -> dic
         check_one(f"{name}.{key}", known[key], value)
     if not math.isfinite(given.get("weight", 1.0)):
         raise ConfigError(f"{name}.weight={given['weight']} is not finite; give a number.")
-    return _given(given)
+    return _without_nulls(given)
 
 
-def _given(source: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a source that are not null; null stands for the value of `data.*`."""
     return {key: value for key, value in source.items() if value is not None}
 
@@ -276,7 +276,7 @@ def _check_own_settings(sources: Mapping[str, DataConfig], name: str, given: Any
     own = _by_name(given, name)
     for source_name, source in sources.items():
         KINDS[source.kind].check_kind(source, f"{name}.{source_name}.")
-        for key in _given(own[source_name]):
+        for key in _without_nulls(own[source_name]):
             if source.kind not in (kinds := _OWNERS.get(key, [source.kind])):
                 raise ConfigError(
                     f"{name}.{source_name}.{key} is for kind={' or '.join(kinds)}, not {source.kind}; leave it out."

@@ -113,8 +113,8 @@ def tokenize_all(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -
         if source.kind == CHAT:
             examples = train[name].examples()
             first = map(examples.tokens_of, range(min(_NUM_CHATS_LOOKED_AT, len(examples))))
-            notes.append(_unended(source, first, tokenizer))
-    notes += [_dated(source, tokenizer) for source in sources_of(config).values() if source.kind == CHAT]
+            notes.append(_end_warning(source, first, tokenizer))
+    notes += [_date_warning(source, tokenizer) for source in sources_of(config).values() if source.kind == CHAT]
     names = _class_names(config) if task == SEQUENCE_CLASSIFICATION else ()
     return TokenizedData(train, held_out, special, tuple(filter(None, notes)), names)
 
@@ -127,7 +127,9 @@ def _class_names(config: DataConfig) -> tuple[tuple[str, Sequence[str]], ...]:
     return tuple((source.name, source.class_names(column)) for column, source in opened)
 
 
-def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer) -> str:
+def _end_warning(
+    source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterable[int]]], tokenizer: Tokenizer
+) -> str:
     """Return a warning if chats lack a token from which a model learns to stop, else an empty string."""
     tokenizer = with_chat_template(tokenizer, source)
     if ends_turns(examples, tokenizer):
@@ -142,7 +144,7 @@ def _unended(source: DataConfig, examples: Iterable[tuple[Iterable[int], Iterabl
     )
 
 
-def _dated(source: DataConfig, tokenizer: Tokenizer) -> str:
+def _date_warning(source: DataConfig, tokenizer: Tokenizer) -> str:
     """Return a warning if the chat template writes today's date, which changes the trained tokens from day to day."""
     if not writes_date(with_chat_template(tokenizer, source)):
         return ""
@@ -279,7 +281,7 @@ def _open_streams(
     notes = [f"{_title(name, samples_per_round)}: {stream.summary}" for name, stream in streams.items()]
     for name, source in sources_of(config).items():
         if source.kind == CHAT:
-            notes.append(_unended(source, streams[name].first_examples(_NUM_CHATS_LOOKED_AT), tokenizer))
+            notes.append(_end_warning(source, streams[name].first_examples(_NUM_CHATS_LOOKED_AT), tokenizer))
     return streams, [*filter(None, notes)]
 
 

@@ -73,7 +73,7 @@ def request(what: str, call: Callable[[], T]) -> T:
         except Exception as error:  # large uploads raise errors of several libraries
             seconds = None if attempt == _ATTEMPTS else _asked_wait(error, attempt)
             if seconds is None:
-                raise _explained(what, error) from error
+                raise _remote_error(what, error) from error
             say(
                 f"the hub asks for fewer requests (HTTP 429): waiting {seconds} s, attempt {attempt} of {_ATTEMPTS}",
                 sys.stderr,
@@ -105,7 +105,7 @@ def _retry_after(answer: HfHubHTTPError) -> int | None:
     return int(given) if given.isdecimal() and given.isascii() and len(given) < 10 else None
 
 
-def _explained(what: str, error: Exception) -> RemoteError:
+def _remote_error(what: str, error: Exception) -> RemoteError:
     answer = _answer(error)
     if answer is None:
         last = list(_chain(error))[-1]

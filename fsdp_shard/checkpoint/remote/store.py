@@ -126,7 +126,7 @@ class RemoteStore:
             self._remove_files(step)
             return True
         if self.manifest(step) != manifest:
-            raise self._taken(step)
+            raise self._taken_error(step)
         return False
 
     def put(self, step: int, directory: Path, names: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ class RemoteStore:
             except FileExistsError:
                 # It may be ours if the response to a first attempt was lost.
                 if self.manifest(step) != manifest:
-                    raise self._taken(step) from None
+                    raise self._taken_error(step) from None
 
     def delete(self, step: int) -> None:
         """Delete a step, its manifest first."""
@@ -171,7 +171,7 @@ class RemoteStore:
         with self._requesting(f"{self.address(step, name)} cannot be read"):
             self._fs.get_file(self._path(step, name), str(target))
 
-    def _taken(self, step: int) -> SaveError:
+    def _taken_error(self, step: int) -> SaveError:
         return SaveError(
             f"{self.address(step)} exists already, from another run, and a committed checkpoint is never overwritten. "
             "Give another checkpoint.remote."
