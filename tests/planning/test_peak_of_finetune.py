@@ -305,6 +305,35 @@ def test_a_teacher_that_runs_alongside_is_planned(name: str, home: Path, tmp_pat
     check(name, plan, measure_finetune(run, num_ranks))
 
 
+_DIVIDED: dict[str, tuple[int, int, int]] = {  # vocabulary, length, micro-batch
+    "computed": (512, 256, 2),  # the peak is in the forward pass
+    "precomputed": (8000, 128, 1),  # in the reduction of the root
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", _DIVIDED)
+def test_ranks_that_divide_sequences_copy_what_a_teacher_says_of_their_tokens(when: str, tmp_path: Path) -> None:
+    vocabulary, length, rows = _DIVIDED[when]
+    config = LlamaConfig(**{**_LLAMA.to_dict(), "vocab_size": vocabulary})
+    for name in ("model", "teacher"):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    distill = OBJECTIVES["distill"](teacher=str(tmp_path / "teacher"), teacher_logits=when, top_k=None)
+    sections = {
+        "adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "shard": {"context_parallel": 2},
+        "objective": distill, "train": {"global_batch_size": rows, "micro_batch_size": rows},
+    }  # fmt: skip
+    run = config_of(tmp_path, tmp_path / "run", **sections)
+    run.data.sequence_length = length
+    plan, measured = plan_of(run, 2), measure_finetune(run, 2)
+    for rank, found in zip(plan.per_rank, measured, strict=True):
+        assert rank.peak is not None, plan.problem
+        unseen = rank.peak.terms["batch"] // 2 if distill.is_precomputed else 0
+        assert 1.0 <= (rank.peak.total_bytes - unseen) / found.peak <= 1.05, (rank.peak, found.by_phase)
+
+
 @pytest.mark.long
 def test_the_reference_of_streamed_pairs_is_planned(home: Path, tmp_path: Path) -> None:
     row = {"prompt": "the quick ", "chosen": "fox jumps over the lazy dog " * 8, "rejected": "runs away " * 24}

@@ -1,6 +1,6 @@
 """One micro-batch of a planned run; the objective itself computes its losses on fake tensors."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +60,7 @@ class _Compared:
         targets_of_batch: Stored teacher outputs for the predictions that are planned individually.
         num_targets: Number of tokens that a teacher provides per prediction.
         num_predictions: Number of all predictions.
+        held: Receives what the objective holds until it has the loss.
     """
 
     model: _Plain
@@ -68,6 +69,7 @@ class _Compared:
     targets_of_batch: Targets | None
     num_targets: int
     num_predictions: int
+    held: list[Targets] = field(default_factory=list)
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
         if self.kind not in ("adapter", "sharded"):
@@ -80,15 +82,19 @@ class _Compared:
             self.recorder.is_reference = False
 
     def targets(self, batch: DeviceBatch) -> Targets:
-        number, k, is_given = len(batch.label_positions), self.num_targets, self.targets_of_batch is not None
-        if self.targets_of_batch is not None and batch.sequence is None:
-            return self.targets_of_batch
-        # If sequences are divided, a rank selects outputs of its own tokens. A teacher that runs alongside returns all:
-        # log-probabilities and ids in one float32 array, and a copy of the ids.
-        of_all = batch.labels.numel() if is_given else self.num_predictions
-        values = torch.zeros((of_all, k if is_given else 2 * k))
-        ids = torch.zeros((of_all, k), dtype=torch.int32)
-        return Targets(values[:number, :k], ids[:number])
+        number, k = len(batch.label_positions), self.num_targets
+        if self.targets_of_batch is not None:
+            whole = self.targets_of_batch
+        else:  # a teacher that runs alongside: log-probabilities and ids in one float32 array, and a copy of the ids
+            of_all = self.num_predictions
+            values, ids = torch.zeros((of_all, 2 * k)), torch.zeros((of_all, k), dtype=torch.int32)
+            whole = Targets(values[:number, :k], ids[:number])
+        if batch.sequence is None:
+            return whole
+        # If sequences are divided, a rank copies the outputs of its own tokens, for the loss to keep.
+        self.held.append(whole)
+        own = batch.labels.numel()
+        return Targets(torch.zeros((own, k))[:number], torch.zeros((own, k), dtype=torch.int32)[:number])
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,8 @@ class PlannedBatch:
         """Run the forward pass and return the loss."""
         divisors, context = torch.ones(self.objective.num_terms), SimpleNamespace(device=_CPU)
         sums = StepSums(CustomFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
-        forward = ForwardPass(self.model, self.batch, divisors, sums, self.reference, shared)  # type: ignore[arg-type]  # it has the module
+        reference = replace(self.reference, held=[])
+        forward = ForwardPass(self.model, self.batch, divisors, sums, reference, shared)  # type: ignore[arg-type]  # it has the module
         return self.objective.terms(forward).sum()
 
 

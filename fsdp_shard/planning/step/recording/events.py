@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENTER, LEAVE, LOSS, BEGIN, FINISH, END = "enter", "leave", "loss", "begin backward", "finish backward", "end"
-DONE = "done"  # a pass without gradients is done
+DONE = "done"  # all that a pass held is freed
 
 
 @dataclass(frozen=True, slots=True)

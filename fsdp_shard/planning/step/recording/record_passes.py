@@ -209,8 +209,9 @@ def _run(model: PreTrainedModel, recorder: Recorder, batch: MicroBatch) -> Recor
     loss = batch.loss(shared)
     recorder.mark(LOSS, "")
     loss.backward()
+    recorder.mark(END, "")  # the last gradients are reduced while the loss still holds its graph
     del loss
-    recorder.mark(END, "")
+    recorder.mark(DONE, "")
     events = recorder.events
     preparation = events[evaluated:prepared] if prepared > evaluated + 1 else []
     return Recordings(preparation, events[prepared:], events[:evaluated])
