@@ -305,6 +305,22 @@ def test_a_teacher_that_runs_alongside_is_planned(name: str, home: Path, tmp_pat
     check(name, plan, measure_finetune(run, num_ranks))
 
 
+@pytest.mark.long
+def test_the_gradient_of_a_head_in_the_root_unit_is_complete_last(tmp_path: Path) -> None:
+    config = BertConfig(**{**_BERT.to_dict(), "vocab_size": 8000})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"text": text, "label": f"LABEL_{number % 2}"} for number, text in enumerate(_SHORT_AND_LONG[1:] * 8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": {"global_batch_size": 4}}
+    run = config_of(tmp_path, tmp_path / "run", "fsdp1", **sections)
+    run.model.task, run.data.path = _CLASSES, str(tmp_path / "rows.jsonl")
+    plan = plan_of(run, 2)
+    assert plan.per_rank[0].peak is not None
+    assert plan.per_rank[0].peak.where == "bert.embeddings"
+    check("bert, classes, fsdp1", plan, measure_finetune(run, 2))
+
+
 _DIVIDED: dict[str, tuple[int, int, int]] = {  # vocabulary, length, micro-batch
     "computed": (512, 256, 2),  # the peak is in the forward pass
     "precomputed": (8000, 128, 1),  # in the reduction of the root

@@ -1,6 +1,6 @@
 """Simulates the memory of FullyShardedDataParallel, as in `_runtime_utils.py` and `_flat_param.py` of torch 2.13."""
 
-from fsdp_shard.planning.step.recording.events import ENTER, Recordings
+from fsdp_shard.planning.step.recording.events import ENTER, FINISH, Recordings
 from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
 from fsdp_shard.planning.step.simulators.step_simulator import Key
 from fsdp_shard.planning.step.snapshot import BUFFERS, EVALUATION, GATHERED, GRADIENTS, UNREDUCED
@@ -14,11 +14,16 @@ class Fsdp1Simulator(FsdpSimulator):
         super().__post_init__()
         self._entered: list[str] = []  # the units in forward order; empty without prefetching
         self._late: UnitBytes | None = None
+        self._finishing: list[str] = []  # the units that finish, in forward order
+        self._held: list[UnitBytes] = []  # those whose flat gradient is incomplete
 
     def step(self, recordings: Recordings) -> None:
+        entered = (event.module for event in recordings.training if event.kind == ENTER)
+        names = [name for name in dict.fromkeys(entered) if name in self.by_fqn]
+        finishing = {event.module for event in recordings.training if event.kind == FINISH}
+        self._finishing = [name for name in names if name in finishing]
         if self.rules.prefetch_forward:  # torch has recorded the order in the first micro-batch of the run
-            entered = (event.module for event in recordings.training if event.kind == ENTER)
-            self._entered = [name for name in dict.fromkeys(entered) if name in self.by_fqn]
+            self._entered = names
         super().step(recordings)
 
     def enter(self, key: Key, unit: UnitBytes) -> None:
@@ -41,6 +46,18 @@ class Fsdp1Simulator(FsdpSimulator):
             self.unshard_one_before(key)
 
     def finish(self, unit: UnitBytes) -> None:
+        # A unit is split into its parameters when it is entered. Autograd goes in reverse, and completes the flat
+        # gradient after the backward pass of all that ran since: the root's is the last, even if it has only a head.
+        self._held.append(unit)
+        for name in reversed(self._finishing):
+            complete = next((held for held in self._held if held.fqn == name), None)
+            if complete is not None:
+                self._held.remove(complete)
+                self._complete(complete)
+            if name not in self.finished:
+                return
+
+    def _complete(self, unit: UnitBytes) -> None:
         if not self.rules.prefetch_forward or not unit.fqn or not unit.gradients:
             self._finish(unit)
             return
@@ -92,6 +109,9 @@ class Fsdp1Simulator(FsdpSimulator):
         self.receive(unit)
 
     def end_backward(self) -> None:
+        for unit in self._held:  # of modules that were not called
+            self._complete(unit)
+        self._held.clear()
         self._finish_late()
         for unit in self.units:
             if unit.fqn not in self.finished:
