@@ -246,6 +246,9 @@ _SETTINGS = {
     ),
     "packed pairs": Setting(objective=OBJECTIVES["simpo"](), is_packed=True),
     "packed pairs, reference": Setting(objective=_DPO(reference="sharded"), is_packed=True, rows=3),
+    "packed pairs, reference, windows": Setting(
+        model=gemma, objective=_DPO(reference="sharded"), is_packed=True, rows=1, length=256
+    ),
 }
 
 

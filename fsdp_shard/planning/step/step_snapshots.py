@@ -21,6 +21,7 @@ from fsdp_shard.planning.step.divided_model import divide_model
 from fsdp_shard.planning.step.load_snapshots import FIGURES_BYTES, loading_snapshots, place_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.recording.events import DONE, LOSS, Event, Recordings
+from fsdp_shard.planning.step.recording.fake_attention import layer_mask_bytes
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, ExtraPasses, record_passes, what_failed
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
@@ -114,6 +115,9 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: 
         2 * batch_bytes(model, _batch_size(config, run)) * run.num_micro_batches
     )  # also those of the next step
     terms["buffers"] = sum(buffer.nbytes for buffer in model.buffers()) + FIGURES_BYTES
+    if _batch_size(config, run).shares_prompts:  # a model keeps them from its first batch on
+        num_models = 2 if run.has_sharded_reference else 1
+        terms["layer masks"] = num_models * layer_mask_bytes(model, run.padded_length)
     if _keeps_scores(config, run):  # one more copy in the backward pass, as measured on an H200
         terms["attention scores"] = _score_bytes(config, run)
     if not run.shard.is_sharded:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_masks_for_generate
 
 from fsdp_shard.models import attention_implementations
+from fsdp_shard.utils import FakeTensorMode
 
 # transformers builds a causal mask whenever it meets fake tensors. Real training has masks only where rows are padded
 # or a token sees only its neighbors; otherwise it uses kernels with a causal flag. This attention is sdpa with those
@@ -62,3 +64,13 @@ def attending_without_values(model: PreTrainedModel, rows: str) -> Iterator[None
         yield
     finally:
         model.set_attn_implementation("sdpa")
+
+
+def layer_mask_bytes(model: PreTrainedModel, length: int) -> int:
+    """Bytes of the masks of a single text by type of layer, from which those of packed pairs are made."""
+    AttentionMaskInterface.register(_ATTENTION, _local_mask)
+    config = type(model.config).from_dict(model.config.to_dict(), attn_implementation=_ATTENTION)
+    with FakeTensorMode():
+        made: Any = create_masks_for_generate(config, torch.empty(1, length, 1), None, None)
+    masks = made.values() if isinstance(made, dict) else [made]
+    return sum(mask.untyped_storage().nbytes() for mask in masks if mask is not None)
