@@ -7,7 +7,7 @@ not gathered. A run of a copy of the model on the meta device detects this.
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,7 @@ class ForwardTrace:
             backward pass that recomputes it.
         converted: Names of the parameters that the forward pass itself converts, with the target dtype.
         entered: Inputs of a run -> FQNs of the modules whose forward pass began.
+        read: Inputs of a run -> names of the parameters that an operator took, under all of their names.
         completed: The inputs of the runs that completed.
     """
 
@@ -43,6 +44,7 @@ class ForwardTrace:
     with_grad: set[str] = field(default_factory=set)
     converted: dict[str, str] = field(default_factory=dict)
     entered: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
+    read: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
     completed: set[tuple[str, ...]] = field(default_factory=set)
 
     @property
@@ -67,7 +69,7 @@ def trace_forward(model: nn.Module) -> ForwardTrace:
     if model not in _KNOWN or _KNOWN[model][0] != names:
         trace = ForwardTrace()
         for kinds in ((_TEXT,), (_IMAGES,), (_TEXT, _IMAGES)):
-            trace.entered[kinds] = set()
+            trace.entered[kinds], trace.read[kinds] = set(), set()
             # In eval mode, RWKV changes weights; when training, Reformer takes only one length.
             if not _runs(model, kinds, trace, is_training=True):
                 _runs(model, kinds, trace, is_training=False)
@@ -79,8 +81,9 @@ def unused_by_text(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that only images or sound use: a run on text gives them no gradient.
 
     They are those of the modules that run on images and not on text, such as a projector, and of nested models that do
-    not run on text, such as a vision tower. Experts that no token chose are not among them, nor layers of a model of
-    which others ran: they may have been dropped at random (LayerDrop).
+    not run on text, such as a vision tower; further those that no operator takes, such as in layers for cross-attention
+    to images. Experts that no token chose are not among them, nor layers of a kind of which others ran: they may have
+    been dropped at random (LayerDrop).
 
     Args:
         model: The model, on any device; it is not changed.
@@ -104,13 +107,35 @@ def unused_by_text(model: nn.Module) -> frozenset[str]:
         if fqn in on_text
         for param in module.parameters(recurse=False)
     }
-    return frozenset(
+    not_run = {
         f"{fqn}.{name}"
         for fqn, module in model.named_modules()
         if module in inside and fqn not in on_text
         for name, param in module.named_parameters(recurse=False)
         if id(param) not in tied
-    )
+    }
+    read = trace.read[(_TEXT,)]
+    return frozenset(not_run | {name for name, _ in model.named_parameters() if _is_passed_by(model, name, read)})
+
+
+def _is_passed_by(model: nn.Module, name: str, read: Collection[str]) -> bool:
+    """Whether no operator took a parameter, and not by chance: of the layers of its kind in each list, none ran."""
+    if name in read:
+        return False
+    owner, path = model, ""
+    for part in name.split(".")[:-1]:
+        inside, path = owner.get_submodule(part), f"{path}{part}."
+        if isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
+            before = path[: -len(part) - 1]
+            ran = {type(child) for key, child in owner.named_children() if _any_under(read, f"{before}{key}.")}
+            if not ran or type(inside) in ran:
+                return False
+        owner = inside
+    return True
+
+
+def _any_under(names: Collection[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in names)
 
 
 def _runs(model: nn.Module, kinds: tuple[str, ...], trace: ForwardTrace, *, is_training: bool) -> bool:
@@ -120,7 +145,7 @@ def _runs(model: nn.Module, kinds: tuple[str, ...], trace: ForwardTrace, *, is_t
         inputs = dict(_inputs(model, kinds))
         replaced = {id(tensor): _without_values(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         copied = copy.deepcopy(model, replaced).train(is_training)
-        uses = _Uses(copied, trace, trace.entered[kinds])
+        uses = _Uses(copied, trace, kinds)
         for module in copied.modules():
             module.register_forward_pre_hook(uses.enter)
             module.register_forward_hook(uses.leave)
@@ -143,15 +168,18 @@ def _converted_names(model: nn.Module) -> Iterator[tuple[str, str]]:
 class _Uses(TorchDispatchMode):
     """Watches the arguments of operators, and records the modules of parameters that would not be gathered."""
 
-    def __init__(self, model: nn.Module, trace: ForwardTrace, entered: set[str]) -> None:
+    def __init__(self, model: nn.Module, trace: ForwardTrace, kinds: tuple[str, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.trace, self.entered = trace, entered
+        self.trace, self.entered, self.read = trace, trace.entered[kinds], trace.read[kinds]
         self.running: list[nn.Module] = []
         self.fqns = {module: fqn for fqn, module in model.named_modules()}
         self.holders: dict[UntypedStorage, list[nn.Module]] = {}
         for module in self.fqns:
             for param in module.parameters():
                 self.holders.setdefault(param.untyped_storage(), []).append(module)
+        self.names: dict[UntypedStorage, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(param.untyped_storage(), []).append(name)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self.running.append(module)
@@ -168,6 +196,7 @@ class _Uses(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((*args, *(kwargs or {}).values())):
             held = self.holders.get(tensor.untyped_storage(), ())
+            self.read.update(self.names.get(tensor.untyped_storage(), ()))
             self.trace.outside.update(self.fqns[module] for module in held if module not in self.running)
         if function.name() == "aten::_local_scalar_dense":  # a value that control flow depends on
             return 1.0 if args[0].is_floating_point() else 1

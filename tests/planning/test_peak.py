@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MllamaConfig,
     PretrainedConfig,
     T5Config,
 )
@@ -93,6 +94,23 @@ def gemma_with_images() -> Gemma3Config:
             "sliding_window": 64, **_HEADS,
         },
         vision_config={"image_size": 32, "patch_size": 8, **tower},
+    )  # fmt: skip
+
+
+def llama_with_images() -> MllamaConfig:
+    """Two of its layers attend to images only, and are skipped for text."""
+    tower = {"hidden_size": 32, "attention_heads": 4, "num_hidden_layers": 2, "num_global_layers": 1, "image_size": 28}
+    return MllamaConfig(
+        architectures=["MllamaForConditionalGeneration"], dtype="float32",
+        text_config={
+            "vocab_size": 304, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
+            "cross_attention_layers": [1, 3], "rope_parameters": {"rope_type": "default"}, "pad_token_id": 0,
+            "bos_token_id": 1, "eos_token_id": 2, **_HEADS,
+        },
+        vision_config={
+            "intermediate_size": 64, "patch_size": 14, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]],
+            "intermediate_layers_indices": [0], "vision_output_dim": 64, **tower,
+        },
     )  # fmt: skip
 
 
@@ -217,6 +235,8 @@ _SETTINGS = {
     "images, lora": Setting(model=gemma_with_images, adapter=_LORA),
     "fsdp1, images": Setting(2, "fsdp1", model=gemma_with_images),
     "ddp, images": Setting(2, "ddp", {"find_unused_parameters": True}, model=gemma_with_images),
+    "images for cross-attention": Setting(model=llama_with_images),
+    "ddp, images for cross-attention": Setting(2, "ddp", {"find_unused_parameters": True}, model=llama_with_images),
     "mixture": Setting(model=mixture),
     "mixture, float32": Setting(model=mixture, shard={"param_dtype": "float32"}),
     "layers over 2": Setting(shard={"tensor_parallel": 2}),

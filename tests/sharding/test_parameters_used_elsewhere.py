@@ -37,6 +37,18 @@ VISION = {"hidden_size": 16, "depth": 2, "num_heads": 2, "intermediate_size": 20
 VISION |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
 SWITCH = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 131, "num_experts": 4}
 SWITCH |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+CROSS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+}
+CROSS |= {"intermediate_size": 48, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default"}}
+CROSS |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TILES: dict[str, Any] = {"hidden_size": 16, "attention_heads": 2, "num_hidden_layers": 2, "num_global_layers": 1}
+TILES |= {"intermediate_size": 20, "image_size": 28, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+TILES |= {"intermediate_layers_indices": [0], "vision_output_dim": 32}
 # Name -> class of the model, type and values of its config.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "llama", SMALL),
@@ -53,13 +65,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "switch": ("SwitchTransformersForConditionalGeneration", "switch_transformers", SWITCH),
+    "mllama": ("MllamaForConditionalGeneration", "mllama", {"text_config": CROSS, "vision_config": TILES}),
 }
 # Units of the blocks, and of every module that can be one.
 SETTINGS: dict[str, Callable[[str], ShardConfig]] = {
     "blocks": lambda wrapper: WRAPPERS[wrapper](param_dtype="float32"),
     "all": lambda wrapper: WRAPPERS[wrapper](param_dtype="float32", min_params=1),
 }
-CASES = [(name, "fsdp2", units) for name in MODELS if name != "switch" for units in SETTINGS]
+CASES = [(name, "fsdp2", units) for name in MODELS if name not in ("switch", "mllama") for units in SETTINGS]
 CASES += [(name, "fsdp1", units) for name in ("squeezebert", "qwen3_vl") for units in SETTINGS]
 
 
@@ -126,13 +139,14 @@ def test_training_equals_one_process(results: list[Any], case: tuple[str, str, s
         torch.testing.assert_close(whole[fqn], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "albert", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["llama", "albert", "qwen3_vl", "mllama"])
 def test_what_text_does_not_reach_has_no_gradient(name: str) -> None:
     model = fresh(name)
     loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
     without = {fqn for fqn, param in model.named_parameters() if param.grad is None}
     assert unused_by_text(model) == without
     assert any(fqn.startswith("model.visual.blocks") for fqn in without) == (name == "qwen3_vl")
+    assert any(fqn.startswith("model.language_model.layers.1.") for fqn in without) == (name == "mllama")
 
 
 def test_layers_dropped_at_random_count_as_reached() -> None:
