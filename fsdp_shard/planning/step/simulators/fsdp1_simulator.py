@@ -1,6 +1,8 @@
 """Simulates the memory of FullyShardedDataParallel, as in `_runtime_utils.py` and `_flat_param.py` of torch 2.13."""
 
-from fsdp_shard.planning.step.recording.events import ENTER, FINISH, Recordings
+from collections import Counter
+
+from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, FINISH, Recordings
 from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
 from fsdp_shard.planning.step.simulators.step_simulator import Key
 from fsdp_shard.planning.step.snapshot import BUFFERS, EVALUATION, GATHERED, GRADIENTS, UNREDUCED
@@ -16,12 +18,15 @@ class Fsdp1Simulator(FsdpSimulator):
         self._late: UnitBytes | None = None
         self._finishing: list[str] = []  # the units that finish, in forward order
         self._held: list[UnitBytes] = []  # those whose flat gradient is incomplete
+        self._calls = Counter[str]()  # of each module in the forward pass
+        self._begun = Counter[str]()  # of these, those whose backward pass has begun
 
     def step(self, recordings: Recordings) -> None:
         entered = (event.module for event in recordings.training if event.kind == ENTER)
         names = [name for name in dict.fromkeys(entered) if name in self.by_fqn]
         finishing = {event.module for event in recordings.training if event.kind == FINISH}
         self._finishing = [name for name in names if name in finishing]
+        self._calls = Counter(event.module for event in recordings.training if event.kind == BEGIN)
         if self.rules.prefetch_forward:  # torch has recorded the order in the first micro-batch of the run
             self._entered = names
         super().step(recordings)
@@ -44,6 +49,17 @@ class Fsdp1Simulator(FsdpSimulator):
         self.unshard(key, unit)
         if self.rules.prefetch_backward:
             self.unshard_one_before(key)
+        if unit.gradients and self._calls[unit.fqn] > 1:
+            self._begin_call(unit)
+
+    def _begin_call(self, unit: UnitBytes) -> None:
+        # Each call of a module splits its unit anew: a call's gradients exist beside the sum of those of later calls,
+        # and are copied to a flat one at its end.
+        if self._begun[unit.fqn]:
+            self.note(unit.fqn, extra={UNREDUCED: unit.gradients})
+        if self._begun[unit.fqn] == 1:
+            self.add(UNREDUCED, unit.gradients)
+        self._begun[unit.fqn] += 1
 
     def finish(self, unit: UnitBytes) -> None:
         # A unit is split into its parameters when it is entered. Autograd goes in reverse, and completes the flat
@@ -78,6 +94,8 @@ class Fsdp1Simulator(FsdpSimulator):
             self.free(key, unit) if frees else None
             return
         self.note(unit.fqn, extra={UNREDUCED: unit.gradients})  # copied from the parameters' gradients to a flat one
+        if self._begun.pop(unit.fqn, 0) > 1:
+            self.add(UNREDUCED, -unit.gradients)
         if frees:
             self.free(key, unit)
         if not self.is_synced:

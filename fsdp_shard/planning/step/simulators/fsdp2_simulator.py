@@ -58,6 +58,9 @@ class Fsdp2Simulator(FsdpSimulator):
         else:
             self.unshard_one_before(key)
 
+    def finish_call(self, unit: UnitBytes) -> None:
+        self.free((False, unit.fqn), unit)
+
     def finish(self, unit: UnitBytes) -> None:
         key = (False, unit.fqn)
         if not self.is_synced:

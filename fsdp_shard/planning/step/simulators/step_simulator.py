@@ -4,10 +4,11 @@ Pure Python: the recording contains the activations and gradients of the unshard
 memory, following torch's code.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, LEAVE, Event, Recordings
+from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, FINISH, LEAVE, Event, Recordings
 from fsdp_shard.planning.step.snapshot import (
     ACTIVATIONS,
     BUFFERS_OF_SAVE,
@@ -89,6 +90,7 @@ class StepSimulator:
         self.phase, self.without_gradients = "forward", ""  # the phase of a pass without gradients
         self._offloaded: dict[str, tuple[int, int]] = {}  # (bytes on the device, bytes in host memory)
         self._last_block: tuple[str, tuple[int, int]] | None = None
+        self._to_finish = Counter[str]()  # calls of each module whose backward pass is yet to end
 
     def step(self, recordings: Recordings) -> None:
         """Simulate the passes of all micro-batches of a step."""
@@ -133,6 +135,7 @@ class StepSimulator:
 
     def _replay(self, recording: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"
+        self._to_finish = Counter(event.module for event in recording if event.kind == FINISH)
         for event in recording:
             self._apply(event)
 
@@ -167,8 +170,12 @@ class StepSimulator:
             case "begin backward":
                 self.begin(key, unit)
             case "finish backward" if not event.is_reference:
-                self.finished.add(unit.fqn)
-                self.finish(unit)
+                self._to_finish[unit.fqn] -= 1
+                if self._to_finish[unit.fqn]:
+                    self.finish_call(unit)
+                else:
+                    self.finished.add(unit.fqn)
+                    self.finish(unit)
         if event.kind == ENTER and not event.module and not self.in_backward:
             self.phase = "forward"
         if self.rules.offloads_activations:
@@ -219,6 +226,9 @@ class StepSimulator:
 
     def begin(self, key: Key, unit: UnitBytes) -> None:
         """Handle the start of a module's backward pass."""
+
+    def finish_call(self, unit: UnitBytes) -> None:
+        """Handle the end of a call's backward pass, if earlier calls of the module add to its gradients."""
 
     def finish(self, unit: UnitBytes) -> None:
         """Handle the completion of a module's gradients."""
