@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import PretrainedConfig
+from transformers import AlbertConfig, PretrainedConfig
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import ModelConfig, build_on_meta, rebuild_buffers
@@ -117,6 +117,13 @@ CASES: list[Case] = [
         2,
         None,
     ),
+    ("fsdp2", 2, {}, "one block of three layers", 2, None),
+    ("fsdp2", 2, {"reshard_after_forward": False}, "one block of three layers", 1, None),
+    ("fsdp2", 4, {"reshard_after_forward": 2}, "one block of three layers", 1, None),
+    ("fsdp2", 2, {"activation_checkpointing": True}, "one block of three layers", 1, None),
+    ("fsdp2", 2, {"min_params": 1500}, "one block of three layers", 1, None),
+    ("fsdp1", 2, {}, "one block of three layers", 2, None),
+    ("fsdp1", 2, {"activation_checkpointing": True}, "one block of three layers", 1, None),
     ("ddp", 2, {}, "llama", 2, None),
     ("ddp", 4, {"sync_every_micro_batch": True}, "llama", 2, None),
 ]
@@ -126,6 +133,12 @@ def model_config(kind: str) -> PretrainedConfig:
     if kind == "mixture":
         found: PretrainedConfig = mixture_config("mixtral")
         return found
+    if kind == "one block of three layers":
+        return AlbertConfig(
+            architectures=["AlbertForMaskedLM"], vocab_size=1024, embedding_size=16, hidden_size=32,
+            intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
     config = llama_config(tied=kind.endswith(", tied"), layers=4 if kind == "four layers" else 2)
     if kind.startswith("four heads"):
         config.hidden_size, config.head_dim = 32, 8

@@ -134,10 +134,21 @@ class BlockAmounts:
 
 @dataclass(frozen=True)
 class ModelAmounts:
-    """The amounts of a model's blocks by FQN, and of the part `outside` of them."""
+    """The amounts of a model's blocks by FQN, and of the part `outside` of them.
+
+    Attributes:
+        blocks: The amounts of all calls of each block.
+        outside: Those of the rest of the model.
+        num_calls: How often each block is called in a pass.
+    """
 
     blocks: Mapping[str, BlockAmounts]
     outside: BlockAmounts
+    num_calls: Mapping[str, int]
+
+    def num_calls_of(self, module: str) -> int:
+        """How often a module inside a block, or a block, is called in a pass; 1 for others."""
+        return next((number for fqn, number in self.num_calls.items() if f"{module}.".startswith(f"{fqn}.")), 1)
 
 
 @dataclass
@@ -260,7 +271,7 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str) 
     measured = [runs.measure(*lengths) for lengths in (_LENGTHS_OF_BOTH if of_both else _LENGTHS)]
     amounts = {key: _amounts([counts[key] for counts in measured], step) for key in measured[0]}
     of_blocks = {fqn: amounts[kind].times(runs.num_calls[fqn]) for fqn, kind in runs.kinds.items()}
-    return ModelAmounts({fqn: of_blocks[fqn] for fqn in blocks if fqn in of_blocks}, amounts[None])
+    return ModelAmounts({fqn: of_blocks[fqn] for fqn in blocks if fqn in of_blocks}, amounts[None], runs.num_calls)
 
 
 def _step_of(model: PreTrainedModel) -> int:

@@ -64,6 +64,10 @@ class ModelFacts:
         """FQNs of the repeated blocks; none if the amounts could not be measured."""
         return [] if self.amounts is None else list(self.amounts.blocks)
 
+    def num_calls(self, module: str) -> int:
+        """How often a module is called in a pass: one of a block that stands for many layers once for each."""
+        return 1 if self.amounts is None else self.amounts.num_calls_of(module)
+
     def units(self, shard: sharding.ShardConfig) -> tuple[sharding.Unit, ...]:
         """The units of the model, computed once per combination of the settings that they depend on."""
         return self.cache.get("units", (without_activations(shard),), lambda: sharding.plan_units(self.model, shard))

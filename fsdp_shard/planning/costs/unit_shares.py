@@ -123,17 +123,21 @@ def _num_gathers(
 ) -> tuple[int, int]:
     """Gathers of a unit per step: over all ranks that divide it, and over those of `reshard_after_forward=N`."""
     shard, times = run.shard, run.num_micro_batches
-    every = shard.reshard_after_forward
+    every, calls = shard.reshard_after_forward, facts.num_calls(unit.fqn)
     if not shard.is_sharded:
         return 0, 0
     if shard.wrapper == "fsdp1":
         if every is False:  # without a reduction, gathered parameters stay for the next micro-batch
             return times if shard.sync_every_micro_batch else 1, 0
-        return 2 * times if unit.fqn and has_backward else times, 0
+        if not unit.fqn:
+            return times, 0
+        return (calls + has_backward) * times, 0  # in the backward pass they stay until all calls are done
     is_kept = not is_expert and unit.fqn in ("", facts.head)
-    if is_kept or every is False or not has_backward:
-        return times, 0
-    return (2 * times, 0) if every is True else (times, times)
+    if is_kept or every is False:  # until the backward pass of the last call
+        return (calls if has_backward else 1) * times, 0
+    if not has_backward:
+        return (calls * times, 0) if every is True else (times, (calls - 1) * times)
+    return (2 * calls * times, 0) if every is True else (calls * times, calls * times)
 
 
 def _local_shape(facts: ModelFacts, run: PlannedRun, name: str) -> tuple[int, ...]:
