@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TopPLogitsWarper
 
 from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, cached_blocks, device_name
 from fsdp_shard.models import kv_cache_of, no_split_blocks
-from fsdp_shard.planning.step.recording.events import DONE, LEAVE, Event
+from fsdp_shard.planning.step.recording.events import DONE, POST_FORWARD, Event
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
 from fsdp_shard.planning.step.recording.recorder import Recorder, storages_of
 from fsdp_shard.planning.step.snapshot import ACTIVATIONS, Snapshot, highest, highest_of_phases
@@ -213,7 +213,7 @@ class _GenerationSimulator:
         phases = iter(_PHASES)
         live, phase, before = 0, next(phases), list[tuple[str, str, int]]()
         for event in recording:
-            before.append((event.module if event.kind == LEAVE else "", event.kind, live + event.rise))
+            before.append((event.module if event.kind == POST_FORWARD else "", event.kind, live + event.rise))
             live += event.change
             if event.kind != DONE:
                 continue
@@ -231,7 +231,7 @@ class _GenerationSimulator:
             device = self._device_of(where)
             activations = max(0, live - sum(held.values()))
             self._note(device, phase, where, activations, held)
-            if kind == LEAVE and phase == "prefill" and where in self._cached and where not in done:
+            if kind == POST_FORWARD and phase == "prefill" and where in self._cached and where not in done:
                 done.add(where)
                 held[device] += self._cached[where]
 

@@ -129,7 +129,7 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, step: SimulatedS
         schedule=step.snapshots,
         highest_snapshots=step.highest_snapshots,
         own={name: num for name, num in own.items() if num},
-        own_in=_own_in_phases(state, run, step.directions[rank] if step.directions else 0),
+        own_by_phase=_own_in_phases(state, run, step.directions[rank] if step.directions else 0),
     )
 
 

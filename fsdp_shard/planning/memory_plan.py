@@ -35,7 +35,7 @@ class RankMemory:
         highest_snapshots: The snapshots of `schedule` with the most bytes in their phase. What a rank adds is constant
             within a phase, so its peak is one of them.
         own: Bytes by term that this rank adds at each point from the first step on.
-        own_in: The same for bytes in one phase only, by phase.
+        own_by_phase: The same for bytes in one phase only, by phase.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankMemory:
     schedule: tuple[Snapshot, ...] = ()
     highest_snapshots: tuple[Snapshot, ...] = ()
     own: Mapping[str, int] = field(default_factory=dict)
-    own_in: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    own_by_phase: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:
@@ -83,7 +83,7 @@ class RankMemory:
     def _terms(self, snapshot: Snapshot) -> dict[str, int]:
         """Bytes by term at a point, including this rank's own."""
         own = {} if snapshot.phase in ("load", EVA, "resume") else self.own
-        return {**own, **snapshot.terms, **self.own_in.get(snapshot.phase, {})}
+        return {**own, **snapshot.terms, **self.own_by_phase.get(snapshot.phase, {})}
 
 
 @dataclass(frozen=True)

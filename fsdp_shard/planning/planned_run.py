@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.step.recording.fake_attention import FILLED_UP, FULL, PACKED
+from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, PADDED
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 
@@ -148,8 +148,8 @@ class PlannedRun:
 
     @property
     def rows(self) -> str:
-        """Kind of a micro-batch's rows: FULL, FILLED_UP or PACKED. Causal models need not know the padding."""
-        return PACKED if self.is_packed else FULL if self.model.task == models.CAUSAL else FILLED_UP
+        """Kind of a micro-batch's rows: FULL, PADDED or PACKED. Causal models need not know the padding."""
+        return PACKED if self.is_packed else FULL if self.model.task == models.CAUSAL else PADDED
 
     @property
     def has_sharded_reference(self) -> bool:

@@ -70,7 +70,7 @@ def test_a_run_is_planned_and_compared(model: Path, tmp_path: Path, settings: tu
             assert row["difference"] == pytest.approx(0.0, abs=0.03), row
     assert compared.result["per_rank"][1]["optimizer_bytes"] == rows["optimizer", 1]["planned"]
     assert "Off by most: peak of rank" in compared.out
-    assert "Parameters and optimizer agree, so the difference is in what lives for a moment" in compared.out
+    assert "Parameters and optimizer agree, so the difference is in short-lived tensors" in compared.out
     assert "resident memory of a process" in compared.out
     assert measured["device"] == "cpu"
 

@@ -20,7 +20,7 @@ from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import micro_batch, optimizer as planned_optimizer
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
 from fsdp_shard.planning.step.optimizer import step_bytes
-from fsdp_shard.planning.step.recording.events import END, LEAVE, Event
+from fsdp_shard.planning.step.recording.events import END, POST_FORWARD, Event
 from fsdp_shard.planning.step.recording.record_passes import record_passes
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, plan_units, recompute_blocks
 from fsdp_shard.training import (
@@ -157,7 +157,7 @@ def test_a_few_chunks_of_the_loss_stand_for_all(monkeypatch: pytest.MonkeyPatch)
 
 def kept_by_forward(recording: list[Event]) -> int:
     """Live bytes when the root is left."""
-    end = next(number for number, event in enumerate(recording) if (event.kind, event.module) == (LEAVE, ""))
+    end = next(number for number, event in enumerate(recording) if (event.kind, event.module) == (POST_FORWARD, ""))
     return sum(event.change for event in recording[: end + 1])
 
 

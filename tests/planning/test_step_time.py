@@ -37,7 +37,7 @@ from transformers import (
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.data import MASKED
 from fsdp_shard.models import ModelConfig, build_on_meta
-from fsdp_shard.planning.costs.block_flops import Amount, Attention
+from fsdp_shard.planning.costs.block_flops import Attention, CostPolynomial
 from fsdp_shard.planning.costs.model_facts import ModelFacts, measured_amounts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
 from fsdp_shard.planning.costs.step_report import step_figures, step_report
@@ -102,7 +102,7 @@ def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig
     return int(counter.get_total_flops())
 
 
-def hidden_flops(amount: Amount, length: int, target_length: int) -> int:
+def hidden_flops(amount: CostPolynomial, length: int, target_length: int) -> int:
     """FLOPs of the pairs that masks of attention hide, which others count."""
     all_pairs = (replace(found, is_causal=False, window=None) for found in amount.attention)
     all_flops = sum(found.flops(length, target_length) for found in all_pairs)

@@ -76,7 +76,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Amount:
+class CostPolynomial:
     """A number that depends on the length of a sequence: a polynomial, and attention.
 
     Attributes:
@@ -99,13 +99,13 @@ class Amount:
             for attention in self.attention
         )
 
-    def times(self, number: int) -> "Amount":
+    def times(self, number: int) -> "CostPolynomial":
         """The amount of so many calls."""
-        return Amount({powers: number * term for powers, term in self.terms.items()}, number * self.attention)
+        return CostPolynomial({powers: number * term for powers, term in self.terms.items()}, number * self.attention)
 
 
 @dataclass(frozen=True)
-class BlockAmounts:
+class BlockCosts:
     """Amounts that a block, or the model outside its blocks, needs for one sequence.
 
     Attributes:
@@ -118,32 +118,32 @@ class BlockAmounts:
         input_bytes: Bytes of the block's input.
     """
 
-    forward: Amount = Amount()
-    backward: Amount = Amount()
-    recomputed: Amount = Amount()
-    recomputed_selectively: Amount = Amount()
-    saved_bytes: Amount = Amount()
-    input_bytes: Amount = Amount()
+    forward: CostPolynomial = CostPolynomial()
+    backward: CostPolynomial = CostPolynomial()
+    recomputed: CostPolynomial = CostPolynomial()
+    recomputed_selectively: CostPolynomial = CostPolynomial()
+    saved_bytes: CostPolynomial = CostPolynomial()
+    input_bytes: CostPolynomial = CostPolynomial()
 
-    def times(self, number: int) -> "BlockAmounts":
-        """The amounts of so many calls, as ALBERT calls one block in place of many layers."""
+    def times(self, number: int) -> "BlockCosts":
+        """The costs of so many calls, as ALBERT calls one block in place of many layers."""
         if number == 1:
             return self
-        return BlockAmounts(**{item.name: getattr(self, item.name).times(number) for item in fields(self)})
+        return BlockCosts(**{item.name: getattr(self, item.name).times(number) for item in fields(self)})
 
 
 @dataclass(frozen=True)
-class ModelAmounts:
-    """The amounts of a model's blocks by FQN, and of the part `outside` of them.
+class ModelCosts:
+    """The costs of a model's blocks by FQN, and of the part `outside` of them.
 
     Attributes:
-        blocks: The amounts of all calls of each block.
+        blocks: The costs of all calls of each block.
         outside: Those of the rest of the model.
         num_calls: How often each block is called in a pass.
     """
 
-    blocks: Mapping[str, BlockAmounts]
-    outside: BlockAmounts
+    blocks: Mapping[str, BlockCosts]
+    outside: BlockCosts
     num_calls: Mapping[str, int]
 
     def num_calls_of(self, module: str) -> int:
@@ -250,8 +250,8 @@ class _Attend(torch.autograd.Function):
         return *(torch.empty_like(tensor) if needs else None for tensor, needs in needed), None, None
 
 
-def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str) -> ModelAmounts:
-    """Measure the amounts of the blocks of `model` for one sequence.
+def measure_costs(model: PreTrainedModel, blocks: Sequence[str], device: str) -> ModelCosts:
+    """Measure the costs of the blocks of `model` for one sequence.
 
     Args:
         model: The model on meta, in its compute dtype. It is modified and cannot be used afterwards.
@@ -259,7 +259,7 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str) 
         device: `meta`, or `cpu` inside a `FakeTensorMode`, which is slower but supports more operators.
 
     Returns:
-        The amounts for sequences of any length.
+        The costs for sequences of any length.
 
     Raises:
         Any of CANNOT_RUN: The model cannot run on that device.
@@ -269,9 +269,9 @@ def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str) 
     runs = _Runs(model, blocks, device, step)
     of_both = model.config.is_encoder_decoder
     measured = [runs.measure(*lengths) for lengths in (_LENGTHS_OF_BOTH if of_both else _LENGTHS)]
-    amounts = {key: _amounts([counts[key] for counts in measured], step) for key in measured[0]}
-    of_blocks = {fqn: amounts[kind].times(runs.num_calls[fqn]) for fqn, kind in runs.kinds.items()}
-    return ModelAmounts({fqn: of_blocks[fqn] for fqn in blocks if fqn in of_blocks}, amounts[None], runs.num_calls)
+    costs = {key: _costs([counts[key] for counts in measured], step) for key in measured[0]}
+    of_blocks = {fqn: costs[kind].times(runs.num_calls[fqn]) for fqn, kind in runs.kinds.items()}
+    return ModelCosts({fqn: of_blocks[fqn] for fqn in blocks if fqn in of_blocks}, costs[None], runs.num_calls)
 
 
 def _step_of(model: PreTrainedModel) -> int:
@@ -313,7 +313,12 @@ class _Runs:
             for name, number in lengths.items()
         }
         outside = self._found[None]
-        with _attending(self._model, self._counter), torch.device(self._device), torch.enable_grad(), self._counter:
+        with (
+            _counted_attention(self._model, self._counter),
+            torch.device(self._device),
+            torch.enable_grad(),
+            self._counter,
+        ):
             with self._counter.counting(outside, "forward"):
                 logits = self._model(**inputs, use_cache=False).logits
             with self._counter.counting(outside, "backward"):
@@ -375,7 +380,7 @@ class _Runs:
 
 
 def _kind(module: nn.Module, given: Sequence[torch.Tensor]) -> Any:
-    """A key of everything that makes amounts differ: parameters, plain settings of modules, and inputs.
+    """A key of everything that makes costs differ: parameters, plain settings of modules, and inputs.
 
     Input lengths do not matter: all inputs have the length of the run.
     """
@@ -405,7 +410,7 @@ def _backward(outputs: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
+def _counted_attention(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
     """Make attention through transformers' interface only count, without a mask."""
     before = attention_implementations(model)
     if before not in (["sdpa"], ["flash_attention_2"]):
@@ -441,18 +446,18 @@ def _chunk_of(module: nn.Module) -> int | None:
     return int(config.attention_chunk_size) if is_chunked else None
 
 
-def _amounts(measured: Sequence[_BlockCounts], step: int) -> BlockAmounts:
-    """A block's amounts, from its counts at each of the lengths, in steps of so many tokens."""
+def _costs(measured: Sequence[_BlockCounts], step: int) -> BlockCosts:
+    """A block's costs, from its counts at each of the lengths, in steps of so many tokens."""
 
-    def of(phase: str) -> Amount:
+    def of(phase: str) -> CostPolynomial:
         counts = [at_lengths.phases.get(phase, _Counts()) for at_lengths in measured]
         # With equal lengths, the two sides of an encoder-decoder could not be distinguished.
-        return Amount(_polynomial([found.flops for found in counts], step), tuple(counts[1].attention))
+        return CostPolynomial(_polynomial([found.flops for found in counts], step), tuple(counts[1].attention))
 
-    def size(name: str) -> Amount:
-        return Amount(_polynomial([getattr(found, name) for found in measured], step))
+    def size(name: str) -> CostPolynomial:
+        return CostPolynomial(_polynomial([getattr(found, name) for found in measured], step))
 
-    return BlockAmounts(
+    return BlockCosts(
         forward=of("forward"),
         backward=of("backward"),
         recomputed=of("recomputed"),

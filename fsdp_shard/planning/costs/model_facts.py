@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
 from fsdp_shard.models import MASKED_LM
-from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
+from fsdp_shard.planning.costs.block_flops import ModelCosts, measure_costs
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.plan_cache import PlanCache, without_activations
 from fsdp_shard.planning.step.optimizer import step_bytes
@@ -49,7 +49,7 @@ class ModelFacts:
 
     config: PretrainedConfig
     params: Mapping[str, ParamFacts]
-    amounts: ModelAmounts | None
+    amounts: ModelCosts | None
     problem: str | None
     tensor_plan: Mapping[str, str]
     expert_plan: Mapping[str, str]
@@ -145,7 +145,7 @@ def _unmasked_flops(config: PretrainedConfig, settings: models.ModelConfig, adap
 
 def measured_amounts(
     build: Callable[[], PreTrainedModel], blocks: Sequence[str] = ()
-) -> tuple[ModelAmounts | None, str | None]:
+) -> tuple[ModelCosts | None, str | None]:
     """FLOPs and saved bytes of a model, or why they cannot be measured.
 
     Args:
@@ -161,10 +161,10 @@ def measured_amounts(
 
 
 @only_errors_of("torch", logging.CRITICAL)  # torch logs the traceback of a pass that cannot run on fake tensors
-def _measured(model: PreTrainedModel, names: Sequence[str], device: str) -> tuple[ModelAmounts | None, str | None]:
+def _measured(model: PreTrainedModel, names: Sequence[str], device: str) -> tuple[ModelCosts | None, str | None]:
     blocks = [block.fqn for block in models.no_split_blocks(model, names) if block.repeated]
     try:
-        return measure_amounts(model, blocks, device), None
+        return measure_costs(model, blocks, device), None
     except CANNOT_RUN as error:
         return None, first_line(error)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_shard import sharding
-from fsdp_shard.planning.costs.block_flops import Amount
+from fsdp_shard.planning.costs.block_flops import CostPolynomial
 from fsdp_shard.planning.costs.model_facts import ModelFacts
 from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
 from fsdp_shard.planning.costs.unit_shares import UnitShare, unit_shares
@@ -129,7 +129,7 @@ def _flops(facts: ModelFacts, run: PlannedRun, *, of_model: bool = False) -> int
     assert facts.amounts is not None
     kind = run.shard.activation_checkpointing
     recomputed = set() if of_model else set(sharding.recomputed_fqns(facts.blocks, kind))
-    counted: list[Amount] = []
+    counted: list[CostPolynomial] = []
     blocks = {"": facts.amounts.outside} | dict(facts.amounts.blocks)
     for fqn, block in blocks.items():
         counted += [block.forward, block.backward]
@@ -152,7 +152,9 @@ def _labels_of_rows(run: PlannedRun) -> int:
     return round(run.num_rows * (run.target_length or run.sequence_length) * (run.mask_fraction or 1))
 
 
-def _sum_at(amounts: Sequence[Amount], length: int, decoder_length: int | None, *, is_packed: bool = False) -> int:
+def _sum_at(
+    amounts: Sequence[CostPolynomial], length: int, decoder_length: int | None, *, is_packed: bool = False
+) -> int:
     """The sum of `amounts`, many of which are equal."""
     known: dict[int, int] = {}
     for amount in amounts:

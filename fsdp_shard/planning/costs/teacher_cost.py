@@ -7,7 +7,7 @@ from functools import partial
 
 from fsdp_shard.inference import DispatchConfig, model_from_config
 from fsdp_shard.models import load_config
-from fsdp_shard.planning.costs.block_flops import ModelAmounts
+from fsdp_shard.planning.costs.block_flops import ModelCosts
 from fsdp_shard.planning.costs.model_facts import measured_amounts
 from fsdp_shard.planning.costs.step_cost import StepCost
 from fsdp_shard.planning.plan_cache import PlanCache
@@ -48,7 +48,7 @@ def with_teacher(cost: StepCost, run: PlannedRun, cache: PlanCache) -> StepCost:
     )
 
 
-def _amounts(distill: DistillConfig, *, trust_remote_code: bool) -> tuple[ModelAmounts | None, str | None]:
+def _amounts(distill: DistillConfig, *, trust_remote_code: bool) -> tuple[ModelCosts | None, str | None]:
     """FLOPs of the teacher, or why they cannot be measured."""
     config = load_config(distill.locate(fetch_weights=False).directory, trust_remote_code)
     return measured_amounts(lambda: model_from_config(config, DispatchConfig(trust_remote_code=trust_remote_code)))

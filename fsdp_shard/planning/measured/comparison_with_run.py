@@ -158,7 +158,7 @@ def _verdict(rows: Sequence[ComparedFigure], plan: MemoryPlan) -> str:
             if term not in ("parameters", "gradients", "optimizer", "average")
         )
         text += (
-            f" {_agreeing(others)}, so the difference is in what lives for a moment: planned {rest}; "
+            f" {_agreeing(others)}, so the difference is in short-lived tensors: planned {rest}; "
             f"measured {format_size(max(0, worst.measured - state))} besides the state."
         )
     return text

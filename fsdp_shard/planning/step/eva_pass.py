@@ -38,7 +38,7 @@ class EvaPass:
 
     @property
     def rows(self) -> str:
-        """Kind of the rows: FULL, FILLED_UP or PACKED."""
+        """Kind of the rows: FULL, PADDED or PACKED."""
         return self.size.rows
 
     @property

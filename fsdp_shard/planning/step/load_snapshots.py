@@ -36,7 +36,7 @@ def loading_snapshots(
     buckets = {} if run.shard.is_sharded else {GRADIENTS: gradients}  # DDP makes them when it wraps the model
     buffers = sum(buffer.nbytes for buffer in part.model.buffers())
     terms = {**terms, **buckets, "buffers": buffers + FIGURES_BYTES}
-    taken = max(0 if run.on_gpu else _read_bytes(config, part.model, run), place_bytes(part.model, run))
+    taken = max(0 if run.on_gpu else _read_bytes(config, part.model, run), row_index_bytes(part.model, run))
     snapshots = [Snapshot("load", "", {**terms, LOADING: taken})]
     if run.shard.flattens_units:  # while wrapped, a unit exists in full twice: as parameters and flattened
         held = 0
@@ -50,7 +50,7 @@ def loading_snapshots(
     return [*snapshots, *([Snapshot("resume", "", resumed)] if run.resumes else [])]
 
 
-def place_bytes(model: nn.Module, run: PlannedRun) -> int:
+def row_index_bytes(model: nn.Module, run: PlannedRun) -> int:
     """Bytes that DTensor uses to locate a rank's rows: the indices of all rows."""
     return 8 * max((param.shape[0] for param in model.parameters() if param.ndim), default=0) // run.num_shards
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.planning.step.recording.fake_attention import FILLED_UP, FULL, PACKED
+from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, PADDED
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training import (
@@ -33,7 +33,7 @@ _MASKED_DEVIATIONS = 5  # of the number of masked tokens; exceeded once in three
 
 
 @dataclass(frozen=True)
-class _Plain:
+class _UnshardedModel:
     """An unsharded model in place of the loop's sharded one."""
 
     module: nn.Module
@@ -50,7 +50,7 @@ class _SilentRanks(ContextRanks):
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _FakeReference:
     """The reference or the teacher of a planned run.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Compared:
         held: Receives what the objective holds until it has the loss.
     """
 
-    model: _Plain
+    model: _UnshardedModel
     kind: str | None
     recorder: Recorder
     targets_of_batch: Targets | None
@@ -108,10 +108,10 @@ class PlannedBatch:
         reference: The reference model or the teacher.
     """
 
-    model: _Plain
+    model: _UnshardedModel
     batch: DeviceBatch
     objective: ObjectiveConfig
-    reference: _Compared
+    reference: _FakeReference
 
     def prepare(self) -> Any:
         """Compute what the losses of a step share."""
@@ -135,7 +135,7 @@ class BatchSize:
         num_rows: Number of sequences.
         length: Number of tokens of each sequence on this rank.
         num_parts: Number of ranks that divide each sequence.
-        rows: FULL, FILLED_UP (with a token mask), or PACKED (with positions).
+        rows: FULL, PADDED (with a token mask), or PACKED (with positions).
         shares_prompts: Whether rows hold pairs that share prompts, and so have segments.
         keeps_whole: Whether ranks that divide sequences also hold the tokens of whole sequences, to compare answers.
         num_targets: Number of teacher tokens per prediction.
@@ -193,14 +193,14 @@ def planned_batch(
         size: The size of the micro-batch.
         recorder: Ignores the micro-batch's tensors, and is notified of which model runs.
     """
-    batch, plain = _batch(model, size), _Plain(model)
-    recorder.most_chosen = most_chosen(model)
-    batch = replace(batch, label_positions=batch.label_positions[: recorder.most_chosen])
+    batch, plain = _batch(model, size), _UnshardedModel(model)
+    recorder.num_recorded_predictions = num_recorded_predictions(model)
+    batch = replace(batch, label_positions=batch.label_positions[: recorder.num_recorded_predictions])
     if size.upcasts_logits:  # the loss makes a pass per chunk of labels, each with the same memory
         batch = replace(batch, labels=batch.labels.flatten()[: _num_labels(model, batch.labels.numel())])
     if size.rows == PACKED and size.num_parts == 1:
         batch.inputs["position_ids"] = torch.zeros((size.num_rows, size.length), dtype=torch.long)
-    if size.rows == FILLED_UP:
+    if size.rows == PADDED:
         batch.inputs["attention_mask"] = torch.ones((size.num_rows, size.length), dtype=torch.long)
     if size.shares_prompts:
         batch = _with_pairs(batch)
@@ -214,7 +214,7 @@ def planned_batch(
         targets = Targets(torch.zeros(shape), torch.zeros(shape, dtype=torch.int32))
         recorder.ignore([targets.log_probs, targets.tokens])
     recorder.ignore([*batch.tensors()])
-    reference = _Compared(plain, reference_kind, recorder, targets, size.num_targets, size.num_predictions)
+    reference = _FakeReference(plain, reference_kind, recorder, targets, size.num_targets, size.num_predictions)
     return PlannedBatch(plain, batch, objective, reference)
 
 
@@ -267,7 +267,7 @@ def _shares(number: int, num_parts: int) -> tuple[int, ...]:
     return (*(size for _ in range(num_parts - 1)), size + rest)
 
 
-def most_chosen(model: PreTrainedModel) -> int:
+def num_recorded_predictions(model: PreTrainedModel) -> int:
     """Number of predictions planned individually: enough loss chunks, which all need the same memory."""
     config: Any = model.config.get_text_config()
     return _MAX_CHUNKS * max(1, LOSS_CHUNK_BYTES // (4 * int(getattr(config, "vocab_size", 1))))
@@ -293,6 +293,6 @@ def batch_bytes(model: PreTrainedModel, size: BatchSize) -> int:
     num_arrays = 1 + (size.rows != FULL) + size.shares_prompts + divided
     num_values = size.num_rows * size.length * num_arrays
     num_values += size.num_label_tokens * (1 + bool(config.is_encoder_decoder)) + size.num_trained_labels
-    num_values += 2 * max(0, size.num_trained_labels - most_chosen(model))
+    num_values += 2 * max(0, size.num_trained_labels - num_recorded_predictions(model))
     targets = _TARGET_BYTES * size.num_targets * size.num_predictions if size.has_targets else 0
     return num_values * _TOKEN_BYTES + targets

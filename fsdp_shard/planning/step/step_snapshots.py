@@ -18,7 +18,7 @@ from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
 from fsdp_shard.planning.step.divided_model import divide_model
-from fsdp_shard.planning.step.load_snapshots import FIGURES_BYTES, loading_snapshots, place_bytes
+from fsdp_shard.planning.step.load_snapshots import FIGURES_BYTES, loading_snapshots, row_index_bytes
 from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
 from fsdp_shard.planning.step.recording.events import DONE, LOSS, Event, Recordings
 from fsdp_shard.planning.step.recording.fake_attention import layer_mask_bytes
@@ -221,7 +221,7 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         copies_reduced=not run.on_gpu,
         offloads_activations=shard.activation_offload,
         has_host_gradients=shard.cpu_offload,
-        save_bytes=place_bytes(model, run),
+        save_bytes=row_index_bytes(model, run),
     )
 
 

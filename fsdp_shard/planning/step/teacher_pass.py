@@ -23,7 +23,7 @@ from fsdp_shard.inference import (
 from fsdp_shard.models import load_config
 from fsdp_shard.planning.plan_cache import PlanCache
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.planning.step.micro_batch import most_chosen
+from fsdp_shard.planning.step.micro_batch import num_recorded_predictions
 from fsdp_shard.planning.step.recording.events import DONE, Event
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
 from fsdp_shard.planning.step.recording.recorder import Recorder
@@ -121,7 +121,7 @@ def check_budgets(distill: DistillConfig, num_local_ranks: int) -> None:
 
 def _pass_bytes(model: PreTrainedModel, run: PlannedRun, top_k: int) -> int:
     """Maximum bytes of a pass over whole sequences of a micro-batch, including the teacher's outputs."""
-    shape, chosen = (run.num_read_rows, run.sequence_length), most_chosen(model)
+    shape, chosen = (run.num_read_rows, run.sequence_length), num_recorded_predictions(model)
 
     def take(recorder: Recorder) -> None:
         ids, every = torch.zeros(shape, dtype=torch.long), torch.zeros(shape[0] * shape[1], dtype=torch.long)

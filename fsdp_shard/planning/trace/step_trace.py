@@ -33,7 +33,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.planning.step.recording.fake_attention import attending_without_values
+from fsdp_shard.planning.step.recording.fake_attention import attention_without_values
 from fsdp_shard.planning.step.recording.recorder import tensors_in
 from fsdp_shard.planning.step.snapshot import Snapshot, highest, highest_of_phases
 from fsdp_shard.planning.trace.fake_rank import as_fake_rank
@@ -251,7 +251,7 @@ def _attention(model: PreTrainedModel, run: PlannedRun) -> AbstractContextManage
     """Attention with the mask of the run, if any; divided sequences use another one."""
     if run.shard.context_parallel > 1:
         return nullcontext()
-    return attending_without_values(model, run.rows)
+    return attention_without_values(model, run.rows)
 
 
 def _training(

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-ENTER, LEAVE, LOSS, BEGIN, FINISH, END = "enter", "leave", "loss", "begin backward", "finish backward", "end"
+PRE_FORWARD, POST_FORWARD, LOSS = "pre-forward", "post-forward", "loss"
+PRE_BACKWARD, POST_BACKWARD, END = "pre-backward", "post-backward", "end"
 DONE = "done"  # all that a pass held is freed
 
 

@@ -23,7 +23,7 @@ from fsdp_shard.utils import FakeTensorMode
 _ATTENTION = "fsdp_shard_plan"
 
 # Rows of one length; rows padded to one length, with a token mask; rows of several documents.
-FULL, FILLED_UP, PACKED = "full", "filled up", "packed"
+FULL, PADDED, PACKED = "full", "padded", "packed"
 
 
 def _row_mask(*, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor:
@@ -50,14 +50,14 @@ def _local_mask(
 
 
 @contextmanager
-def attending_without_values(model: PreTrainedModel, rows: str) -> Iterator[None]:
-    """Give a model with sdpa attention the masks for such `rows`: FULL, FILLED_UP or PACKED."""
+def attention_without_values(model: PreTrainedModel, rows: str) -> Iterator[None]:
+    """Give a model with sdpa attention the masks for such `rows`: FULL, PADDED or PACKED."""
     if attention_implementations(model) != ["sdpa"]:
         yield
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
-    filled_up = partial(_filled_up_mask, has_encoder=model.config.is_encoder_decoder)
-    masks: dict[str, Callable[..., Any]] = {FULL: _local_mask, FILLED_UP: filled_up, PACKED: _row_mask}
+    padded = partial(_filled_up_mask, has_encoder=model.config.is_encoder_decoder)
+    masks: dict[str, Callable[..., Any]] = {FULL: _local_mask, PADDED: padded, PACKED: _row_mask}
     AttentionMaskInterface.register(_ATTENTION, masks[rows])
     model.set_attn_implementation(_ATTENTION)
     try:

@@ -19,8 +19,18 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import no_split_blocks
-from fsdp_shard.planning.step.recording.events import BEGIN, DONE, END, ENTER, FINISH, LEAVE, LOSS, Event, Recordings
-from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, attending_without_values
+from fsdp_shard.planning.step.recording.events import (
+    DONE,
+    END,
+    LOSS,
+    POST_BACKWARD,
+    POST_FORWARD,
+    PRE_BACKWARD,
+    PRE_FORWARD,
+    Event,
+    Recordings,
+)
+from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, attention_without_values
 from fsdp_shard.planning.step.recording.recorder import Recorder, tensors_in
 from fsdp_shard.planning.step.recording.repeated_blocks import (
     BlockRun,
@@ -41,7 +51,7 @@ class ExtraPasses(Protocol):
 
     @property
     def rows(self) -> str:
-        """Kind of the rows: FULL, FILLED_UP or PACKED."""
+        """Kind of the rows: FULL, PADDED or PACKED."""
 
     def setting(self, model: nn.Module) -> AbstractContextManager[None]:
         """Configure the model during the passes."""
@@ -82,7 +92,7 @@ def record_passes(
         units: The units that the model would be sharded in.
         make_batch: Makes the micro-batch; called in a fake tensor mode, with the recorder.
         uncast: FQNs of the units whose inputs keep their dtypes.
-        rows: Kind of the rows: FULL, FILLED_UP or PACKED; the last two have masks.
+        rows: Kind of the rows: FULL, PADDED or PACKED; the last two have masks.
         extra: Passes of other phases, by phase.
 
     Returns:
@@ -101,7 +111,7 @@ def record_passes(
         pass_over(model, fqn, next(run for run in runs if fqn in run.passed_over))
     dtypes = {name: getattr(torch, unit.dtype) for unit in units for name in unit.parameters}
     fake, recorder = FakeTensorMode(), Recorder()
-    with attending_without_values(model, rows), fake:
+    with attention_without_values(model, rows), fake:
         _make_fake(model, dtypes if settings.is_sharded else {})
         recorder.ignore([*model.parameters(), *model.buffers()])
         watched = dict.fromkeys([*blocks, *(unit.fqn for unit in units), ""])
@@ -139,7 +149,7 @@ def _run_extra(
     for phase, passes in extra.items():
         begun = len(recorder.events)
         try:
-            attending = attending_without_values(model, passes.rows)
+            attending = attention_without_values(model, passes.rows)
             with passes.setting(model), attending, fake, recorder, torch.no_grad():
                 passes.run(model, recorder)
         except CANNOT_RUN as error:
@@ -177,15 +187,15 @@ def record_forward(
     for each in runs:
         for fqn in each.passed_over:
             pass_over(model, fqn, each)
-    with attending_without_values(model, PACKED if has_mask else FULL), FakeTensorMode():
+    with attention_without_values(model, PACKED if has_mask else FULL), FakeTensorMode():
         _make_fake(model, {})
         recorder = Recorder()
         recorder.ignore([*model.parameters(), *model.buffers()])
         for fqn in dict.fromkeys([*(block.fqn for block in blocks if not block.direct), ""]):
             if fqn not in like:
                 module = model.get_submodule(fqn)
-                module.register_forward_pre_hook(lambda *_, fqn=fqn: recorder.mark(ENTER, fqn))
-                module.register_forward_hook(lambda *_, fqn=fqn: recorder.mark(LEAVE, fqn))
+                module.register_forward_pre_hook(lambda *_, fqn=fqn: recorder.mark(PRE_FORWARD, fqn))
+                module.register_forward_hook(lambda *_, fqn=fqn: recorder.mark(POST_FORWARD, fqn))
         with torch.no_grad(), recorder:
             run(recorder)
     recording = recorder.events
@@ -238,45 +248,45 @@ def _watch(
     casts = settings.is_sharded and unit is not None and not unit.is_bytes and not is_uncast
     by_gradients = settings.flattens_units and bool(trained)
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        recorder.mark(ENTER, fqn)
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        recorder.mark(PRE_FORWARD, fqn)
         if casts and unit is not None:
             args, kwargs = (_cast(value, getattr(torch, unit.dtype)) for value in (args, kwargs))
         needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if by_gradients or not needing or not torch.is_grad_enabled():
             return args, kwargs
-        made = iter(_Finish.apply(partial(recorder.mark, FINISH, fqn), *needing))  # type: ignore[no-untyped-call]  # untyped in torch
+        made = iter(_Finish.apply(partial(recorder.mark, POST_BACKWARD, fqn), *needing))  # type: ignore[no-untyped-call]  # untyped in torch
         return tuple(_with_new(value, made) for value in args), {k: _with_new(v, made) for k, v in kwargs.items()}
 
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
         if casts and unit is not None and unit.dtype != settings.param_dtype:
             output = _cast(output, getattr(torch, settings.param_dtype))
         begun: list[bool] = []
 
-        def begin(gradient: torch.Tensor) -> None:
+        def pre_backward(gradient: torch.Tensor) -> None:
             if not begun:
                 begun.append(True)
-                recorder.mark(BEGIN, fqn)
+                recorder.mark(PRE_BACKWARD, fqn)
 
         for tensor in tensors_in(output):
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(begin)
-        recorder.mark(LEAVE, fqn)
+                tensor.register_hook(pre_backward)
+        recorder.mark(POST_FORWARD, fqn)
         return output
 
     left = set(trained)
 
-    def finish(param: torch.Tensor) -> None:
+    def post_backward(param: torch.Tensor) -> None:
         left.discard(id(param))
         if not left:
-            recorder.mark(FINISH, fqn)
+            recorder.mark(POST_BACKWARD, fqn)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    module.register_forward_pre_hook(pre_forward, with_kwargs=True)
+    module.register_forward_hook(post_forward)
     for param in params if by_gradients else ():
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(recorder.accumulated)
-            param.register_post_accumulate_grad_hook(finish)
+            param.register_post_accumulate_grad_hook(post_backward)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

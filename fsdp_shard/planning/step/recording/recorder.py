@@ -7,7 +7,7 @@ from weakref import finalize
 import torch
 from torch import UntypedStorage
 
-from fsdp_shard.planning.step.recording.events import ENTER, LEAVE, Event
+from fsdp_shard.planning.step.recording.events import POST_FORWARD, PRE_FORWARD, Event
 from fsdp_shard.utils import TorchDispatchMode, storage_key
 
 GROUPED_PRODUCT = "aten::_grouped_mm"  # of experts
@@ -24,7 +24,8 @@ class Recorder(TorchDispatchMode):
     Attributes:
         events: The recording.
         is_reference: Whether an objective's reference model is running.
-        most_chosen: Maximum number of rows selected by value, because fake tensors have no values; None for all.
+        num_recorded_predictions: Maximum number of rows selected by value, because fake tensors have no values; None
+            for all.
     """
 
     def __init__(self, *, is_eager: bool = True) -> None:
@@ -32,7 +33,7 @@ class Recorder(TorchDispatchMode):
         self._is_eager = is_eager
         self.events: list[Event] = []
         self.is_reference = False
-        self.most_chosen: int | None = None
+        self.num_recorded_predictions: int | None = None
         self._num_operators = 0
         self._live: dict[int, int] = {}  # bytes by the address of the storage
         self._born: dict[int, int] = {}  # number of events before a storage was created
@@ -53,7 +54,7 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError(f"a micro-batch of this size is more than {_MAX_OPERATORS:,} operators on three blocks")
         if func is torch.ops.aten.nonzero.default:
             number = args[0].numel()
-            number = number if self.most_chosen is None else min(number, self.most_chosen)
+            number = number if self.num_recorded_predictions is None else min(number, self.num_recorded_predictions)
             result = torch.empty((number, args[0].ndim), dtype=torch.long)
         else:
             result = run_fake(func, args, kwargs or {})
@@ -85,11 +86,11 @@ class Recorder(TorchDispatchMode):
     def mark(self, kind: str, module: str) -> None:
         """Write an event."""
         alone, alone_then = self._now - self._gradients, self._then - self._gradients_then
-        kept = [*self._saved.values()] if kind == LEAVE else []
+        kept = [*self._saved.values()] if kind == POST_FORWARD else []
         saved = sum(kept), sum(map(pinned_bytes, kept))
-        if kind in (ENTER, LEAVE):
+        if kind in (PRE_FORWARD, POST_FORWARD):
             self._saved.clear()
-        if kind == ENTER:
+        if kind == PRE_FORWARD:
             self._entered = self._entered[1], len(self.events)
         rises = max(self._most, self._now) - self._then, max(self._most_alone, alone) - alone_then
         gradients = self._gradients - self._gradients_then

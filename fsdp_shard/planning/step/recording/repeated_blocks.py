@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, LEAVE, LOSS, Event
+from fsdp_shard.planning.step.recording.events import LOSS, POST_FORWARD, PRE_BACKWARD, PRE_FORWARD, Event
 
 _LONGEST_PERIOD = 8
 _PERIODS_RUN = 3
@@ -98,8 +98,8 @@ def with_repeats(recording: Sequence[Event], run: BlockRun) -> list[Event]:
     extra, end = len(run.periods) - _PERIODS_RUN, _PERIODS_RUN - 1
     found: list[Event] = []
     for part in _passes(recording):
-        enters = [_index(part, ENTER, first[number]) for number in range(_PERIODS_RUN)]
-        begins = [_index(part, BEGIN, last[number]) for number in range(_PERIODS_RUN)]
+        enters = [_index(part, PRE_FORWARD, first[number]) for number in range(_PERIODS_RUN)]
+        begins = [_index(part, PRE_BACKWARD, last[number]) for number in range(_PERIODS_RUN)]
         if None not in enters:
             one, two = (position or 0 for position in enters[1:])
             middle = part[one + 1 : two + 1]
@@ -124,7 +124,7 @@ def _passes(recording: Sequence[Event]) -> list[list[Event]]:
     parts: list[list[Event]] = [[]]
     for event in recording:
         parts[-1].append(event)
-        if (event.kind == LEAVE and not event.module) or event.kind == LOSS:
+        if (event.kind == POST_FORWARD and not event.module) or event.kind == LOSS:
             parts.append([])
     return parts
 

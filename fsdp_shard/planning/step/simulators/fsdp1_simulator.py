@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, FINISH, Recordings
+from fsdp_shard.planning.step.recording.events import POST_BACKWARD, PRE_BACKWARD, PRE_FORWARD, Recordings
 from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
 from fsdp_shard.planning.step.simulators.step_simulator import Key
 from fsdp_shard.planning.step.snapshot import BUFFERS, EVALUATION, GATHERED, GRADIENTS, UNREDUCED
@@ -22,30 +22,30 @@ class Fsdp1Simulator(FsdpSimulator):
         self._begun = Counter[str]()  # of these, those whose backward pass has begun
 
     def step(self, recordings: Recordings) -> None:
-        entered = (event.module for event in recordings.training if event.kind == ENTER)
+        entered = (event.module for event in recordings.training if event.kind == PRE_FORWARD)
         names = [name for name in dict.fromkeys(entered) if name in self.by_fqn]
-        finishing = {event.module for event in recordings.training if event.kind == FINISH}
+        finishing = {event.module for event in recordings.training if event.kind == POST_BACKWARD}
         self._finishing = [name for name in names if name in finishing]
-        self._calls = Counter(event.module for event in recordings.training if event.kind == BEGIN)
+        self._calls = Counter(event.module for event in recordings.training if event.kind == PRE_BACKWARD)
         if self.rules.prefetch_forward:  # torch has recorded the order in the first micro-batch of the run
             self._entered = names
         super().step(recordings)
 
-    def enter(self, key: Key, unit: UnitBytes) -> None:
+    def pre_forward(self, key: Key, unit: UnitBytes) -> None:
         self.unshard(key, unit)
         if not self.in_backward and unit.fqn in self._entered:
             after = self._entered.index(unit.fqn) + 1
             for name in self._entered[after : after + 1]:
                 self.unshard((key[0], name), self.by_fqn[name])
 
-    def leave(self, key: Key, unit: UnitBytes) -> None:
+    def post_forward(self, key: Key, unit: UnitBytes) -> None:
         if self.in_backward:
             return
         self.order.append(key)
         if unit.num_shards == 1 or (unit.fqn and self.rules.reshard is not False):
             self.free(key, unit)
 
-    def begin(self, key: Key, unit: UnitBytes) -> None:
+    def pre_backward(self, key: Key, unit: UnitBytes) -> None:
         self.unshard(key, unit)
         if self.rules.prefetch_backward:
             self.unshard_one_before(key)
@@ -61,7 +61,7 @@ class Fsdp1Simulator(FsdpSimulator):
             self.add(UNREDUCED, unit.gradients)
         self._begun[unit.fqn] += 1
 
-    def finish(self, unit: UnitBytes) -> None:
+    def post_backward(self, unit: UnitBytes) -> None:
         # A unit is split into its parameters when it is entered. Autograd goes in reverse, and completes the flat
         # gradient after the backward pass of all that ran since: the root's is the last, even if it has only a head.
         self._held.append(unit)

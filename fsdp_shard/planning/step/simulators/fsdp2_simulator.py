@@ -1,6 +1,6 @@
 """Simulates the memory of `fully_shard`, as in `_fsdp_param_group.py` and `_fsdp_collectives.py` of torch 2.13."""
 
-from fsdp_shard.planning.step.recording.events import END, FINISH, Event
+from fsdp_shard.planning.step.recording.events import END, POST_BACKWARD, Event
 from fsdp_shard.planning.step.simulators.fsdp_simulator import FsdpSimulator
 from fsdp_shard.planning.step.simulators.step_simulator import Key
 from fsdp_shard.planning.step.snapshot import BUFFERS, GATHERED, GRADIENTS, UNREDUCED
@@ -27,13 +27,13 @@ class Fsdp2Simulator(FsdpSimulator):
     def keeps_autograd_gradients(self) -> bool:
         return not self.rules.sync_every_micro_batch and not self.rules.casts_gradients
 
-    def enter(self, key: Key, unit: UnitBytes) -> None:
+    def pre_forward(self, key: Key, unit: UnitBytes) -> None:
         self.unshard(key, unit)
         self._copy_out(key, unit, keeps_output=not self.in_backward)
         if not self.in_backward:
             self._prefetch(key, self.rules.prefetch_forward, 1)
 
-    def leave(self, key: Key, unit: UnitBytes) -> None:
+    def post_forward(self, key: Key, unit: UnitBytes) -> None:
         if self.in_backward:
             return
         reshard = self.rules.reshard
@@ -50,7 +50,7 @@ class Fsdp2Simulator(FsdpSimulator):
         if not unit.fqn:
             self._free_pending()
 
-    def begin(self, key: Key, unit: UnitBytes) -> None:
+    def pre_backward(self, key: Key, unit: UnitBytes) -> None:
         self.unshard(key, unit)
         self._copy_out(key, unit, keeps_output=False)
         if self.rules.prefetch_backward > 0 and self._has_explicit(key):
@@ -58,10 +58,10 @@ class Fsdp2Simulator(FsdpSimulator):
         else:
             self.unshard_one_before(key)
 
-    def finish_call(self, unit: UnitBytes) -> None:
+    def post_backward_of_call(self, unit: UnitBytes) -> None:
         self.free((False, unit.fqn), unit)
 
-    def finish(self, unit: UnitBytes) -> None:
+    def post_backward(self, unit: UnitBytes) -> None:
         key = (False, unit.fqn)
         if not self.is_synced:
             self.free(key, unit)
@@ -98,14 +98,14 @@ class Fsdp2Simulator(FsdpSimulator):
     def note_rise(self, event: Event, rise: int) -> None:
         """Count the whole gradients of embeddings, too; this rank's rows are copied from them."""
         unit = self.by_fqn.get(event.module)
-        if unit is not None and event.kind in (FINISH, END) and self.is_synced:
+        if unit is not None and event.kind in (POST_BACKWARD, END) and self.is_synced:
             rise += unit.undivided * self.rules.gradient_itemsize
         super().note_rise(event, rise)
 
     def end_backward(self) -> None:
         for unit in (self.units[-1], *self.units[:-1]):
             if unit.fqn not in self.finished:
-                self.finish(unit)
+                self.post_backward(unit)
         self.order.clear()
         self.add(BUFFERS, -self.terms.get(BUFFERS, 0))
         self.buffer = 0

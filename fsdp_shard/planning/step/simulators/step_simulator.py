@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.planning.step.recording.events import BEGIN, ENTER, FINISH, LEAVE, Event, Recordings
+from fsdp_shard.planning.step.recording import events
+from fsdp_shard.planning.step.recording.events import (
+    POST_BACKWARD,
+    POST_FORWARD,
+    PRE_BACKWARD,
+    PRE_FORWARD,
+    Event,
+    Recordings,
+)
 from fsdp_shard.planning.step.snapshot import (
     ACTIVATIONS,
     BUFFERS_OF_SAVE,
@@ -135,7 +143,7 @@ class StepSimulator:
 
     def _replay(self, recording: Sequence[Event]) -> None:
         self.in_backward, self.phase = False, "forward"
-        self._to_finish = Counter(event.module for event in recording if event.kind == FINISH)
+        self._to_finish = Counter(event.module for event in recording if event.kind == POST_BACKWARD)
         for event in recording:
             self._apply(event)
 
@@ -155,28 +163,28 @@ class StepSimulator:
         self.apply_bytes(event)
         unit, key = self.by_fqn.get(event.module), (event.is_reference, event.module)
         match event.kind:
-            case "loss":
+            case events.LOSS:
                 self.phase, self.in_backward = "backward", True
-            case "end":
+            case events.END:
                 self.end_backward()
             case _ if unit is None:
                 pass
-            case "enter":
-                self.enter(key, unit)
-            case "leave":
-                self.leave(key, unit)
+            case events.PRE_FORWARD:
+                self.pre_forward(key, unit)
+            case events.POST_FORWARD:
+                self.post_forward(key, unit)
                 if not unit.fqn:
                     self.phase = "loss"
-            case "begin backward":
-                self.begin(key, unit)
-            case "finish backward" if not event.is_reference:
+            case events.PRE_BACKWARD:
+                self.pre_backward(key, unit)
+            case events.POST_BACKWARD if not event.is_reference:
                 self._to_finish[unit.fqn] -= 1
                 if self._to_finish[unit.fqn]:
-                    self.finish_call(unit)
+                    self.post_backward_of_call(unit)
                 else:
                     self.finished.add(unit.fqn)
-                    self.finish(unit)
-        if event.kind == ENTER and not event.module and not self.in_backward:
+                    self.post_backward(unit)
+        if event.kind == PRE_FORWARD and not event.module and not self.in_backward:
             self.phase = "forward"
         if self.rules.offloads_activations:
             self._offload(event)
@@ -201,7 +209,7 @@ class StepSimulator:
 
     def _offload(self, event: Event) -> None:
         """Offload what a block saved once the next block has run; reload it before the block's backward pass."""
-        if event.kind == LEAVE and event.saved and not event.is_reference and not self.in_backward:
+        if event.kind == POST_FORWARD and event.saved and not event.is_reference and not self.in_backward:
             if self._last_block is not None:
                 name, saved = self._last_block
                 self._offloaded[name] = saved
@@ -209,7 +217,7 @@ class StepSimulator:
                 on_host = sum(pinned for _, pinned in self._offloaded.values())
                 self.most_offloaded = max(self.most_offloaded, on_host)
             self._last_block = event.module, (event.saved, event.pinned)
-        elif event.kind == BEGIN and (event.module in self._offloaded or self._is_last_block(event.module)):
+        elif event.kind == PRE_BACKWARD and (event.module in self._offloaded or self._is_last_block(event.module)):
             order = [*self._offloaded]
             for name in [event.module, *(order[-1:] if event.module not in order else order[-2:-1])]:
                 self.add(ACTIVATIONS, self._offloaded.pop(name, (0, 0))[0])
@@ -218,19 +226,19 @@ class StepSimulator:
     def _is_last_block(self, name: str) -> bool:
         return self._last_block is not None and self._last_block[0] == name
 
-    def enter(self, key: Key, unit: UnitBytes) -> None:
+    def pre_forward(self, key: Key, unit: UnitBytes) -> None:
         """Handle a module call, in the forward pass or when it is recomputed."""
 
-    def leave(self, key: Key, unit: UnitBytes) -> None:
+    def post_forward(self, key: Key, unit: UnitBytes) -> None:
         """Handle the end of a call."""
 
-    def begin(self, key: Key, unit: UnitBytes) -> None:
+    def pre_backward(self, key: Key, unit: UnitBytes) -> None:
         """Handle the start of a module's backward pass."""
 
-    def finish_call(self, unit: UnitBytes) -> None:
+    def post_backward_of_call(self, unit: UnitBytes) -> None:
         """Handle the end of a call's backward pass, if earlier calls of the module add to its gradients."""
 
-    def finish(self, unit: UnitBytes) -> None:
+    def post_backward(self, unit: UnitBytes) -> None:
         """Handle the completion of a module's gradients."""
 
     def end_backward(self) -> None:
