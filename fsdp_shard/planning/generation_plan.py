@@ -180,8 +180,8 @@ def _uncounted(model: PreTrainedModel, quantize: str) -> str | None:
         return None
     largest = max((m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)), default=0)
     return (
-        f"With dispatch.quantize={quantize} that does not count what quantizing takes while weights are loaded, and "
-        f"copies of a weight that products make for a moment: {format_size(largest)} of the largest."
+        f"With dispatch.quantize={quantize}, the peaks exclude memory for quantizing while weights load, and temporary "
+        f"copies of a weight in matrix products (up to {format_size(largest)})."
     )
 
 
