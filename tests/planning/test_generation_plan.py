@@ -150,7 +150,7 @@ def test_a_quantized_plan_says_what_it_lacks() -> None:
     for one, two in zip(others, others_quantized, strict=True):
         assert one.terms["activations"] == two.terms["activations"]
     text = plans[1].describe(budget)
-    assert "does not count what quantizing takes while weights are loaded, and copies of a weight" in text
+    assert "the peaks exclude memory for quantizing while weights load, and temporary copies of a weight" in text
     assert "128 KiB of the largest." in text
     assert "does not count" not in plans[0].describe(budget)
 
