@@ -91,7 +91,7 @@ from .model_files import (
     with_dtype as with_dtype,
 )
 from .open import is_module_path as is_module_path
-from .piece_reader import tensor_bytes as tensor_bytes
+from .piece_reader import ROW_GROUP_BYTES as ROW_GROUP_BYTES, tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
 from .remote.hub_push import (
     CARD as CARD,

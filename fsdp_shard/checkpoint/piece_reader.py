@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _CHECK_BYTES = 4 << 20  # of a storage, read at a time
-_ROW_GROUP_BYTES = 4 << 20  # a box with short runs is read in groups of full rows of about this size, then narrowed
+ROW_GROUP_BYTES = 4 << 20  # a box with short runs is read in groups of full rows of about this size, then narrowed
 
 
 class PieceReader:
@@ -166,7 +166,7 @@ class PieceReader:
         # Short runs: read groups of full rows of the axis above them, and keep the requested part.
         axis = tensor_slices.inner_axis(piece.shape, shape)
         row_bytes = math.prod(piece.shape[axis:]) * itemsize(entry.dtype)
-        num_rows = max(1, _ROW_GROUP_BYTES // row_bytes)
+        num_rows = max(1, ROW_GROUP_BYTES // row_bytes)
         for outer in itertools.product(*map(range, shape[: axis - 1])):
             above = [a + b for a, b in zip(offsets, outer, strict=False)]
             for first in range(0, shape[axis - 1], num_rows):

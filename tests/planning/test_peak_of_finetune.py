@@ -160,6 +160,13 @@ def test_completions_take_what_was_planned(name: str, home: Path, tmp_path: Path
     check(name, plan, measure_finetune(config, num_ranks), "completions")
 
 
+@pytest.mark.long
+def test_reading_columns_takes_full_rows_besides(home: Path, tmp_path: Path) -> None:
+    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "shard": {"tensor_parallel": 2}}
+    config = config_of(home, tmp_path / "run", **sections)
+    check("layers over 2", plan_of(config, 2), measure_finetune(config, 2), "load")
+
+
 _EVA: dict[str, tuple[str, int, dict[str, Any]]] = {
     "three ranks": ("fsdp2", 3, {"train": {"micro_batch_size": 2}}),
     "fsdp2": ("fsdp2", 2, {}),

@@ -64,6 +64,13 @@ def _divide_layers(model: PreTrainedModel, num_ranks: int) -> None:
             _communicate(model.get_submodule(fqn), style, num_ranks)
 
 
+def divided_by_columns(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The weights of a divided model of which each rank has some columns."""
+    params, plan = dict(model.named_parameters()), parallel_plan(model, "tp_plan")
+    chosen = [params[name] for name, style in plan.items() if name in params and style not in _BY_ROWS]
+    return [param for param in chosen if param.ndim > 1]
+
+
 def _communicate(module: nn.Module, style: str, num_ranks: int) -> None:
     """Make a divided layer create the tensors that its collectives would return."""
     if style in _BY_ROWS and style != "embedding_rowwise":

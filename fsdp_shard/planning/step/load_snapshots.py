@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_shard.checkpoint import ENCODED_AT_ONCE, READ_STAGE_BYTES
+from fsdp_shard.checkpoint import ENCODED_AT_ONCE, READ_STAGE_BYTES, ROW_GROUP_BYTES
 from fsdp_shard.models import QuantizationCode, quantized_weights
 from fsdp_shard.planning.planned_run import PlannedRun
+from fsdp_shard.planning.step.divided_model import divided_by_columns
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.snapshot import GRADIENTS, LOADING, Snapshot, highest
@@ -55,7 +56,7 @@ def row_index_bytes(model: nn.Module, run: PlannedRun) -> int:
     return 8 * max((param.shape[0] for param in model.parameters() if param.ndim), default=0) // run.num_shards
 
 
-def _read_bytes(config: PretrainedConfig, model: nn.Module, run: PlannedRun) -> int:
+def _read_bytes(config: PretrainedConfig, model: PreTrainedModel, run: PlannedRun) -> int:
     """Maximum temporary bytes of reading a shard, if it is cast or encoded; in host memory on a GPU rank."""
     stored = _stored_dtype(config)
     encoded = {f"{fqn}.rows": module for fqn, module in quantized_weights(model)}
@@ -70,7 +71,21 @@ def _read_bytes(config: PretrainedConfig, model: nn.Module, run: PlannedRun) -> 
         largest = max(encoded.values(), key=lambda module: module.num_weights)
         number = min(-(-largest.num_weights // run.num_shards), ENCODED_AT_ONCE)
         most = max(most, _encoding_bytes(largest.code, number, stored))
+    if run.shard.tensor_parallel > 1:
+        most = max(most, _column_bytes(model, run, stored))
     return max(most, _initial_value_bytes(model, run))
+
+
+def _column_bytes(model: PreTrainedModel, run: PlannedRun, stored: torch.dtype) -> int:
+    """Maximum temporary bytes of reading some columns of a weight: these columns, and full rows that contain them."""
+    most = 0
+    for param in divided_by_columns(model):
+        num_rows, width = -(-param.shape[0] // run.num_shards), param.shape[-1]
+        row_bytes = width * run.shard.tensor_parallel * stored.itemsize
+        together = min(num_rows if param.ndim == 2 else param.shape[-2], max(1, ROW_GROUP_BYTES // row_bytes))
+        part = num_rows * math.prod(param.shape[1:]) * stored.itemsize
+        most = max(most, part + together * row_bytes)
+    return most
 
 
 def _initial_value_bytes(model: nn.Module, run: PlannedRun) -> int:
