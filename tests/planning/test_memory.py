@@ -20,7 +20,7 @@ from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import micro_batch, optimizer as planned_optimizer
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
 from fsdp_shard.planning.step.optimizer import step_bytes
-from fsdp_shard.planning.step.recording.events import END, POST_FORWARD, Event
+from fsdp_shard.planning.step.recording.events import DONE, END, POST_FORWARD, Event
 from fsdp_shard.planning.step.recording.record_passes import record_passes
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, plan_units, recompute_blocks
 from fsdp_shard.training import (
@@ -177,7 +177,7 @@ def test_the_recording_ends_with_nothing_alive() -> None:
     recording = recording_of(3, 2, 64, torch.float32)
     assert sum(event.change for event in recording) == 0
     assert sum(event.gradients for event in recording) == 4 * plan(llama_config(layers=3)).num_params
-    assert [event.kind for event in recording][-1] == END
+    assert [event.kind for event in recording][-2:] == [END, DONE]
 
 
 @pytest.mark.long
