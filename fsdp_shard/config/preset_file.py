@@ -50,6 +50,8 @@ def register_preset_file(file: str, schema: type) -> None:
     if schemas and f"{command}_schema" not in schemas:
         raise ConfigError(f"{file} is a config of {schemas[0].removesuffix('_schema')}, not of {command}.")
     groups = groups_of(schema)
+    unset = {setting.name: setting.default for setting in settings_of(schema) if setting.has_no_default}
+    content = _unset_nulls(content, unset)
     options = [key for key, value in content.items() if key in groups and isinstance(value, str) and "${" not in value]
     chosen = {key: content.pop(key) for key in options}
     sections = {setting.name.partition(".")[0] for setting in settings_of(schema) if "." in setting.name}
@@ -76,6 +78,13 @@ def _as_text(value: Any, name: str = "") -> Any:
     if isinstance(value, list):
         return [_as_text(one, name) for one in value]
     return _INTERPOLATION.sub(lambda found: escape(found[0]), value) if isinstance(value, str) else value
+
+
+def _unset_nulls(value: Any, unset: dict[str, str], name: str = "") -> Any:
+    """Replace null by the value in `unset`: in Hydra, only settings whose type allows it can be null."""
+    if isinstance(value, dict):
+        return {key: _unset_nulls(one, unset, f"{name}.{key}" if name else str(key)) for key, one in value.items()}
+    return unset[name] if value is None and name in unset else value
 
 
 @cache

@@ -36,6 +36,11 @@ class Setting:
     defaults: tuple[tuple[str, str], ...] = ()
 
     @property
+    def has_no_default(self) -> bool:
+        """Whether it must be given; `doctor` reports what lacks, so it has empty text there."""
+        return self.default in (REQUIRED, "")
+
+    @property
     def sentence(self) -> str:
         """The help text with the accepted values and the options that have the setting."""
         extra = "; ".join(part for part in (self.accepts, self.only_with and f"only {self.only_with}") if part)
@@ -154,8 +159,8 @@ def markdown() -> str:
         "first default and description are those of all but the options that are named after it.",
         "",
         "A setting that is text, such as a prompt or a path, takes what follows `=` as it is: commas, quotes,",
-        "brackets, backslashes, `${x}` and newlines have no meaning. `null` unsets text whose default is `null`; only",
-        "`prompt=null` is a prompt. Other values have",
+        "brackets, backslashes, `${x}` and newlines have no meaning. `null` unsets text whose default is `null` or",
+        f"`{REQUIRED}`; only `prompt=null` is a prompt. Other values have",
         "[Hydra's syntax](https://hydra.cc/docs/advanced/override_grammar/basic/), such as `[a,b]` and `{a: b}`.",
         """With `-m`, `name=a,b` runs once for each value; of text, quote each: `prompt="Hello, world","Bye"`.""",
     ]

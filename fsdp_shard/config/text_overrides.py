@@ -14,11 +14,14 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import REQUIRED
 
 _STRING = r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
+_EMPTY = "''"
 _STRINGS = re.compile(rf"\s*{_STRING}(?:\s*,\s*{_STRING})+\s*", re.DOTALL)
 
 
 def quote_text(arguments: Sequence[str], settings: Sequence[Setting], *, is_sweep: bool) -> list[str]:
     """Quote the values of text settings in `arguments` for Hydra; return all arguments.
+
+    `null` marks a required text as not set.
 
     Args:
         arguments: Overrides and flags, as typed.
@@ -44,6 +47,8 @@ def _quote(argument: str, texts: dict[str, Setting], is_sweep: bool) -> str:
     setting = texts.get(name.lstrip("+"))
     if setting is None or not equals or (text == "null" and setting.can_unset):
         return argument
+    if text == "null" and setting.has_no_default:
+        return f"{name}={setting.default or _EMPTY}"
     if not text and setting.default == REQUIRED:
         raise ConfigError(f"{name} is empty: {setting.help} Add {name}=VALUE.")
     if is_sweep and _STRINGS.fullmatch(text):

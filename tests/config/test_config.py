@@ -164,6 +164,23 @@ def test_null_unsets_a_text_that_can_be_unset() -> None:
     assert one("finetune", *given).train.tracker_project == "null"
 
 
+def test_null_unsets_a_required_text_in_a_file_and_on_the_command_line(tmp_path: Path) -> None:
+    mixture = "data.mixture={a: {path: a.txt}}"
+    assert one("finetune", "data.path=null", mixture).data.path == ""
+    assert one("evaluate", "data.path=null", "data.eval_path=held.txt").data.path == ""
+    assert one("doctor", "data.path=null", mixture).data.path == ""
+    assert "data.path is not set" in refusal("finetune", "data.path=null")
+    assert "data.path=text.txt and data.mixture both say" in refusal("finetune", mixture)
+    file = tmp_path / "mine.yaml"
+    for path in ("data: {path: null}", "data.path: null"):
+        file.write_text(f"model.path: b\n{path}\ndata.mixture: {{a: {{path: a.txt}}}}")
+        (job,) = compose_jobs(COMMANDS["finetune"], [str(file)], "finetune")
+        assert (job.config.model.path, job.config.data.path) == ("b", "")
+    file.write_text("model.path: b\ndata.path: a.txt")
+    (job,) = compose_jobs(COMMANDS["finetune"], [str(file), "data.path=null", mixture], "finetune")
+    assert job.config.data.path == ""
+
+
 def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_path: Path) -> None:
     jobs = compose("finetune", "train.steps=1,2", "-m", "shard=fsdp1,fsdp2", f"run_dir={tmp_path}/sweep")
     assert [(job.config.train.steps, type(job.config.shard)) for job in jobs] == [
