@@ -27,8 +27,8 @@ def finetune(settings: Sequence[str]) -> dict[str, Any]:
     """Fine-tune a model with `recipes/finetune.py`, like `fsdp-shard finetune`.
 
     If torchrun, srun or Ray Train started this process as one of several ranks, call it on all of them, and it joins
-    them. Otherwise, `launch.ranks=2` starts ranks: new processes that import the calling script, whose own work must
-    therefore be under `if __name__ == "__main__":`.
+    them. Otherwise, `launch.ranks=2` and `launch.max_restarts=1` start ranks: new processes that import the calling
+    script, whose own work must therefore be under `if __name__ == "__main__":`.
 
     Args:
         settings: Settings as on the command line, such as "model.path=DIR"; a user's preset, a .yaml file, may

@@ -133,7 +133,7 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
         wrapper: `fsdp2`, `fsdp1` or `ddp`.
         settings: `shard.*` settings. `param_dtype`, the dtype of the computation, is bfloat16 unless it is set, and
             float32 under ddp. With `activation_checkpointing`, the model has to be called with `use_cache=False`: a
-            recomputed block would fill a cache a second time, and torch raises a RuntimeError.
+            recomputed block would fill a cache a second time, and torch may raise a RuntimeError.
 
     Returns:
         The sharded model.
