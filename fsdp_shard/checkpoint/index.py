@@ -132,6 +132,7 @@ class TensorIndex:
         Raises:
             CheckpointError: There is no such tensor, or its file is damaged.
             IndexError: `slices` do not fit its shape.
+            ValueError, TypeError: The step of a slice is 0, or it is not of integers.
         """
         parts = () if slices is None else slices if isinstance(slices, tuple) else (slices,)
         return self.reader.read(self.entry(name), parts)

@@ -168,7 +168,7 @@ def build_model(
     Args:
         path: A model directory, a run, a step or any checkpoint with a config.json, or a hub id.
         ranks: The ranks that build it; all of them raise the error of any one.
-        dtype: The dtype of the parameters.
+        dtype: The name of the parameters' dtype, such as `bfloat16`.
         attention: The attention implementation; `auto` is the best one that the model supports.
         trust_remote_code: Run Python code that comes with the model.
 
@@ -177,6 +177,7 @@ def build_model(
         `model.module.train()` turns dropout on.
 
     Raises:
+        ConfigError: `dtype`, `attention` or `trust_remote_code` is wrong.
         ModelError, CheckpointError: There is no such model, or it cannot be built.
 
     Example:

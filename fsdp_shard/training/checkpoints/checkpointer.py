@@ -127,6 +127,8 @@ class Checkpointer:
     Raises:
         ConfigError: An argument is wrong, another run uses the directory, or this process is one of several ranks and
             has no process group.
+        StorageError: The directory cannot be created or written.
+        RemoteError: The remote store cannot be reached.
 
     Example:
         >>> import torch, fsdp_shard as fs
@@ -221,13 +223,15 @@ class Checkpointer:
                 lists, tuples and dicts of them.
             extra_per_rank: The same kinds of data, separate for each rank.
             metrics: Figures of the step, as numbers or tensors with one element; those of rank 0 count.
-            states: Objects with `state_dict()`, by any name, such as `scheduler=scheduler`. Their states must be the
-                same on all ranks, except for DTensors; None is left out.
+            states: Objects with `state_dict()` and `load_state_dict()`, by any name, such as `scheduler=scheduler`.
+                Their states must be the same on all ranks, except for DTensors; None is left out.
 
         Raises:
             SaveError: The step exists, the directory belongs to a run of `finetune`, the ranks disagree about the step,
                 a state is not plain data, or this or the previous save failed. Earlier steps are kept.
             ModelError: It is unknown which part of a parameter this rank holds.
+            ConfigError: The Checkpointer is closed, `metrics` lacks `monitor`, an optimizer is none or is of other
+                parameters, or a state has no `state_dict()` or `load_state_dict()`.
         """
         self._require_open()
         self._saver.wait()
@@ -336,6 +340,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: The step is damaged, does not exist, or belongs to another model, optimizer or objects.
+            ConfigError: The Checkpointer is closed, or an argument is wrong, such as `step`.
         """
         self._require_open()
         if type(step) is not int and step not in ("latest", "best"):
