@@ -159,7 +159,6 @@ def convert(
         nest=nest, dtype="keep" if dtype is None else str(dtype).removeprefix("torch."), verify=verify,
         overwrite=overwrite, sync=sync, base=base, config=config, tokenizer=tokenizer, dequantize=dequantize,
     )  # fmt: skip
-    check(settings)
     return run_conversion(settings)
 
 
@@ -175,14 +174,14 @@ def convert_location(source: Location, target: Path) -> ConvertReport:
 
 
 def check_conversion(settings: ConvertSettings) -> None:
-    """Raise an error if the target or the hub cannot be written.
+    """Raise an error if a setting is wrong, or the target or the hub cannot be written.
 
     With `push_to`, the source's headers are read and the repository is created if it does not exist, so that no
     conversion is wasted.
 
     Raises:
-        ConfigError: The directory of the target cannot be written, there is no token for the hub, or the repository is
-            public and the settings do not ask for that.
+        ConfigError: A setting is wrong, the directory of the target cannot be written, there is no token for the hub,
+            or the repository is public and the settings do not ask for that.
         CheckpointError, ModelError: With `push_to`: the source cannot be read, has no config, or the target must not be
             replaced.
         RemoteError: The hub rejects the token or the repository, or cannot be reached.
@@ -190,6 +189,7 @@ def check_conversion(settings: ConvertSettings) -> None:
     Example:
         >>> fs.check_conversion(config)  # doctest: +SKIP
     """
+    check(settings)
     check_writable(Path(settings.target).expanduser().parent, f"target={settings.target}")
     if settings.push_to is not None:
         require_hub()
@@ -204,6 +204,7 @@ def run_conversion(settings: ConvertSettings) -> ConvertReport:
         >>> fs.run_conversion(config).num_tensors  # doctest: +SKIP
         273
     """
+    check(settings)
     return retry_if_deleted(partial(_find, settings), partial(_convert, settings))
 
 

@@ -25,7 +25,7 @@ from fsdp_shard.cli.sweep_table import refuse_other_sweep, refuse_shared, sweep_
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.training import lock_directory
-from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, shipped_directory, walk, warnings_of
+from fsdp_shard.utils import RESULT, check_writable, first_line, is_out_of_memory, shipped_directory, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
 
@@ -228,7 +228,6 @@ def _check(recipe: Recipe[C], config: C) -> None:
     """Find mistakes before any rank starts."""
     if config.rank_mode == "started":
         check_machine(config.launch)
-    _refuse_unused(config)
     checkpoint.refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
     if config.writes and not config.takes_training_run:
         _refuse_training_run(config)
@@ -245,15 +244,6 @@ def _refuse_training_run(config: configs.RunConfig) -> None:
             f"run_dir={config.run_dir} is the directory of a training run, with checkpoints up to step {latest}, and "
             f"{config.command} would replace its {checkpoint.CONFIG_FILE} and {RESULT}; give another run_dir."
         )
-
-
-def _refuse_unused(config: configs.RunConfig) -> None:
-    """Raise ConfigError for a given setting that would be ignored."""
-    schema = type(config)
-    defaults = {name: value for name, _, value in walk(schema())}
-    unused = [(name, value) for name, _, value in walk(config) if not configs.is_used(schema, name)]
-    if given := [f"{name}={value}" for name, value in unused if value != defaults[name]]:
-        raise ConfigError(f"{', '.join(given)} has no effect: {config.command} does not use it. Remove it.")
 
 
 def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:

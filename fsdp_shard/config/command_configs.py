@@ -30,7 +30,7 @@ from fsdp_shard.training import (
     TrainConfig,
     check_inputs,
 )
-from fsdp_shard.utils import refuse_changed, setting
+from fsdp_shard.utils import refuse_changed, setting, walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,6 +93,13 @@ class RunConfig:
     is_default_run_dir = False  # not annotated, so it is not a setting
     explicit_settings = frozenset[str]()
     own_recipe = ""
+
+    def refuse_unused(self) -> None:
+        """Raise ConfigError for a given setting that the command would ignore."""
+        defaults = {name: value for name, _, value in walk(type(self)())}
+        unused = [(name, value) for name, _, value in walk(self) if not is_used(type(self), name)]
+        if given := [f"{name}={value}" for name, value in unused if value != defaults[name]]:
+            raise ConfigError(f"{', '.join(given)} has no effect: {self.command} does not use it. Remove it.")
 
     @property
     def kept_run_dir(self) -> str | None:

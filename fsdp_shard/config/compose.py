@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import io
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -40,7 +39,15 @@ from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.run_to_plan import register_run, split_run
 from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import check, has_content, set_environment, shipped_directory, write_atomically
+from fsdp_shard.utils import (
+    check,
+    has_content,
+    is_chosen,
+    missing_error,
+    set_environment,
+    shipped_directory,
+    write_atomically,
+)
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -249,7 +256,7 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
         raise ConfigError(unknown_setting_message(name, schema))
     _fill_alternatives(composed)
     if missing := sorted(OmegaConf.missing_keys(composed)):
-        raise ConfigError(_missing_message(missing, schema))
+        raise missing_error(missing, {setting.name: setting.help for setting in settings_of(schema)})
     config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     if config.run_dir in ("", "null"):
         raise ConfigError(
@@ -276,16 +283,10 @@ def _fill_alternatives(composed: Any) -> None:
         if section and section not in composed:  # removed by ~section, which is reported later
             continue
         holder = composed[section] if section else composed
-        if OmegaConf.is_missing(holder, leaf) and any(_is_chosen(composed, other) for other in others):
+        if OmegaConf.is_missing(holder, leaf) and any(is_chosen(composed, other) for other in others):
             holder[leaf] = ""
     for _, section in _sections(composed):
         _fill_alternatives(section)
-
-
-def _is_chosen(composed: Any, other: str) -> bool:
-    key, _, values = other.partition("=")
-    found = OmegaConf.select(composed, key)
-    return found in values.split("|") if values else bool(found)
 
 
 def _unknown_keys(composed: Any, prefix: str = "") -> Iterator[str]:
@@ -304,17 +305,6 @@ def _sections(composed: Any) -> Iterator[tuple[str, Any]]:
         is_set = not OmegaConf.is_interpolation(composed, key) and not OmegaConf.is_missing(composed, key)
         if is_set and isinstance(section := composed[key], DictConfig):
             yield key, section
-
-
-def _missing_message(missing: Sequence[str], schema: type) -> str:
-    helps = {setting.name: setting.help for setting in settings_of(schema)}
-    verb = "is" if len(missing) == 1 else "are"
-    sentences = [f"{' and '.join(missing)} {verb} not set. Add {' '.join(f'{name}=VALUE' for name in missing)}."]
-    return " ".join([*sentences, *(f"{name}: {_first_sentence(helps[name])}" for name in missing if name in helps)])
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
 
 
 def write_config(config: RunConfig) -> None:

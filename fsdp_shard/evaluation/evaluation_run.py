@@ -13,18 +13,18 @@ from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.evaluation.registry import EVALUATIONS
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_left_to_right, check_packing, load_config, load_tokenizer
-from fsdp_shard.utils import say
+from fsdp_shard.utils import check, say
 
 
 def check_evaluation(settings: EvaluateSettings) -> None:
-    """Check the files in `settings`, and set the window length if the settings leave it to the model's context.
+    """Check `settings` and their files, and set the window length if the settings leave it to the model's context.
 
     Args:
         settings: The settings.
 
     Raises:
-        InputError: A checkpoint or the data cannot be read, a package is missing, or windows or prompts are too long
-            for a model.
+        InputError: A setting is wrong, a checkpoint or the data cannot be read, a package is missing, or windows or
+            prompts are too long for a model.
 
     Example:
         >>> import fsdp_shard as fs
@@ -33,12 +33,13 @@ def check_evaluation(settings: EvaluateSettings) -> None:
         >>> config.data.sequence_length
         128
     """
+    check(settings)
     check_inputs(settings)
     for source in settings.sources:
         check_checkpoint(source)
-    check = EVALUATIONS[settings.task].check
-    if check is not None:
-        check(settings)
+    check_task = EVALUATIONS[settings.task].check
+    if check_task is not None:
+        check_task(settings)
 
 
 def run_evaluation(
@@ -56,7 +57,7 @@ def run_evaluation(
         The figures for result.json on rank 0; empty on other ranks.
 
     Raises:
-        FsdpShardError: The models do not suit the evaluation or each other, or a loss is not finite.
+        FsdpShardError: A setting is wrong, the models do not suit it or each other, or a loss is not finite.
 
     Example:
         >>> import fsdp_shard as fs
@@ -67,6 +68,7 @@ def run_evaluation(
         ...
         perplexity ... (loss ...) over ... tokens
     """
+    check(settings)
     trust = settings.dispatch.trust_remote_code
     for source in settings.sources:
         config = load_config(source.directory, trust)

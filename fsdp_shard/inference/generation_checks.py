@@ -7,7 +7,7 @@ from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.generation.completions_file import open_completions
 from fsdp_shard.inference.generation.prompts import check_standard_input, read_prompts
 from fsdp_shard.models import check_model_config
-from fsdp_shard.utils import refuse_changed
+from fsdp_shard.utils import check, refuse_changed
 
 
 def check_checkpoint(source: Location) -> None:
@@ -21,7 +21,7 @@ def check_checkpoint(source: Location) -> None:
 
 
 def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: str | None, seed: int) -> None:
-    """Check the prompts, the output file and the number of ranks.
+    """Check the settings, the prompts, the output file and the number of ranks.
 
     Args:
         settings: The settings of `generate`.
@@ -30,12 +30,13 @@ def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: 
         seed: Seed of sampling; an output file with another seed is not resumed.
 
     Raises:
-        ConfigError: The settings do not suit the number of ranks, or scores would not be written anywhere.
+        ConfigError: A setting is wrong or does not suit the number of ranks, or scores would not be written anywhere.
         DataError: Prompts cannot be read, or the output file cannot be used.
 
     Example:
         >>> fs.check_generation(config, config.launch, config.kept_run_dir, config.seed)  # doctest: +SKIP
     """
+    check(settings)
     num_ranks = max(world_sizes(launch))
     if run_dir is None and settings.output is None and not settings.is_conversation:
         why = "has no effect: scores are written to a file, and this run only prints; add output=FILE.jsonl or run_dir."

@@ -17,7 +17,7 @@ from fsdp_shard.planning.plan_result import PlannedModel, PlannedSettings, PlanR
 from fsdp_shard.planning.search.searched_plan import plan_search
 from fsdp_shard.planning.single_plan import plan_one
 from fsdp_shard.planning.unplanned import setting_at, unplanned_settings
-from fsdp_shard.utils import only_errors_of, require_package
+from fsdp_shard.utils import check, only_errors_of, require_package
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,6 +32,7 @@ def check_plan(config: PlannedSettings) -> None:
     Example:
         >>> fs.check_plan(config)  # doctest: +SKIP
     """
+    check(config)
     if config.run is not None and Path(config.run_dir).resolve() == Path(config.run).resolve():
         raise ConfigError(
             f"run_dir={config.run_dir} is the run that is compared, and nothing is written into it; give another "

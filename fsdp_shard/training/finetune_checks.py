@@ -43,6 +43,7 @@ from fsdp_shard.training.peft.earlier_adapter import (
 )
 from fsdp_shard.training.peft.qlora import quantize_base
 from fsdp_shard.training.sample_length import settle_run_length
+from fsdp_shard.utils import check
 
 
 def check_finetune(config: FinetuneSettings) -> None:
@@ -57,6 +58,7 @@ def check_finetune(config: FinetuneSettings) -> None:
     Example:
         >>> fs.check_finetune(config)  # doctest: +SKIP
     """
+    check(config)
     _check_settings(config)
     resume_from = _find_resumed(config)
     if resume_from is None or not is_gone(config.adapter):

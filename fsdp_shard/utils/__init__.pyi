@@ -72,6 +72,8 @@ from .settings import (
     check_one as check_one,
     free_text as free_text,
     in_yaml as in_yaml,
+    is_chosen as is_chosen,
+    missing_error as missing_error,
     non_default_settings as non_default_settings,
     prose as prose,
     refuse_changed as refuse_changed,

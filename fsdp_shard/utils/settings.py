@@ -7,7 +7,8 @@ config reference is generated from the same declarations.
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -136,7 +137,8 @@ def refuse_changed(config: Any, names: Iterable[str], prefix: str, why: str) -> 
 def check(config: Any) -> None:
     """Check all settings of `config`, and call `check(prefix)` of the dataclasses that have this method.
 
-    It checks rules that involve several fields; `prefix` is the dotted name of the dataclass.
+    It checks rules that involve several fields; `prefix` is the dotted name of the dataclass. Required settings that
+    another setting makes unnecessary (`instead`) become "". A config with `refuse_unused` refuses what it ignores.
 
     Args:
         config: A config dataclass.
@@ -144,9 +146,46 @@ def check(config: Any) -> None:
     Raises:
         ConfigError: The first setting that is missing, out of range, not a known choice, or against a rule.
     """
+    _fill_alternatives(config)
+    if missing := {name: field.metadata.get("help", "") for name, field, value in walk(config) if value == REQUIRED}:
+        raise missing_error(sorted(missing), missing)
     for name, field, value in walk(config):
         check_one(name, field, value)
+    if hasattr(config, "refuse_unused"):
+        config.refuse_unused()
     _check_rules(config, "")
+
+
+def _fill_alternatives(config: Any) -> None:
+    """Set required settings to "" if their dataclass has an alternative (`instead`) that is set."""
+    for name, others in getattr(config, "instead", {}).items():
+        section, _, leaf = name.rpartition(".")
+        holder = operator.attrgetter(section)(config) if section else config
+        if getattr(holder, leaf) == REQUIRED and any(is_chosen(config, other) for other in others):
+            setattr(holder, leaf, "")
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(section := getattr(config, field.name)):
+            _fill_alternatives(section)
+
+
+def is_chosen(config: Any, alternative: str) -> bool:
+    """Whether a setting has a value (`name`), or one of some values (`name=value|value`)."""
+    name, _, values = alternative.partition("=")
+    found = operator.attrgetter(name)(config)
+    return found in values.split("|") if values else bool(found)
+
+
+def missing_error(missing: Sequence[str], helps: Mapping[str, str]) -> ConfigError:
+    """The error for required settings that are not set; `helps` are the help texts of settings."""
+    verb = "is" if len(missing) == 1 else "are"
+    sentences = [f"{' and '.join(missing)} {verb} not set. Add {' '.join(f'{name}=VALUE' for name in missing)}."]
+    return ConfigError(
+        " ".join([*sentences, *(f"{name}: {_first_sentence(helps[name])}" for name in missing if name in helps)])
+    )
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
 
 
 def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:

@@ -20,7 +20,7 @@ from fsdp_shard.inference.generation.decoder import Decoder, DecodingFigures
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
 from fsdp_shard.inference.named_adapters import add_adapters, use_adapter
 from fsdp_shard.models import context_length_of, load_config, load_tokenizer
-from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, report_progress, say
+from fsdp_shard.utils import check, format_count, format_size, peak_resident_bytes, report_progress, say
 
 _write = partial(print, end="", flush=True)
 
@@ -52,10 +52,14 @@ def complete_prompts(
     Returns:
         The figures of result.json: totals over all ranks on rank 0; of little use on other ranks.
 
+    Raises:
+        FsdpShardError: A setting is wrong, or the model or the prompts cannot be read.
+
     Example:
         >>> fs.complete_prompts(config, config.run_dir, config.seed)["tokens_per_second"]  # doctest: +SKIP
         41.7
     """
+    check(settings)
     source, is_main = settings.source, context is None or context.is_main
     log: Log = say if is_main else lambda text: None
     sampling, trusted = settings.generation, settings.dispatch.trust_remote_code

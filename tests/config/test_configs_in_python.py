@@ -1,0 +1,118 @@
+"""Configs built in Python: the public checks of a command refuse what its command line refuses, with the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp_shard as fs
+from fsdp_shard.config import COMMANDS
+from fsdp_shard.errors import ConfigError
+from tests.config.composed import refusal
+
+
+def _check_generation(config: fs.GenerateConfig) -> None:
+    fs.check_generation(config, config.launch, None, config.seed)
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "finetune": fs.check_finetune,
+    "convert": fs.check_conversion,
+    "evaluate": fs.check_evaluation,
+    "generate": _check_generation,
+    "plan": fs.check_plan,
+}
+
+RUNS: dict[str, Callable[[Any], object]] = {
+    "convert": fs.run_conversion,
+    "evaluate": lambda config: fs.run_evaluation(config, "run"),
+    "generate": lambda config: fs.complete_prompts(config, None, 0),
+}
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("finetune", {"train.steps": 0}),
+    ("finetune", {"loss": "mine:loss", "model.chunked_loss": True}),
+    ("finetune", {"checkpoint.keep_every": 2}),
+    ("convert", {"ranks": 2}),
+    ("convert", {"nest": "a"}),
+    ("convert", {"format": "sharded"}),
+    ("convert", {"format": "sharded", "ranks": 0}),
+    ("convert", {"format": "hf"}),
+    ("convert", {"dtype": "bf16"}),
+    ("convert", {"max_shard_size": "x"}),
+    ("convert", {"target": "s3://bucket/model"}),
+    ("convert", {"seed": 3}),
+    ("convert", {"launch.ranks": 2}),
+    ("evaluate", {"batch_size": -1}),
+    ("evaluate", {"stride": 0}),
+    ("evaluate", {"task": "xyz"}),
+    ("evaluate", {"perplexity.by": "document"}),
+    ("evaluate", {"perplexity.num_resamples": 200}),
+    ("evaluate", {"dispatch.quantize": "int3"}),
+    ("evaluate", {"dispatch.schedule": "layer"}),
+    ("evaluate", {"dispatch.dtype": "bf16"}),
+    ("evaluate", {"seed": 3}),
+    ("generate", {"generation.temperature": 0.1}),
+    ("generate", {"generation.top_p": 5.0, "generation.do_sample": True}),
+    ("generate", {"prompts": "prompts.txt"}),
+    ("generate", {"dispatch.schedule": "layer_major"}),
+    ("plan", {"train.micro_batch_size": 0}),
+    ("plan", {"launch.max_restarts": 2}),
+]
+
+
+def _built(command: str, given: Mapping[str, Any]) -> Any:
+    """The config that the arguments of `composed.GIVEN` and the settings `given` make."""
+    required: dict[str, dict[str, Any]] = {
+        "finetune": {"model.path": "org/name", "data.path": "text.txt"},
+        "convert": {"source": "a", "target": "b"},
+        "evaluate": {"checkpoint": "a", "data.path": "text.txt"},
+        "generate": {"checkpoint": "a", "prompt": "Hello"},
+        "plan": {"model.path": "org/name"},
+    }
+    config = COMMANDS[command]()
+    for name, value in {**required[command], **given}.items():
+        *sections, leaf = name.split(".")
+        holder: Any = config
+        for section in sections:
+            holder = getattr(holder, section)
+        assert hasattr(holder, leaf)
+        setattr(holder, leaf, value)
+    return config
+
+
+def _message(check: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("command", "given"), WRONG, ids=[f"{command} {given}" for command, given in WRONG])
+def test_what_the_command_line_refuses_is_refused_in_python(
+    command: str, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = {True: "true"}
+    said = refusal(command, *(f"{name}={words.get(value, value)}" for name, value in given.items()))
+    assert _message(partial(CHECKS[command], _built(command, given))) == said
+    if command in RUNS:
+        assert _message(partial(RUNS[command], _built(command, given))) == said
+    assert not any(tmp_path.iterdir())
+
+
+def test_settings_that_are_not_given_are_named_as_on_the_command_line() -> None:
+    assert _message(partial(fs.check_evaluation, fs.EvaluateConfig())).startswith(
+        "checkpoint and data.path are not set"
+    )
+    assert _message(partial(fs.check_conversion, fs.ConvertConfig(source="a"))).startswith("target is not set. Add ")
+    assert "neither is given" in _message(partial(_check_generation, fs.GenerateConfig(checkpoint="a")))
+
+
+def test_a_required_setting_may_be_left_to_another_one(tiny_model: Path) -> None:
+    config = fs.EvaluateConfig(checkpoint=str(tiny_model), task="speed")
+    fs.check_evaluation(config)
+    assert config.data.path == ""
