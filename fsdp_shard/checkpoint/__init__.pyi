@@ -114,7 +114,7 @@ from .remote.same_run import (
     remote_run_id as remote_run_id,
     run_id_of as run_id_of,
 )
-from .remote.store import RemoteStore as RemoteStore, is_remote as is_remote, refuse_remote as refuse_remote
+from .remote.store import RemoteStore as RemoteStore
 from .remote.upload import catch_up as catch_up, prune_remote as prune_remote, upload_step as upload_step
 from .sharded_state.load_shards import (
     ENCODED_AT_ONCE as ENCODED_AT_ONCE,

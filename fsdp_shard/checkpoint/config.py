@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.remote.hub_push import HubTarget
-from fsdp_shard.checkpoint.remote.store import check_remote, refuse_remote
+from fsdp_shard.checkpoint.remote.store import check_remote
 from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import REQUIRED, Parsed, parse_size, setting
+from fsdp_shard.utils import REQUIRED, Parsed, parse_size, refuse_remote, setting
 
 DEFAULT_SHARD_SIZE = "5GB"
 

@@ -33,13 +33,13 @@ from fsdp_shard.checkpoint.model_files import (
     replace_tokenizer,
 )
 from fsdp_shard.checkpoint.open import open_weights
-from fsdp_shard.checkpoint.remote.store import is_remote
 from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
 from fsdp_shard.checkpoint.steps.step_reference import choose_step, split_reference
 from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, Store
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
+from fsdp_shard.utils import is_remote
 
 # Looser than `is_hub_id`: the hub itself reports what is wrong with a name to read.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+")

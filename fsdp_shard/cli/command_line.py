@@ -14,7 +14,18 @@ from pathlib import Path
 from fsdp_shard import __version__, checkpoint, evaluation
 from fsdp_shard.cli.exit import run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
-from fsdp_shard.utils import configs, format_count, nearest, printable, recipes, say, set_environment, shipped_directory
+from fsdp_shard.utils import (
+    configs,
+    format_count,
+    is_remote,
+    nearest,
+    printable,
+    recipes,
+    refuse_remote,
+    say,
+    set_environment,
+    shipped_directory,
+)
 
 _HELP = """\
 fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
@@ -291,6 +302,7 @@ def cp(arguments: Sequence[str]) -> None:
         raise InputError(
             f"{options.name} is not a shipped recipe or config{nearest(name, list(items))}. `fsdp-shard ls` lists them."
         )
+    refuse_remote(options.destination, "DEST", "copy to a local file.")
     target = Path(options.destination)
     in_directory = target.is_dir() or options.destination.endswith("/")
     if in_directory:
@@ -328,7 +340,7 @@ def _content(file: Path, *, is_first_argument: bool) -> str:
 
 
 def _existing_path(path: str) -> str:
-    if not checkpoint.is_remote(path) and not checkpoint.local_path(path).exists():
+    if not is_remote(path) and not checkpoint.local_path(path).exists():
         raise CheckpointError(f"{path}: there is no such file or directory.")
     return path
 

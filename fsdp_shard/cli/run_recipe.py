@@ -228,7 +228,6 @@ def _check(recipe: Recipe[C], config: C) -> None:
     """Find mistakes before any rank starts."""
     if config.rank_mode == "started":
         check_machine(config.launch)
-    checkpoint.refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
     if config.writes and not config.takes_training_run:
         _refuse_training_run(config)
     if config.kept_run_dir is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard import checkpoint, config as configs, training
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import RESULT, format_size, format_table, in_yaml, read_json, walk
+from fsdp_shard.utils import RESULT, format_size, format_table, in_yaml, is_remote, read_json, walk
 
 if TYPE_CHECKING:  # `Job` imports Hydra, which --help does not need
     from fsdp_shard.config import Job, RunConfig
@@ -68,8 +68,7 @@ def refuse_shared(jobs: Sequence[Job[Any]]) -> None:
         settings = [{key: value for key, _, value in walk(job.config)} for job in jobs]
         given = [value for values in settings if (value := values.get(name)) is not None]
         locations = [
-            value.rstrip("/") if checkpoint.is_remote(value) else os.path.abspath(os.path.expanduser(value))
-            for value in given
+            value.rstrip("/") if is_remote(value) else os.path.abspath(os.path.expanduser(value)) for value in given
         ]
         for value, location in zip(given, locations, strict=True):
             if (count := locations.count(location)) > 1:

@@ -30,7 +30,7 @@ from fsdp_shard.training import (
     TrainConfig,
     check_inputs,
 )
-from fsdp_shard.utils import refuse_changed, setting, walk
+from fsdp_shard.utils import refuse_changed, refuse_remote, setting, walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,8 +94,9 @@ class RunConfig:
     explicit_settings = frozenset[str]()
     own_recipe = ""
 
-    def refuse_unused(self) -> None:
-        """Raise ConfigError for a given setting that the command would ignore."""
+    def check_run(self) -> None:
+        """Raise ConfigError for a remote run_dir, or a given setting that the command would ignore."""
+        refuse_remote(self.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
         defaults = {name: value for name, _, value in walk(type(self)())}
         unused = [(name, value) for name, _, value in walk(self) if not is_used(type(self), name)]
         if given := [f"{name}={value}" for name, value in unused if value != defaults[name]]:

@@ -44,6 +44,7 @@ from fsdp_shard.utils import (
     has_content,
     is_chosen,
     missing_error,
+    refuse_remote,
     set_environment,
     shipped_directory,
     write_atomically,
@@ -318,6 +319,7 @@ def write_config(config: RunConfig) -> None:
     Example:
         >>> fs.write_config(config)  # doctest: +SKIP
     """
+    refuse_remote(config.run_dir, "run_dir", "give a local directory.")
     if config.kept_run_dir is None:
         return
     file, content = Path(config.run_dir) / CONFIG_FILE, config.to_yaml().encode()

@@ -13,7 +13,7 @@ from fsdp_shard.data.kinds.kind import Kind, RowSettings
 from fsdp_shard.data.kinds.registry import KINDS, KindSettings
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import CAUSAL, MASKED_LM
-from fsdp_shard.utils import REQUIRED, check_one, nearest, setting, user_cache
+from fsdp_shard.utils import REQUIRED, check_one, nearest, refuse_remote, setting, user_cache
 
 
 @dataclass
@@ -100,6 +100,8 @@ class DataConfig(KindSettings):
         """Raise ConfigError if settings contradict each other."""
         for kind in KINDS.values():
             kind.check_kind(self, prefix)
+        if self.cache_dir is not None:
+            refuse_remote(self.cache_dir, f"{prefix}cache_dir", "give a directory that every rank can reach.")
         _check_mixture(self, prefix)
         _check_streaming(self, prefix)
         held_out = {

@@ -13,7 +13,7 @@ from fsdp_shard.evaluation.evaluation_base import EvaluationBase
 from fsdp_shard.evaluation.registry import EVALUATIONS
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_left_to_right, check_packing, load_config, load_tokenizer
-from fsdp_shard.utils import check, say
+from fsdp_shard.utils import check, refuse_remote, say
 
 
 def check_evaluation(settings: EvaluateSettings) -> None:
@@ -69,6 +69,7 @@ def run_evaluation(
         perplexity ... (loss ...) over ... tokens
     """
     check(settings)
+    refuse_remote(run_dir, "run_dir", "give a local directory.")
     trust = settings.dispatch.trust_remote_code
     for source in settings.sources:
         config = load_config(source.directory, trust)

@@ -20,6 +20,7 @@ from fsdp_shard.utils import (
     nearest,
     parse_size,
     refuse_changed,
+    refuse_remote,
     require_package,
     setting,
 )
@@ -323,6 +324,8 @@ class GenerateSettings(LocatedCheckpoint):
             )
         if self.prompt is not None and not self.prompt.strip():
             raise ConfigError(f"{prefix}prompt is empty; give some text to continue.")
+        if self.output is not None:
+            refuse_remote(self.output, f"{prefix}output", "write a local file and copy that.")
         if self.output is not None and Path(self.output).suffix != ".jsonl":
             raise ConfigError(f"{prefix}output={self.output} must end in .jsonl: it gets one JSON row for each prompt.")
 

@@ -82,18 +82,21 @@ from .settings import (
     warnings_of as warnings_of,
 )
 from .text import (
+    ADDRESS as ADDRESS,
     first_few as first_few,
     first_line as first_line,
     format_count as format_count,
     format_number as format_number,
     format_size as format_size,
     format_table as format_table,
+    is_remote as is_remote,
     json_digest as json_digest,
     matches_any as matches_any,
     nearest as nearest,
     num_common as num_common,
     parse_size as parse_size,
     printable as printable,
+    refuse_remote as refuse_remote,
 )
 from .torch_private import (
     DataDependentOutputException as DataDependentOutputException,

@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils.secrets import redact
+from fsdp_shard.utils.text import refuse_remote
 
 RESULT, ERROR = "result.json", "error.txt"  # of a run: its figures, or the error that ended it
 
@@ -84,9 +85,16 @@ def write_result(run_dir: str | os.PathLike[str], figures: Mapping[str, Any]) ->
     Returns:
         Path of the file.
 
+    Raises:
+        ConfigError: The directory is a remote address, or the figures have a `status`.
+        ValueError, TypeError: A figure is not finite, or cannot be written as JSON.
+
     Example:
         >>> fs.write_result(config.run_dir, {"perplexity": 15.06})  # doctest: +SKIP
     """
+    refuse_remote(run_dir, "run_dir", "give a local directory.")
+    if "status" in figures:
+        raise ConfigError(f"The figures have a status={figures['status']!r} of their own; give it another name.")
     path = Path(run_dir) / RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"status": "completed", **figures}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

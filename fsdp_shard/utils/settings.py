@@ -138,7 +138,7 @@ def check(config: Any) -> None:
     """Check all settings of `config`, and call `check(prefix)` of the dataclasses that have this method.
 
     It checks rules that involve several fields; `prefix` is the dotted name of the dataclass. Required settings that
-    another setting makes unnecessary (`instead`) become "". A config with `refuse_unused` refuses what it ignores.
+    another setting makes unnecessary (`instead`) become "". The config of a command also has `check_run()`.
 
     Args:
         config: A config dataclass.
@@ -151,8 +151,8 @@ def check(config: Any) -> None:
         raise missing_error(sorted(missing), missing)
     for name, field, value in walk(config):
         check_one(name, field, value)
-    if hasattr(config, "refuse_unused"):
-        config.refuse_unused()
+    if hasattr(config, "check_run"):
+        config.check_run()
     _check_rules(config, "")
 
 

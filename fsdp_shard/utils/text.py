@@ -1,9 +1,10 @@
-"""Formats and parses values: sizes in bytes, counts, the first line of an error, the closest known name, a digest."""
+"""Formats and parses values: sizes, counts, addresses, the first line of an error, the closest known name, a digest."""
 
 import difflib
 import fnmatch
 import json
 import operator
+import os
 import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
@@ -14,6 +15,9 @@ from fsdp_shard.errors import ConfigError, one_line
 # Decimal and binary suffixes, as in the IEC 80000-13 standard; "5G" is read as "5GB", as in transformers.
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LINE = 500  # characters in an error's first line
+
+ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)", re.DOTALL)
+"""Of a remote store, such as s3://bucket/run: its scheme, and the rest."""
 
 
 def parse_size(text: str | int, setting: str) -> int:
@@ -114,3 +118,14 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """Return ` (did you mean X?)` for the name in `known` closest to `name`, or an empty string if none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether `path` is the address of a remote store, not a local path."""
+    return ADDRESS.fullmatch(str(path)) is not None
+
+
+def refuse_remote(path: str | os.PathLike[str], name: str, instead: str) -> None:
+    """Raise ConfigError if `path`, the value of setting `name`, is remote but must be local; `instead` advises."""
+    if is_remote(path):
+        raise ConfigError(f"{name}={path} is a remote address, but {name} must be a local path; {instead}")

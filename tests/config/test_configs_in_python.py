@@ -37,6 +37,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("finetune", {"train.steps": 0}),
     ("finetune", {"loss": "mine:loss", "model.chunked_loss": True}),
     ("finetune", {"checkpoint.keep_every": 2}),
+    ("finetune", {"data.cache_dir": "s3://bucket/cache"}),
+    ("finetune", {"run_dir": "s3://bucket/run"}),
     ("convert", {"ranks": 2}),
     ("convert", {"nest": "a"}),
     ("convert", {"format": "sharded"}),
@@ -60,6 +62,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("generate", {"generation.top_p": 5.0, "generation.do_sample": True}),
     ("generate", {"prompts": "prompts.txt"}),
     ("generate", {"dispatch.schedule": "layer_major"}),
+    ("generate", {"output": "s3://bucket/a.jsonl"}),
     ("plan", {"train.micro_batch_size": 0}),
     ("plan", {"launch.max_restarts": 2}),
 ]

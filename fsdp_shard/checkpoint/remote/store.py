@@ -5,8 +5,6 @@ deleted first. Readers list manifests, so no pointer to the latest step can be w
 when a store is opened.
 """
 
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,17 +14,11 @@ from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
 from fsdp_shard.checkpoint.steps.step_store import BEST, parse_step, step_name
 from fsdp_shard.errors import ConfigError, FsdpShardError, RemoteError, SaveError
-from fsdp_shard.utils import missing_file_system, redact
+from fsdp_shard.utils import ADDRESS, missing_file_system, redact
 
 _PARTS_AT_ONCE = 2  # of 50 MB each in memory, when a large file is uploaded in parts
 _LONGEST_REASON = 300
-_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)", re.DOTALL)
 _LOCAL = ("file", "local")
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is the address of a remote store, not a local path."""
-    return _ADDRESS.fullmatch(str(path)) is not None
 
 
 def check_remote(url: str, name: str) -> None:
@@ -36,7 +28,7 @@ def check_remote(url: str, name: str) -> None:
         url: The address.
         name: Name of its setting, for errors; empty if it is from no setting.
     """
-    match = _ADDRESS.fullmatch(url)
+    match = ADDRESS.fullmatch(url)
     prefix = f"{name}=" if name else ""
     if match is None or not match[2].strip("/"):
         raise ConfigError(f"{prefix}{url} is not the address of a remote directory, such as s3://bucket/run.")
@@ -48,12 +40,6 @@ def check_remote(url: str, name: str) -> None:
             f"{prefix}{match[1]}://*** has a password or options in it. Leave them out: credentials and endpoint come "
             "from the environment, such as AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL."
         )
-
-
-def refuse_remote(path: str, name: str, instead: str) -> None:
-    """Raise ConfigError if `path`, the value of setting `name`, is remote but must be local; `instead` advises."""
-    if is_remote(path):
-        raise ConfigError(f"{name}={path} is a remote address, but {name} must be a local path; {instead}")
 
 
 class RemoteStore:

@@ -16,7 +16,7 @@ from fsdp_shard.evaluation.report.run_files import is_run
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
 from fsdp_shard.evaluation.report.tables import to_csv, to_markdown
 from fsdp_shard.evaluation.report.terminal import to_text
-from fsdp_shard.utils import format_count, format_size, say, write_atomically
+from fsdp_shard.utils import format_count, format_size, refuse_remote, say, write_atomically
 
 RELOAD_SECONDS = 5
 _QUIET_SECONDS = 20.0  # within this time, a sweep starts its next run, and a launcher restarts its ranks
@@ -36,6 +36,7 @@ class ReportFiles(NamedTuple):
         for option, name in self._asdict().items():
             if name is None:
                 continue
+            refuse_remote(name, f"--{option}", "write a local file and copy that.")
             path = Path(name).expanduser()
             if path.suffix.lower() not in _SUFFIXES[option]:
                 raise InputError(

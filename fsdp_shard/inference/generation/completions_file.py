@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_shard.errors import DataError
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
-from fsdp_shard.utils import check_writable, write_atomically
+from fsdp_shard.utils import check_writable, refuse_remote, write_atomically
 
 
 class CompletionsFile:
@@ -89,6 +89,7 @@ def open_completions(
     """Open the file in `settings`, or completions.jsonl in `run_dir`, if any; raises as CompletionsFile does."""
     if settings.output is None and run_dir is None:
         return None
+    refuse_remote(run_dir or "", "run_dir", "give a local directory.")
     path = Path(settings.output or Path(run_dir or "") / "completions.jsonl").expanduser()
     weights = settings.source.file_states()
     return CompletionsFile(path, completion_inputs(settings, prompts, seed, weights))

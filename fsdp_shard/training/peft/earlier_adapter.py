@@ -9,7 +9,7 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, InputError
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.lora import LIST_ENTRIES, SETTING_OF_ENTRY, Adapter
-from fsdp_shard.utils import in_yaml
+from fsdp_shard.utils import in_yaml, is_remote
 
 
 def locate_earlier(config: AdapterConfig, base: str) -> checkpoint.Location | None:
@@ -52,7 +52,7 @@ def pin_earlier(config: AdapterConfig, base: str) -> None:
         return
     assert isinstance(config, LoraConfig)
     assert config.path is not None
-    if not checkpoint.is_remote(config.path):
+    if not is_remote(config.path):
         config.path = str(found.weights)
 
 
@@ -99,7 +99,7 @@ def check_planned(adapter: Adapter, config: LoraConfig, shapes: Mapping[str, tup
         ConfigError: The earlier adapter differs from the settings or is damaged.
     """
     assert config.path is not None
-    if checkpoint.is_remote(config.path) or is_gone(config):
+    if is_remote(config.path) or is_gone(config):
         return False
     _check_same(adapter, config, shapes, _locate(config.path))
     return True
@@ -167,7 +167,7 @@ def load_earlier(adapter: Adapter, shards: Mapping[str, LocalShard], earlier: ch
 def is_gone(config: AdapterConfig) -> bool:
     """Whether `adapter.path` is set but no longer exists."""
     path = config.path if isinstance(config, LoraConfig) else None
-    return path is not None and not checkpoint.is_remote(path) and not Path(path.partition("@")[0]).exists()
+    return path is not None and not is_remote(path) and not Path(path.partition("@")[0]).exists()
 
 
 def check_resumed(config: AdapterConfig, base: str, step_directory: Path) -> None:

@@ -24,7 +24,7 @@ from fsdp_shard.models import CAUSAL, SEQ2SEQ, SEQUENCE_CLASSIFICATION, ModelCon
 from fsdp_shard.training.peft.config import EVA, AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.initial_values import Magnitude
 from fsdp_shard.training.peft.principal import Principal, combined_settings, inject_principal
-from fsdp_shard.utils import first_line
+from fsdp_shard.utils import first_line, is_remote
 
 if TYPE_CHECKING:
     import peft
@@ -223,7 +223,7 @@ def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
             f"it on, set model.path to its base and adapter.path={config.path}; or convert it to a model first, or set "
             f"adapter=none to train the merged model."
         )
-    is_local = not checkpoint.is_remote(config.path) and checkpoint.local_path(config.path).exists()
+    is_local = not is_remote(config.path) and checkpoint.local_path(config.path).exists()
     return str(source.weights.resolve()) if is_local else config.path
 
 
