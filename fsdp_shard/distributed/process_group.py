@@ -17,11 +17,12 @@ from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_shard.distributed.communicator import Communicator
+from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.hardware import init_device
 from fsdp_shard.distributed.key_value_store import join_store
 from fsdp_shard.distributed.started_ranks import number_in
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import clear_sharding_caches
+from fsdp_shard.utils import check, clear_sharding_caches
 
 _SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
@@ -141,17 +142,24 @@ def init_distributed(
         ranks or groups of ranks, of which this one is `data_rank`. Collectives such as `all_reduce_` and `barrier`.
 
     Raises:
-        ConfigError: The ranks cannot be divided as asked, or the environment does not say which rank this is.
+        ConfigError: An argument is wrong, the ranks cannot be divided as asked, or the environment does not say which
+            rank this is.
 
     Example:
         >>> with fsdp_shard.init_distributed() as context:  # doctest: +SKIP
         ...     print(context.rank, context.world_size, context.device)
     """
+    check(LaunchConfig(device=device, timeout_seconds=timeout_seconds))
     rank, world_size, local_rank = (number_in(os.environ, name, default) for name, default in _SINGLE_RANK.items())
     if is_joined := dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
         _check_rank_is_set()
+        if rank >= world_size:
+            raise ConfigError(
+                f"RANK={rank} is not one of WORLD_SIZE={world_size} ranks, which are numbered from 0; correct one of "
+                f"them, or start the ranks with torchrun."
+            )
     parallel = (tensor_parallel, expert_parallel, context_parallel)
     _check_sizes(world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
@@ -174,13 +182,20 @@ def _check_sizes(
     world_size: int, replicas: int, tensor_parallel: int, expert_parallel: int, context_parallel: int
 ) -> None:
     """Raise ConfigError unless the ranks can be divided in this way."""
+    sizes = {
+        "replicas": replicas,
+        "tensor_parallel": tensor_parallel,
+        "expert_parallel": expert_parallel,
+        "context_parallel": context_parallel,
+    }
+    if wrong := next((name for name, size in sizes.items() if type(size) is not int), None):
+        raise ConfigError(f"{wrong}={sizes[wrong]!r} is {type(sizes[wrong]).__name__}, expected an int, such as 2.")
     if (tensor_parallel, expert_parallel, context_parallel).count(1) < 2:
         raise ConfigError(
             f"tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and context_parallel="
             f"{context_parallel} do not go together yet; set one of them only."
         )
-    sizes = (replicas, tensor_parallel, expert_parallel, context_parallel)
-    if min(sizes) < 1 or world_size % math.prod(sizes):
+    if min(sizes.values()) < 1 or world_size % math.prod(sizes.values()):
         raise ConfigError(
             f"replicas={replicas}, tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and "
             f"context_parallel={context_parallel} do not divide {world_size} ranks; give numbers of at least 1 whose "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -116,6 +117,16 @@ def test_ranks_per_machine_are_those_that_were_started_there(monkeypatch: pytest
         ({}, {"replicas": 2}, "replicas=2, tensor_parallel=1, .* do not divide 1 ranks"),
         ({}, {"tensor_parallel": 2}, "tensor_parallel=2, .* do not divide 1 ranks"),
         ({}, {"replicas": 0}, "numbers of at least 1"),
+        ({}, {"replicas": "2"}, "replicas='2' is str, expected an int"),
+        ({}, {"expert_parallel": True}, "expert_parallel=True is bool, expected an int"),
+        ({}, {"device": "gpu"}, "device=gpu is not one of auto, cpu, cuda"),
+        ({}, {"device": "CPU"}, "device=CPU is not one of auto, cpu, cuda"),
+        ({}, {"device": "cuda:1"}, "device=cuda:1 is not one of auto, cpu, cuda"),
+        ({}, {"timeout_seconds": -1}, "timeout_seconds=-1 is out of range: it must be more than 0"),
+        ({}, {"timeout_seconds": math.nan}, "timeout_seconds=nan is out of range: it must be more than 0"),
+        ({}, {"timeout_seconds": "5"}, "timeout_seconds='5' is str, expected a float"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, {}, "RANK=3 is not one of WORLD_SIZE=2 ranks, which are numbered from 0"),
+        ({"RANK": "1"}, {}, "RANK=1 is not one of WORLD_SIZE=1 ranks"),
         ({"RANK": "abc"}, {}, "RANK=abc is not a number"),
         ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE=2, but RANK is not set; start the ranks with torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, {}, "MASTER_PORT is not set, so the ranks cannot meet"),
@@ -129,5 +140,5 @@ def test_ranks_that_cannot_be_are_an_error(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=words), init_distributed("cpu", **arguments):
+    with pytest.raises(ConfigError, match=words), init_distributed(**{"device": "cpu"} | arguments):
         pass
