@@ -190,7 +190,10 @@ class ShardConfig:
 
     def _module(self) -> Any:
         if not hasattr(self, "wrapper"):
-            raise ConfigError("shard has no wrapper: pass settings as a list (`fs.plan([...])`), or set config.shard.")
+            raise ConfigError(
+                "shard has no wrapper: pass settings as a list (`fs.finetune([...])`, `fs.plan([...])`), or set "
+                "config.shard to the settings of one, such as fsdp_shard.sharding.Fsdp2Config()."
+            )
         return import_module(f"{__package__}.{self.wrapper}")
 
 

@@ -7,6 +7,7 @@ config reference is generated from the same declarations.
 import copy
 import dataclasses
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
@@ -23,8 +24,15 @@ _RANGES: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("maximum", operator.le, "at most"),
 )
 
-_INT = (int, "int", int | None, "int | None")
-_FLOAT = (float, "float", float | None, "float | None")
+# The types in annotations of settings, with their Python classes and an example of each for errors.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "a bool: True or False"),
+    "int": ((Integral,), "an int, such as 2"),
+    "float": ((Real,), "a float, such as 0.5"),
+    "str": ((str, os.PathLike), "a str"),
+    "list": ((list, tuple), "a list"),
+    "None": ((type(None),), "None"),
+}
 
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that the user must set
 
@@ -192,14 +200,9 @@ def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     """Check the value of one setting; ConfigError if it is missing, out of range, no choice, or of another type."""
     if value == REQUIRED:
         raise ConfigError(f"{name} is not set: {field.metadata.get('help', 'it is required')} Add {name}=VALUE.")
+    _check_type(name, field.type, value)
     if value is None:
         return
-    if field.type in (bool, "bool") and not isinstance(value, bool):  # from Python: any string would be truthy
-        raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected a bool: True or False.")
-    if field.type in _INT and (isinstance(value, bool) or not isinstance(value, Integral)):
-        raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected an int, such as 2.")
-    if field.type in _FLOAT and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected a float, such as 0.5.")
     rules = field.metadata
     choices = rules.get("choices")
     if choices is not None and value not in choices:
@@ -208,6 +211,21 @@ def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     for rule, holds, words in _RANGES:
         if (limit := rules.get(rule)) is not None and not holds(value, limit):
             raise ConfigError(f"{name}={value} is out of range: it must be {words} {limit}.")
+
+
+def _check_type(name: str, annotation: Any, value: Any) -> None:
+    """Raise ConfigError for a value of another type; annotations with other types than `_TYPES` accept any value."""
+    text = annotation.__name__ if annotation in (bool, int, float, str) else str(annotation)
+    types = [part.strip().partition("[")[0] for part in text.split("|")]
+    if not all(each in _TYPES for each in types):
+        return
+    accepted = {kind for each in types for kind in _TYPES[each][0]}
+    if bool in accepted if isinstance(value, bool) else isinstance(value, tuple(accepted)):
+        return
+    expected = [_TYPES[each][1] for each in types if each != "None"]
+    if len(expected) > 1:  # without the examples
+        expected = [words.partition(",")[0].partition(":")[0] for words in expected]
+    raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected {' or '.join(expected)}.")
 
 
 def in_yaml(value: Any) -> str:
