@@ -385,11 +385,23 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
     return (path if isinstance(path, Location) else locate(path)).index
 
 
-def refuse_unused_base(base: str | None, *locations: Location | None) -> None:
-    """Raise CheckpointError if `base` is passed and none of the compared checkpoints is an adapter."""
-    if base is not None and not any(location is not None and location.is_adapter for location in locations):
+def refuse_unused_base(base: str | None, *locations: Location | None, are_run: bool = False) -> None:
+    """Raise CheckpointError if `base` is passed and has no effect: no adapter is merged into it.
+
+    Args:
+        base: The base model, if one is passed.
+        locations: The compared checkpoints. Two adapters are compared as they are, without a base.
+        are_run: Whether the models are also run, each adapter on its base.
+    """
+    are_adapters = [location is not None and location.is_adapter for location in locations]
+    if base is not None and not any(are_adapters):
         raise CheckpointError(
             f"The base model {base} is for an adapter, but neither of the two checkpoints is one; leave it out."
+        )
+    if base is not None and all(are_adapters) and not are_run:
+        raise CheckpointError(
+            f"The base model {base} is for an adapter that is compared with a model, but both checkpoints are "
+            f"adapters, which are compared as they are; leave it out."
         )
 
 

@@ -205,7 +205,7 @@ def diff(arguments: Sequence[str]) -> None:
         parser.error(f"--config {options.config} has no effect: both checkpoints have a config.json; leave it out")
     if options.tokenizer is not None and options.logits is None:
         parser.error(f"--tokenizer {options.tokenizer} needs --logits PROMPT; add that, or leave it out")
-    checkpoint.refuse_unused_base(options.base, a, b)
+    checkpoint.refuse_unused_base(options.base, a, b, are_run=options.logits is not None)
     report = checkpoint.diff(a, b)
     if not options.json:
         print(printable(report.to_text(options.all)), flush=True)

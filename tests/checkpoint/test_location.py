@@ -378,7 +378,10 @@ def test_a_moved_base_is_named_to_compare(tiny_model: Path, tmp_path: Path, caps
             run_command(compare)
         assert "--base in verify and diff, or correct" in capsys.readouterr().out or compare[0] == "diff"
         run_command([*compare, "--base", moved])
-    for unused in (["verify", str(merged), "--against", moved], ["diff", str(merged), moved], ["verify", str(merged)]):
+    for unused in (
+        *(["verify", str(merged), "--against", moved], ["diff", str(merged), moved], ["verify", str(merged)]),
+        *(["verify", str(adapter), "--against", str(adapter)], ["diff", str(adapter), str(adapter)]),
+    ):
         with pytest.raises(CheckpointError, match=r"The base model .*moved is for an adapter"):
             run_command([*unused, "--base", moved])
     (adapter / "manifest.json").write_text("{}")  # has a digest of each file
