@@ -26,7 +26,7 @@ from fsdp_shard.sharding import (
     transformers_model,
 )
 from fsdp_shard.training.checkpoints.check_tensors import check_tensors
-from fsdp_shard.training.checkpoints.side_files import side_files
+from fsdp_shard.training.checkpoints.side_files import check_processor, side_files
 from fsdp_shard.utils import fsync_path, parse_size, refuse_remote
 
 _TIMEOUT_SECONDS = 1800.0
@@ -123,7 +123,8 @@ def save_pretrained(
         The directory.
 
     Raises:
-        ConfigError: The directory is a remote address, or `max_shard_size` is not a size.
+        ConfigError: The directory is a remote address, `max_shard_size` is not a size, or `processor` cannot be saved.
+        ModelError: The model is no module, or has parameters without values.
         SaveError: The directory exists already, or could not be written.
 
     Example:
@@ -131,6 +132,7 @@ def save_pretrained(
         >>> fs.save_pretrained(torch.nn.Linear(2, 1), tmp_path / "model").name
         'model'
     """
+    check_processor(processor)
     refuse_remote(directory, "directory", "save into a local directory and copy that.")
     target, size = Path(directory).expanduser(), parse_size(max_shard_size, "max_shard_size")
     with temporary_ranks(timeout_seconds) as ranks:

@@ -469,6 +469,17 @@ def test_what_a_step_is_not(words: str, change: Callable[[], dict[str, Any]], tm
             checkpointer.restore(**given)
 
 
+@pytest.mark.parametrize("step", ["latest", "best"])
+def test_a_first_start_restores_nothing(step: str, tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(Net(), step=step) is None
+        checkpointer.save(1, Net())
+        checkpointer.wait()
+        if step == "best":
+            with pytest.raises(CheckpointError, match="has no step best; it has 1"):
+                checkpointer.restore(Net(), step=step)
+
+
 def test_a_restore_of_what_is_no_module(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, Net())
@@ -515,6 +526,7 @@ def test_settings_that_a_loop_does_not_have(tmp_path: Path) -> None:
         ({"layout": "flat"}, "layout=flat is not one of sharded, gathered"),
         ({"keep_every": 5}, "keep_every=5 needs keep_last"),
         ({"mode": "least"}, "neither 'min' nor 'max'"),
+        ({"processor": 3}, r"processor=3 has no save_pretrained\(\); give a tokenizer"),
     ):
         with pytest.raises(ConfigError, match=words):
             fs.Checkpointer(tmp_path, **settings)

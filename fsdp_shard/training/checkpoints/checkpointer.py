@@ -50,6 +50,7 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
     slot_prefix,
 )
 from fsdp_shard.training.checkpoints.run_lock import run_lock
+from fsdp_shard.training.checkpoints.side_files import check_processor
 from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_parts import (
     Models,
@@ -159,6 +160,7 @@ class Checkpointer:
             raise ConfigError(
                 f"path={path} is not a local directory; give one, and remote={path} to have its steps uploaded."
             )
+        check_processor(processor)
         # Absolute, so that a loop may change its working directory.
         self.path, self._config = Path(path).expanduser().absolute(), check_settings(settings, mode)
         self._monitor, self._sign, self._processor = monitor, 1 if mode == "min" else -1, processor
@@ -364,7 +366,7 @@ class Checkpointer:
             if isinstance(step, int) and step not in self._store.steps() and remote.has(step):
                 checkpoint.fetch_step(remote, step, self._store.path(step), replace=False)
         steps = self._store.steps()
-        if step == "latest":
+        if step == "latest" or (step == "best" and not steps):
             return max(steps, default=None)
         wanted = self._store.best() if step == "best" else step
         if wanted not in steps:

@@ -9,8 +9,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import ShardedModel, transformers_model
 from fsdp_shard.utils import read_bounded
+
+
+def check_processor(processor: Any) -> None:
+    """Raise ConfigError unless `processor` is None or can be saved with a model."""
+    if processor is not None and not callable(getattr(processor, "save_pretrained", None)):
+        raise ConfigError(
+            f"processor={processor!r} has no save_pretrained(); give a tokenizer or processor of transformers, or None."
+        )
 
 
 def side_files(model: nn.Module | ShardedModel, processor: Any) -> dict[str, bytes]:
