@@ -148,6 +148,7 @@ def convert(
     Raises:
         ConfigError: The arguments are wrong.
         CheckpointError: The source is damaged, or the target must not be replaced.
+        ModelError, RemoteError: The model of a hub id, or what an address leads to, cannot be fetched.
         SaveError: The target could not be written.
 
     Example:

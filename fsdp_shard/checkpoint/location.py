@@ -377,6 +377,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
 
     Raises:
         CheckpointError: The message names the damaged file, or what was found instead of a checkpoint.
+        ModelError, RemoteError: The model of a hub id, or what an address leads to, cannot be fetched.
 
     Example:
         >>> with open_checkpoint("outputs/run") as index:

@@ -90,6 +90,7 @@ def load_dispatched(
 
     Raises:
         CheckpointError, ModelError: The checkpoint cannot be read, does not match the model, or holds no model.
+        RemoteError: What an address leads to cannot be fetched.
         PlanError: The blocks do not fit.
         ConfigError: An argument is invalid.
 

@@ -56,6 +56,8 @@ def load_weights(
 
     Raises:
         CheckpointError: On all ranks: tensors are missing, unexpected, or have another shape or kind of numbers.
+        ConfigError: The source is neither a path nor a hub id.
+        ModelError, RemoteError: The model of a hub id, or what an address leads to, cannot be fetched.
 
     Example:
         >>> import torch, fsdp_shard as fs

@@ -676,6 +676,11 @@ def test_yes_and_no_are_no_text(tmp_path: Path) -> None:
             convert(tmp_path, tmp_path / "target", **{name: "false"})  # type: ignore[arg-type]  # what people give
 
 
+def test_settings_that_are_never_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="format=None is NoneType, expected a str"):
+        convert(tmp_path, tmp_path / "target", format=None)  # type: ignore[arg-type]
+
+
 def test_the_description_of_torchaos_tensors_is_kept(tmp_path: Path) -> None:
     """As transformers writes it, into every header."""
     described = {"tensor_names": json.dumps(["a.weight", "b.weight"]), "a.weight": '{"_type": "Int8Tensor"}'}

@@ -60,6 +60,7 @@ def verify(path: str | Path, against: str | Path | None = None, *, base: str | N
     Raises:
         CheckpointError: A path does not exist, `base` has no effect, or a compared checkpoint holds an adapter together
             with its base. A damaged checkpoint raises nothing.
+        RemoteError: What an address leads to cannot be fetched.
 
     Example:
         >>> report = fsdp_shard.verify("runs/one")  # doctest: +SKIP
