@@ -25,7 +25,7 @@ from tests.support.ranks import on_ranks
 
 def _start(context: DistributedContext, config: FinetuneConfig) -> Path | None:
     impatient = replace(context, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=4)))
-    return run_setup._find_start(config, impatient, StopSignal(), RunLock()).step
+    return run_setup._find_start(config, impatient, StopSignal(), RunLock()).resume_from
 
 
 def test_ranks_wait_for_one_that_downloads_a_step(
