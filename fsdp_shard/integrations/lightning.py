@@ -128,7 +128,8 @@ class LightningCheckpoint(Checkpoint):
         if not restored.extra["within_epoch"]:
             # Otherwise Lightning would first look for the rest of the finished epoch.
             trainer.fit_loop.epoch_loop.restarting = False
-            for loader, state in zip(loaders, restored.extra["loaders"] or (), strict=False):
+            stateful = [loader for loader in loaders if hasattr(loader, "state_dict")]
+            for loader, state in zip(stateful, restored.extra["loaders"] or (), strict=False):
                 if isinstance(loader, ResumableLoader):
                     loader.require_same_data(state)
             return

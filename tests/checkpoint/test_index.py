@@ -116,7 +116,7 @@ def test_what_is_neither_an_integer_nor_a_slice_is_no_part(tmp_path: Path) -> No
 
 
 def test_short_runs_are_read_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_shard.checkpoint.piece_reader._ROW_GROUP_BYTES", 64)
+    monkeypatch.setattr("fsdp_shard.checkpoint.piece_reader.ROW_GROUP_BYTES", 64)
     tensor = random_tensor((4, 9, 6), torch.float32)
     with open_checkpoint(write_huggingface(tmp_path, {"w": tensor})) as index:
         found = index.read("w", (slice(1, 3), slice(2, 9), slice(3, 5)))

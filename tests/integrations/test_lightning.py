@@ -273,6 +273,21 @@ def test_another_epoch_has_the_same_data(every: int | None, tmp_path: Path) -> N
         fit(tmp_path, ResumableLoader(_DATA, 10, seed=3), max_epochs=2, every=every)
 
 
+def test_loaders_of_several_kinds_are_compared_with_their_own_states(tmp_path: Path) -> None:
+    def loaders(size: int = 8) -> dict[str, Any]:
+        others = ResumableLoader(_DATA[:16], 4), ResumableLoader(_DATA[:24], size)
+        return {"plain": DataLoader(_DATA[:8], batch_size=4), "first": others[0], "second": others[1]}
+
+    class Both(_Noisy):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return super().training_step(batch["first"])
+
+    fit(tmp_path, loaders(), max_epochs=1, every=None, model=Both())
+    fit(tmp_path, loaders(), max_epochs=2, every=None, model=Both())
+    with pytest.raises(CheckpointError, match="saved with global_batch_size=8 of ResumableLoader, and now it is 6"):
+        fit(tmp_path, loaders(6), max_epochs=3, every=None, model=Both())
+
+
 def test_callbacks_keep_their_state(tmp_path: Path) -> None:
     whole = EarlyStopping("held_out", patience=2, min_delta=0.0)
     fit(tmp_path / "whole", loader(), whole, max_epochs=9)
