@@ -103,8 +103,10 @@ def launch(
 
 def _refuse_import_by_rank() -> None:
     """Raise ConfigError if multiprocessing imports the program to start a rank, and the program starts ranks again."""
+    # While it does, `__main__` is still the file-less program of multiprocessing itself. Elsewhere both are the same, or
+    # runpy runs a file as `__main__`.
     imported, main = sys.modules.get("__mp_main__"), sys.modules["__main__"]
-    if imported is not None and getattr(main, "__file__", None) is None:  # main is still multiprocessing's `-c`
+    if imported not in (None, main) and getattr(main, "__file__", None) is None:
         raise ConfigError(
             f"A rank imports {getattr(imported, '__file__', 'the program')}, which starts ranks as soon as it is "
             f'imported; put the call under `if __name__ == "__main__":`.'
