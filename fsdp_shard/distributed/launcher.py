@@ -103,8 +103,8 @@ def launch(
 
 def _refuse_import_by_rank() -> None:
     """Raise ConfigError if multiprocessing imports the program to start a rank, and the program starts ranks again."""
-    # While it does, `__main__` is still the file-less program of multiprocessing itself. Elsewhere both are the same, or
-    # runpy runs a file as `__main__`.
+    # While it does, `__main__` is still the program of multiprocessing itself, which has no file. Elsewhere both are
+    # the same, or runpy runs a file as `__main__`.
     imported, main = sys.modules.get("__mp_main__"), sys.modules["__main__"]
     if imported not in (None, main) and getattr(main, "__file__", None) is None:
         raise ConfigError(

@@ -225,7 +225,8 @@ def _check_type(name: str, annotation: Any, value: Any) -> None:
     expected = [_TYPES[each][1] for each in types if each != "None"]
     if len(expected) > 1:  # without the examples
         expected = [words.partition(",")[0].partition(":")[0] for words in expected]
-    raise ConfigError(f"{name}={value!r} is {type(value).__name__}, expected {' or '.join(expected)}.")
+    found = f"{name} is null" if value is None else f"{name}={value!r} is {type(value).__name__}"
+    raise ConfigError(f"{found}, expected {' or '.join(expected)}.")
 
 
 def in_yaml(value: Any) -> str:

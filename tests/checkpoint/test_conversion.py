@@ -677,7 +677,7 @@ def test_yes_and_no_are_no_text(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_never_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="format=None is NoneType, expected a str"):
+    with pytest.raises(ConfigError, match="format is null, expected a str"):
         convert(tmp_path, tmp_path / "target", format=None)  # type: ignore[arg-type]
 
 
