@@ -154,12 +154,7 @@ def init_distributed(
     if is_joined := dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
-        _check_rank_is_set()
-        if rank >= world_size:
-            raise ConfigError(
-                f"RANK={rank} is not one of WORLD_SIZE={world_size} ranks, which are numbered from 0; correct one of "
-                f"them, or start the ranks with torchrun."
-            )
+        _check_rank(rank, world_size)
     parallel = (tensor_parallel, expert_parallel, context_parallel)
     _check_sizes(world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
@@ -280,8 +275,13 @@ def _own_group(rank_groups: list[list[int]], timeout: timedelta) -> Any:
     return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
 
 
-def _check_rank_is_set() -> None:
-    """Raise ConfigError for one of several processes whose environment does not say which rank it is."""
+def _check_rank(rank: int, world_size: int) -> None:
+    """Raise ConfigError if the environment does not say which of several ranks this is, or names one beyond them."""
+    if rank >= world_size:
+        raise ConfigError(
+            f"RANK={rank} is not one of WORLD_SIZE={world_size} ranks, which are numbered from 0; correct one of "
+            f"them, or start the ranks with torchrun."
+        )
     if "RANK" in os.environ:
         return
     if number_in(os.environ, "WORLD_SIZE", "1") > 1:
