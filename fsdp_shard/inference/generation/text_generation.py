@@ -23,6 +23,7 @@ from fsdp_shard.models import context_length_of, load_config, load_tokenizer
 from fsdp_shard.utils import check, format_count, format_size, peak_resident_bytes, report_progress, say
 
 _write = partial(print, end="", flush=True)
+_FIGURES = ("first_token_seconds", "tokens_per_second", "disk_bytes_per_token")  # of the decoder, in result.json
 
 
 def join_ranks(launch: LaunchConfig, tensor_parallel: int = 1) -> AbstractContextManager[DistributedContext | None]:
@@ -86,13 +87,9 @@ def complete_prompts(
     figures, peak_bytes = _total(decoder.figures, context), peak_resident_bytes()
     num_tokens, num_done = (file.num_new_tokens, file.num_rows) if file else (figures.num_new_tokens, 0)
     now = f" ({len(prompts) - num_done} by this run)" if num_done else ""
-    log(
-        f"\n{format_count(result['num_prompts'], 'completion')}{now}, {format_count(num_tokens, 'new token')}; "
-        f"loaded in {load_seconds:.1f} s, {figures.tokens_per_second:.1f} tokens/s, "
-        f"peak memory {format_size(peak_bytes)}, {format_size(figures.disk_bytes_per_token)} read from disk per token"
-    )
-    names = ("first_token_seconds", "tokens_per_second", "disk_bytes_per_token")
-    result |= {"num_new_tokens": num_tokens} | {name: getattr(figures, name) for name in names}
+    done = f"{format_count(result['num_prompts'], 'completion')}{now}, {format_count(num_tokens, 'new token')}"
+    log(f"\n{done}; {_describe(figures, load_seconds, peak_bytes)}")
+    result |= {"num_new_tokens": num_tokens} | {name: getattr(figures, name) for name in _FIGURES}
     if result.get("output") and (settings.output or settings.leaves_files):
         log(f"written to {result['output']}")
     return result | {
@@ -101,6 +98,13 @@ def complete_prompts(
         "peak_device_memory_bytes": {gpu: cuda.max_memory_allocated(gpu) for gpu in range(cuda.device_count())},
         "device_map": model.hf_device_map,
     }
+
+
+def _describe(figures: DecodingFigures, load_seconds: float, peak_bytes: int) -> str:
+    return (
+        f"loaded in {load_seconds:.1f} s, {figures.tokens_per_second:.1f} tokens/s, "
+        f"peak memory {format_size(peak_bytes)}, {format_size(figures.disk_bytes_per_token)} read from disk per token"
+    )
 
 
 def _load(
