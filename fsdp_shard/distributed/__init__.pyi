@@ -9,7 +9,7 @@ from .communicator import (
 from .config import LONGEST_TIMEOUT_SECONDS as LONGEST_TIMEOUT_SECONDS, LaunchConfig as LaunchConfig
 from .hardware import (
     count_gpus as count_gpus,
-    describe_unbound as describe_unbound,
+    describe_missing_numactl as describe_missing_numactl,
     device_preset as device_preset,
     gpu_number as gpu_number,
     num_cores as num_cores,

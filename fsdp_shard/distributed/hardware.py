@@ -89,7 +89,7 @@ def wants_numa_binding(settings: LaunchConfig) -> bool:
     return binding != "none" and num_gpus >= (1 if binding == "node" else 2)
 
 
-def describe_unbound(settings: LaunchConfig) -> list[str]:
+def describe_missing_numactl(settings: LaunchConfig) -> list[str]:
     """On a rank that our launcher started, report that a missing program prevents the binding, if that matters."""
     from fsdp_shard.distributed.key_value_store import ATTEMPT
 

@@ -1,6 +1,6 @@
 """The process group, the meshes and the device of this rank.
 
-Everything else gets a `DistributedContext` and calls its collectives; only launchers read RANK or WORLD_SIZE too.
+Other rooms get a `DistributedContext` and call its collectives; only this room and `doctor` read RANK or WORLD_SIZE.
 """
 
 import math

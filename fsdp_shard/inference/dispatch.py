@@ -70,8 +70,9 @@ def load_dispatched(
 ) -> PreTrainedModel:
     """Load a transformers model in eval mode, ready for `generate()`, its blocks spread over devices and disk.
 
-    Parameters require no gradients; changes to a block on disk are lost after its next pass. Inputs may be on the CPU
-    or on the first device. `model.hf_device_map` maps each block to its device.
+    Parameters require no gradients, until the model's own `set_adapter` or `enable_adapters` makes those of an adapter
+    trainable; changes to a block on disk are lost after its next pass. Inputs may be on the CPU or on the first device.
+    `model.hf_device_map` maps each block to its device.
 
     Args:
         path: A run or one of its steps (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.

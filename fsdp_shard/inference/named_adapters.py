@@ -59,7 +59,6 @@ def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base:
             _fill(model, layer, name, location, parts.factors[module])
     model.__dict__[_NAMES] = tuple(adapters)
     use_adapter(model, next(iter(adapters)))
-    _keep_frozen(model)
 
 
 def inject_adapters(model: PreTrainedModel, adapters: Mapping[str, Location]) -> None:
@@ -94,19 +93,6 @@ def use_adapter(model: PreTrainedModel, name: str | None) -> None:
             layer.enable_adapters(name is not None)
             if name is not None:
                 layer.set_adapter(name, inference_mode=True)
-
-
-def _keep_frozen(model: PreTrainedModel) -> None:
-    """Freeze an adapter before each pass: the model's own `set_adapter` and `enable_adapters` make it trainable."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for layer in model.modules():
-        if isinstance(layer, BaseTunerLayer):
-            layer.register_forward_pre_hook(_freeze)
-
-
-def _freeze(layer: nn.Module, _: object) -> None:
-    layer.requires_grad_(False)
 
 
 def _inject(model: PreTrainedModel, name: str, location: Location) -> None:

@@ -13,7 +13,7 @@ from fsdp_shard.data import Dataset, Samples, prepare_on_ranks
 from fsdp_shard.distributed import (
     LONGEST_TIMEOUT_SECONDS,
     DistributedContext,
-    describe_unbound,
+    describe_missing_numactl,
     init_distributed,
     is_restarted,
     run_on_main,
@@ -266,7 +266,7 @@ def _first_lines(config: FinetuneSettings, run: TrainingRun, start: RunStart) ->
             f"of one rank, not whole sequences; they must be sums over tokens"
         )
     context_length = load_context_length(start.source.directory, config.model.trust_remote_code)
-    lines += [*describe_lengths(config.data, context_length), *describe_unbound(config.launch)]
+    lines += [*describe_lengths(config.data, context_length), *describe_missing_numactl(config.launch)]
     if (epochs := run.config.epochs) is not None:
         steps = format_count(run.config.num_steps, "step")
         lines.append(f"train.epochs={epochs:g} of {run.state.samples_per_epoch:,} samples: {steps}")

@@ -22,7 +22,7 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import (
     LaunchConfig,
-    describe_unbound,
+    describe_missing_numactl,
     hardware,
     init_distributed,
     launch,
@@ -276,17 +276,17 @@ def test_without_numactl_ranks_are_not_bound_and_say_so(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match=r"launch\.numa_binding=node needs the program numactl, which is not in"):
         check_machine(node)
     (tmp_path / "node0").mkdir()
-    assert describe_unbound(auto) == []
+    assert describe_missing_numactl(auto) == []
     (tmp_path / "node1").mkdir()
-    (line,) = describe_unbound(auto)
+    (line,) = describe_missing_numactl(auto)
     assert line.startswith("launch.numa_binding=auto binds no rank to the processors near its GPU: the program numactl")
-    assert describe_unbound(LaunchConfig(ranks=2, device="cpu")) == []
+    assert describe_missing_numactl(LaunchConfig(ranks=2, device="cpu")) == []
     _install_numactl(tmp_path, monkeypatch)
-    assert describe_unbound(auto) == []
+    assert describe_missing_numactl(auto) == []
     check_machine(node)
     monkeypatch.delenv("FSDP_SHARD_ATTEMPT")
     monkeypatch.setenv("PATH", "")
-    assert describe_unbound(auto) == [], "started by others"
+    assert describe_missing_numactl(auto) == [], "started by others"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="asks torch about a GPU, which one without CUDA refuses")

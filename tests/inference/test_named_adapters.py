@@ -93,20 +93,6 @@ def test_logits_are_those_of_peft(base: Path, adapters: dict[str, Path], dtype: 
     assert not torch.equal(expected["sql"], expected["chat"])
 
 
-@pytest.mark.parametrize("device_map", ["cpu", "disk"])
-def test_no_switch_makes_a_pass_keep_activations_for_gradients(
-    base: Path, adapters: dict[str, Path], device_map: str
-) -> None:
-    names = list(adapters)[:2]
-    model = load_dispatched(base, device_map, adapters={name: adapters[name] for name in names})
-    expected = logits_of(model)
-    for switch in (lambda: model.set_adapter(names[1]), model.disable_adapters, model.enable_adapters):
-        switch()
-        assert not model(token_batch(5)).logits.requires_grad
-    model.set_adapter(names[0])
-    assert torch.equal(logits_of(model), expected)
-
-
 def test_prompts_choose_their_adapter(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     """On two ranks, in batches that would mix them; each completion is that of peft's own generate."""
     wanted = ["sql", None, "chat", "sql", None]
