@@ -20,6 +20,7 @@ from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.module_shards import shards_of
 from fsdp_shard.sharding.prepare_model import empty_parameters, prepare_model
 from fsdp_shard.sharding.routed_lists import routed_lists
+from fsdp_shard.sharding.wrap_policy import is_param_wrapper
 
 _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param: each parameter of a unit begins at a multiple of this
 
@@ -45,9 +46,14 @@ class Fsdp1Model:
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
     """Raise ConfigError for a model that FullyShardedDataParallel rejects, fails with or trains differently.
 
-    These are scalar parameters, layers that the model's own backward pass recomputes, and trained modules that may not
-    run in a step.
+    These are scalar parameters, layers that the model's own backward pass recomputes, trained modules that may not
+    run in a step, and single parameters that peft adapts.
     """
+    for fqn in (name for name, module in model.named_modules() if is_param_wrapper(module)):
+        raise ConfigError(  # in place, on a view of a flat parameter, which autograd refuses
+            f"shard=fsdp1 cannot shard {fqn} of {type(model).__name__}, to whose weights peft's LoRA of single "
+            f"parameters adds; use shard=fsdp2, or adapt other modules (adapter.target_modules)."
+        )
     trace, blocks = trace_forward(model), list[Block]()
     with suppress(ModelError):  # units by size do not need blocks
         blocks = no_split_blocks(model, settings.blocks)

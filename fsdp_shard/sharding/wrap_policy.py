@@ -262,5 +262,9 @@ def _fold_range(first: str, last: str) -> str:
 
 def _reads_its_children(module: nn.Module) -> bool:
     """Whether a module computes with parameters of its children, instead of calling these, which would gather them."""
-    is_of_peft = type(module).__name__ == "ParamWrapper"  # LoRA of experts' weights; peft may not be installed
-    return isinstance(module, nn.MultiheadAttention) or is_of_peft
+    return isinstance(module, nn.MultiheadAttention) or is_param_wrapper(module)
+
+
+def is_param_wrapper(module: nn.Module) -> bool:
+    """Whether a module is peft's LoRA of single parameters, such as the stacked weights of experts."""
+    return type(module).__name__ == "ParamWrapper"  # by name, as peft may not be installed

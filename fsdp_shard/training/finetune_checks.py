@@ -1,6 +1,5 @@
 """Checks the settings of a run against its machine, its data and its model, before any rank starts."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -32,7 +31,7 @@ from fsdp_shard.training.objectives.objective_checks import check_objective
 from fsdp_shard.training.objectives.teachers.teacher_checks import check_same_teacher, check_teacher
 from fsdp_shard.training.optim.ema import check_average
 from fsdp_shard.training.peft import lora
-from fsdp_shard.training.peft.config import PRINCIPAL, AdapterConfig, LoraConfig
+from fsdp_shard.training.peft.config import PRINCIPAL, LoraConfig
 from fsdp_shard.training.peft.earlier_adapter import (
     check_earlier,
     check_head,
@@ -171,7 +170,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_fr
     if isinstance(adapter, LoraConfig):
         _check_lora(config, adapter, model, source, resume_from, () if head is None else head.modules)
     config.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
-    check_trained(model, shard, adapter)
+    check_trained(model, shard)
     chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
 
 
@@ -194,19 +193,16 @@ def _check_lora(
     sharding.check_shardable(model, config.shard)  # quantized weights may be units of their own
 
 
-def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig, adapter: AdapterConfig) -> None:
+def check_trained(model: PreTrainedModel, shard: sharding.ShardConfig) -> None:
     """Check that these settings can train the trainable parameters of a model.
 
     Args:
         model: The model on meta, with its adapter, and quantized.
         shard: How it will be sharded.
-        adapter: Its adapter.
 
     Raises:
         ConfigError: The settings do not fit the model, or each other.
     """
-    if not adapter.trains_all:
-        _check_adapted_experts(model, shard)
     sharding.check_dtypes(model, shard)
     _check_float16(model)
 
@@ -225,16 +221,6 @@ def _check_labels(config: FinetuneSettings, resume_from: Path | None) -> None:
             f"{resume_from} has a head with the classes [{','.join(names)}], but model.labels="
             f"[{','.join(config.model.labels)}]; set model.labels=[{','.join(names)}], or start a new run in another "
             f"run_dir."
-        )
-
-
-def _check_adapted_experts(model: PreTrainedModel, shard: sharding.ShardConfig) -> None:
-    """Raise ConfigError for adapted experts in flat parameters, whose views peft would change in place."""
-    names = [name for name, _ in model.named_parameters() if re.search(r"experts\.(base_layer\.)?lora_A", name)]
-    if names and shard.flattens_units:
-        raise ConfigError(
-            f"adapter=lora with shard=fsdp1 cannot adapt experts ({names[0]}); use shard=fsdp2, or set "
-            f"adapter.target_modules to other modules."
         )
 
 

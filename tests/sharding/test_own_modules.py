@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
 
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
@@ -129,6 +135,21 @@ def test_fsdp1_trains_no_lists_of_which_some_modules_run() -> None:
     def shard(context: DistributedContext) -> None:
         model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **sparse))
         with pytest.raises(ConfigError, match=r"cannot train .*experts of Switch.* use shard=fsdp2"):
+            fs.shard(model, context, wrapper="fsdp1", param_dtype="float32")
+
+    on_ranks(1, shard)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
+def test_fsdp1_shards_no_parameters_that_peft_adapts_one_by_one() -> None:
+    def shard(context: DistributedContext) -> None:
+        config = MixtralConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            num_local_experts=2, vocab_size=30,
+        )  # fmt: skip
+        adapter = peft.LoraConfig(target_parameters=["mlp.experts.down_proj"])
+        model = peft.get_peft_model(MixtralForCausalLM(config), adapter)
+        with pytest.raises(ConfigError, match=r"cannot shard .*experts of PeftModel.*LoRA of single.* use shard=fsdp2"):
             fs.shard(model, context, wrapper="fsdp1", param_dtype="float32")
 
     on_ranks(1, shard)

@@ -99,7 +99,7 @@ class Planner:
         """Raise an InputError if `finetune` would reject the model with these settings, once `plan` accepted them."""
         model, _, _ = built_model(self.config, run, self.cache)
         run.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])
-        check_trained(model, run.shard, run.adapter)
+        check_trained(model, run.shard)
         if run.is_packed:
             packs_pairs = run.objective.samples == PAIRS
             key = packs_pairs, run.model.attention, run.sequence_length if packs_pairs else None
