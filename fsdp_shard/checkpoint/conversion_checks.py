@@ -61,7 +61,7 @@ def refuse_cast(index: TensorIndex, dtype: str) -> None:
     if dtype != "keep" and (method := quantization(index)) is not None:
         raise CheckpointError(
             f"{index.path} is quantized ({method}), and dtype={dtype} would cast its scales or what they are "
-            f"computed from, and so change its weights; leave dtype out to keep them as they are, or "
+            f"computed from, and so change its weights; remove dtype to keep them as they are, or "
             + ("add dequantize=true." if method in DEQUANTIZED else "give the model that it was made from.")
         )
 

@@ -171,9 +171,7 @@ class Location:
                 f"in diff; to train or plan with them, convert them first."
             )
         if model.format is None and model.weights.is_file() and model.weights.name != CONFIG:
-            raise ModelError(
-                f"{model.weights} is no file of weights; give a model directory, a checkpoint or a hub id."
-            )
+            raise ModelError(f"{model.weights} is not a weight file; give a model directory, a checkpoint or a hub id.")
         list_model_files(home)  # rejects links out of it, which transformers would follow
         check_model_config(home)
         return home
@@ -397,12 +395,12 @@ def refuse_unused_base(base: str | None, *locations: Location | None, are_run: b
     are_adapters = [location is not None and location.is_adapter for location in locations]
     if base is not None and not any(are_adapters):
         raise CheckpointError(
-            f"The base model {base} is for an adapter, but neither of the two checkpoints is one; leave it out."
+            f"The base model {base} is for an adapter, but neither of the two checkpoints is one; remove it."
         )
     if base is not None and all(are_adapters) and not are_run:
         raise CheckpointError(
             f"The base model {base} is for an adapter that is compared with a model, but both checkpoints are "
-            f"adapters, which are compared as they are; leave it out."
+            f"adapters, which are compared as they are; remove it."
         )
 
 

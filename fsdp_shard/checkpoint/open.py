@@ -40,7 +40,7 @@ def open_weights(weights: Path, side: Path | None = None, step: int | None = Non
     """
     found = recognize(weights)
     if found is None:
-        raise CheckpointError(f"{weights} is no checkpoint that fsdp-shard reads: {_contents(weights)}")
+        raise CheckpointError(f"{weights} is not a checkpoint that fsdp-shard can read: {_contents(weights)}")
     index = found.read(weights)
     _refuse_names(index)
     found_step = step if index.step is None or index.step > _MAX_STEP else index.step
@@ -64,7 +64,7 @@ def _refuse_names(index: TensorIndex) -> None:
     for name in (*index.tensors, *index.aliases):
         if not is_module_path(name):
             raise CheckpointError(
-                f"{index.path} has a tensor whose name is no path of modules: it has {len(name)} characters and "
+                f"{index.path} has a tensor whose name is not a path of modules: it has {len(name)} characters and "
                 f"{name.count('.')} dots; it begins with {name[:100]!r}."
             )
 

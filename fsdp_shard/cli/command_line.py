@@ -202,9 +202,9 @@ def diff(arguments: Sequence[str]) -> None:
         for path in (options.a, options.b)
     )
     if options.config is not None and a.config_path is b.config_path is None:
-        parser.error(f"--config {options.config} has no effect: both checkpoints have a config.json; leave it out")
+        parser.error(f"--config {options.config} has no effect: both checkpoints have a config.json; remove it")
     if options.tokenizer is not None and options.logits is None:
-        parser.error(f"--tokenizer {options.tokenizer} needs --logits PROMPT; add that, or leave it out")
+        parser.error(f"--tokenizer {options.tokenizer} needs --logits PROMPT; add that, or remove it")
     checkpoint.refuse_unused_base(options.base, a, b, are_run=options.logits is not None)
     report = checkpoint.diff(a, b)
     if not options.json:
@@ -251,7 +251,7 @@ def push(arguments: Sequence[str]) -> None:
     parser = _Parser(
         "push",
         "Push a checkpoint to a repository of the Hugging Face hub, with a model card made from its run. Pushing again "
-        "goes on where it stopped. The token is that of `hf auth login` or HF_TOKEN.",
+        "resumes where it stopped. The token is that of `hf auth login` or HF_TOKEN.",
     )
     parser.add_argument("source", help=_PATH_HELP)
     parser.add_argument("repository", metavar="org/name", help="the repository, created if it does not exist")

@@ -119,7 +119,7 @@ def plan(settings: Sequence[str]) -> dict[str, Any]:
         The figures that the command writes to result.json. Among them are `peak_bytes` of the rank with most, and
         `per_rank`; `fits`, None if the memory of the devices is not known; `refused`, the error with which `finetune`
         would refuse the settings, or None; `advice`, settings that fit; and `step` with `tokens`, `flops` and, for a
-        known device, `time`: `seconds`, `tokens_per_second` and `bound_by`. A run that does not fit is no error.
+        known device, `time`: `seconds`, `tokens_per_second` and `bound_by`. A run that does not fit is not an error.
 
     Raises:
         FsdpShardError: What the command would report.
@@ -178,7 +178,7 @@ def _run(
         with _running, _as_in_a_process_of_its_own():
             jobs = run_jobs(COMMANDS[command], find, settings, command, is_program=False, settle=settle)
     except SystemExit as leaving:
-        raise RunError("Another rank has found what is wrong, and says it.") from leaving
+        raise RunError("Another rank found an error, and reports it.") from leaving
     finally:
         if COMMANDS[command].rank_mode == "started":
             gc.collect()  # reference cycles hold the model, the optimizer, process groups and data workers

@@ -90,7 +90,7 @@ def push_to_hub(
     _refuse_unshown(files or {}, evaluations)
     subject = _subject(target, location, adapter_base, evaluations)
     text = message or _MESSAGE.format(location.weights.name)
-    with _advice("The same command goes on where it stopped."):
+    with _advice("The same command resumes where it stopped."):
         repository = checkpoint.open_repository(target)
         say(repository)
         if files is not None:
@@ -123,7 +123,7 @@ def push_converted(settings: ConvertSettings, report: ConvertReport) -> dict[str
     target = HubTarget(settings.push_to, settings.push_public)
     subject = _subject(target, source, None, ()).of_pushed(pushed)
     message = _MESSAGE.format(source.weights.name)
-    again = f"{settings.target} is complete: `fsdp-shard push {settings.target} {settings.push_to}` goes on with it."
+    again = f"{settings.target} is complete: `fsdp-shard push {settings.target} {settings.push_to}` continues with it."
     try:
         with _advice(again):
             repository = checkpoint.open_repository(target)
@@ -172,7 +172,7 @@ def _convert_and_upload(
         if not work.exists():
             _wait_for_lock(lock, fcntl.LOCK_EX)  # another push may be converting
         if work.exists():
-            say(f"going on with {work}")
+            say(f"continuing with {work}")
         else:
             say(checkpoint.convert_location(location, work).describe(str(work)))
         _wait_for_lock(lock, fcntl.LOCK_SH)
@@ -215,7 +215,7 @@ def _refuse_unshown(files: Mapping[str, Path | bytes], evaluations: Sequence[str
     """Raise ConfigError if there are evaluations but also a user's README.md, which is pushed unchanged."""
     if evaluations and (own := _readme(files)) is not None and CARD_MARK not in own:
         raise ConfigError(
-            f"{files[CARD]!s} is pushed as it is, so --evaluations would not be in the model card; leave them out, or "
+            f"{files[CARD]!s} is pushed as it is, so --evaluations would not be in the model card; remove them, or "
             "move that file away."
         )
 

@@ -194,13 +194,13 @@ def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
         return
     if any(is_joined_rank(job.config.launch) for job in jobs):
         raise ConfigError(
-            f"-m asks for {len(jobs)} runs one after the other, but ranks that torchrun or srun has started cannot "
-            f"go on together after a failed run; start each run separately, or have fsdp-shard start the ranks "
+            f"-m would run {len(jobs)} jobs one after the other, but ranks that torchrun or srun has started cannot "
+            f"continue together after a failed run; start each run separately, or have fsdp-shard start the ranks "
             f"(launch.ranks)."
         )
     if (nodes := max(job.config.launch.max_nodes for job in jobs)) > 1:
         raise ConfigError(
-            f"-m asks for {len(jobs)} runs one after the other, but {nodes} machines (launch.nodes) meet only once; "
+            f"-m would run {len(jobs)} jobs one after the other, but {nodes} machines (launch.nodes) meet only once; "
             f"start each run separately."
         )
 

@@ -208,12 +208,12 @@ class FinetuneConfig(RunConfig):
             name = "max_restarts" if launch.max_restarts else "nodes"
             raise ConfigError(
                 f"{prefix}launch.{name}={getattr(launch, name)} resumes from the last checkpoint, which needs the "
-                f"optimizer state that {prefix}checkpoint.optimizer=false leaves out; leave one of them out."
+                f"optimizer state that {prefix}checkpoint.optimizer=false leaves out; remove one of them."
             )
         if not self.adapter.trains_all and checkpoint.max_shard_size != DEFAULT_SHARD_SIZE:
             raise ConfigError(
-                f"{prefix}checkpoint.max_shard_size={checkpoint.max_shard_size} would do nothing with an adapter, "
-                f"which peft loads from a single file; leave it out."
+                f"{prefix}checkpoint.max_shard_size={checkpoint.max_shard_size} has no effect with an adapter, "
+                f"which peft loads from a single file; remove it."
             )
         if self.train.epochs is not None and (self.data.streaming or self.data.mixture):
             name, reason = "mixture", "each source of a mixture has epochs of its own"
@@ -226,12 +226,12 @@ class FinetuneConfig(RunConfig):
         if self.loss is not None and self.objective.name != "sft":
             raise ConfigError(
                 f"{prefix}loss={self.loss} replaces the cross-entropy of objective=sft, and objective="
-                f"{self.objective.name} has a loss of its own; leave one of them out."
+                f"{self.objective.name} has a loss of its own; remove one of them."
             )
         if self.loss is not None and self.model.chunked_loss is True:
             raise ConfigError(
                 f"{prefix}model.chunked_loss=true is for the cross-entropy, and {prefix}loss={self.loss} needs whole "
-                f"logits; leave one of them out."
+                f"logits; remove one of them."
             )
         check_inputs(self.model, self.shard, self.train, is_packed=self.data.packing, prefix=prefix)
 
@@ -291,7 +291,7 @@ def _refuse_device_of_one_process(launch: LaunchConfig, prefix: str) -> None:
     if launch.device != "auto" and launch.ranks == launch.max_nodes == 1 and not is_joined_rank():
         raise ConfigError(
             f"{prefix}launch.device={launch.device} is for several ranks; for one process set "
-            f"{prefix}dispatch.device_map, such as cpu, or leave it out."
+            f"{prefix}dispatch.device_map, such as cpu, or remove it."
         )
 
 

@@ -135,7 +135,7 @@ def _refuse_hydra_settings(arguments: Sequence[str]) -> None:
         setting = name.lstrip("+~")
         if name in ("--package", "-p") or (setting.startswith("hydra.") and setting not in _HYDRA_SETTINGS):
             raise ConfigError(
-                f"{argument} has no effect: Hydra only composes the settings, and runs nothing. Leave it out; "
+                f"{argument} has no effect: Hydra only composes the settings, and runs nothing. Remove it; "
                 f"run_dir=DIR is the directory of a run, and that of a sweep."
             )
 
@@ -261,7 +261,7 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
     config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     if config.run_dir in ("", "null"):
         raise ConfigError(
-            f"run_dir is {config.run_dir or 'empty'}; give a directory, or leave it out for a directory named by date."
+            f"run_dir is {config.run_dir or 'empty'}; give a directory, or remove it for a directory named by date."
         )
     run_dir = os.path.expanduser(config.run_dir)  # a shell does not expand the ~ in name=~/directory
     if number is not None:

@@ -45,8 +45,8 @@ def composition_error(
     if name.startswith("hydra/"):
         group, _, option = name.rpartition("/")
         return ConfigError(
-            f"{group}={option}: plugins of Hydra are not supported, and the runs of -m follow one another; leave "
-            f"{group} out."
+            f"{group}={option}: plugins of Hydra are not supported, and the runs of -m follow one another; remove "
+            f"{group}."
         )
     if preset_file is not None and name:
         return ConfigError(f"{preset_file}: {_no_such_config_message(name, schema)}")
@@ -147,7 +147,7 @@ def unknown_setting_message(name: str, schema: type, given: Sequence[str] = ()) 
     settings = {setting.name: setting for setting in settings_of(schema)}
     if name in settings:
         needed = settings[name].only_with or f"the options of {name.partition('.')[0]} that have it"
-        return f"{name} needs {needed}; add that, or leave {name} out."
+        return f"{name} needs {needed}; add that, or remove {name}."
     command, last = command_of(schema), name.rpartition(".")[2]
     is_known = known_elsewhere(name, sorted(settings)) or known_elsewhere(last, sorted(settings))
     if not is_known and (other := _command_with(name)) is not None:
@@ -155,7 +155,7 @@ def unknown_setting_message(name: str, schema: type, given: Sequence[str] = ()) 
         are, them = ("is a setting", "it") if len(names) == 1 else ("are settings", "them")
         alike = [setting for setting in settings if setting.rpartition(".")[2] == last]
         close = f" (or did you mean {alike[0]}?)" if len(names) == len(alike) == 1 else ""
-        return f"{', '.join(names)} {are} of {other}, not of {command}; leave {them} out{close}."
+        return f"{', '.join(names)} {are} of {other}, not of {command}; remove {them}{close}."
     return f"{name} is not a setting of {command}{_suggestion(name, schema)}. See --help for all of them."
 
 
@@ -244,5 +244,5 @@ def _expected_value(name: str, message: str) -> str:
     if message.endswith("is not a ListConfig, list or tuple."):
         return f"{name} is a list, which is written [a,b], also if it has one element: [a]"
     if message.endswith("is not Optional"):
-        return f"{name}=null: this setting needs a value; leave it out to use its default"
+        return f"{name}=null: this setting needs a value; remove it to use its default"
     return f"{name}: {message.rstrip('.')}"

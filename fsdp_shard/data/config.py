@@ -116,15 +116,15 @@ class DataConfig(KindSettings):
         if not (self.eval_path or self.eval_sets) and self.eval_split != default_of("eval_split"):
             raise ConfigError(
                 f"{prefix}eval_split={self.eval_split} is for {prefix}eval_path, which is not given; give that too, "
-                f"such as {prefix}eval_path={self.path}, or leave it out."
+                f"such as {prefix}eval_path={self.path}, or remove it."
             )
         used = {source.kind: None for source in all_sources(self)}
         for name, kinds in _OWNERS.items():
             value = getattr(self, name)
             if not used.keys() & set(kinds) and value != default_of(name):
                 raise ConfigError(
-                    f"{prefix}{name}={value} is for {prefix}kind={' or '.join(kinds)}, not {' or '.join(used)}; leave "
-                    f"it out."
+                    f"{prefix}{name}={value} is for {prefix}kind={' or '.join(kinds)}, not {' or '.join(used)}; remove "
+                    f"it."
                 )
 
 
@@ -240,7 +240,7 @@ def _check_streaming(config: DataConfig, prefix: str) -> None:
         if config.shuffle_buffer != default_of("shuffle_buffer"):
             raise ConfigError(
                 f"{prefix}shuffle_buffer={config.shuffle_buffer} is for training with {prefix}streaming=true, which "
-                f"shuffles a part of the data at a time; leave it out."
+                f"shuffles a part of the data at a time; remove it."
             )
         return
     refused = {
@@ -281,7 +281,7 @@ def _check_own_settings(sources: Mapping[str, DataConfig], name: str, given: Any
         for key in _without_nulls(own[source_name]):
             if source.kind not in (kinds := _OWNERS.get(key, [source.kind])):
                 raise ConfigError(
-                    f"{name}.{source_name}.{key} is for kind={' or '.join(kinds)}, not {source.kind}; leave it out."
+                    f"{name}.{source_name}.{key} is for kind={' or '.join(kinds)}, not {source.kind}; remove it."
                 )
 
 

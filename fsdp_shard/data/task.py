@@ -91,9 +91,7 @@ def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
                 f"{' or '.join(kinds)}."
             )
         if task == SEQUENCE_CLASSIFICATION and source.sample_by != "document":
-            raise ConfigError(
-                f"{source.section}.sample_by is for plain text files, which have no labels; leave it out."
-            )
+            raise ConfigError(f"{source.section}.sample_by is for plain text files, which have no labels; remove it.")
         check_settings_of_task(task, {name: getattr(source, name) for name in _ONLY_FOR}, source.section)
     if data.packing:
         check_packed(task, samples)
@@ -110,13 +108,13 @@ def check_settings_of_task(task: str, settings: Mapping[str, object], section: s
     for name, value in settings.items():
         needs = _ONLY_FOR.get(name, task)
         if task != needs and value != default_of(name):
-            raise ConfigError(f"{section}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
+            raise ConfigError(f"{section}.{name}={value} is for model.task={needs}, not {task}; remove it.")
 
 
 def check_packed(task: str, samples: str) -> None:
     """Raise ConfigError for samples that `data.packing=true` cannot pack; the arguments are as in `check_task`."""
     if samples == ROWS and task != CAUSAL:
-        raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
+        raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} remove it.")
 
 
 def check_class_order(names: Sequence[str], task: Task, source: str) -> None:
@@ -148,7 +146,7 @@ def _check_samples(task: str, data: DataConfig, samples: str) -> None:
         if source.margin_column is not None and (samples == LABELED or task != SEQUENCE_CLASSIFICATION):
             raise ConfigError(
                 f"{source.section}.margin_column={source.margin_column} is for reward models, objective=reward with "
-                f"model.task={SEQUENCE_CLASSIFICATION}; leave it out."
+                f"model.task={SEQUENCE_CLASSIFICATION}; remove it."
             )
     if len({source.margin_column is None for source in all_sources(data)}) > 1:
         raise ConfigError(

@@ -47,7 +47,7 @@ def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> N
     ):
         raise ConfigError(
             f"data.eval_split={config.eval_split} is for datasets on the hub or with saved splits, and data.eval_sets "
-            f"has none; leave it out."
+            f"has none; remove it."
         )
     if config.eval_path is not None:
         held_out.append(config)

@@ -92,8 +92,8 @@ class Agent(OverridableAgent):
         if self._waited_for:
             return rank, (
                 f"was killed by SIGABRT, as NCCL ends a rank that has waited for launch.timeout_seconds="
-                f"{self._settings.timeout_seconds:g}; rank(s) {', '.join(map(str, self._waited_for))} did not come, or "
-                f"waited too"
+                f"{self._settings.timeout_seconds:g}; rank(s) {', '.join(map(str, self._waited_for))} did not "
+                f"join the collective, or waited too"
             )
         if status < 0:
             hint = "; the machine may have run out of memory" if -status == signal.SIGKILL else ""

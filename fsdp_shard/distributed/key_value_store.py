@@ -34,8 +34,8 @@ def join_store(rendezvous: str, timeout_seconds: float) -> Store:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if rendezvous == "env://" and missing:
         raise ConfigError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot meet; start "
-            f"them with torchrun, or set both to an address and a free port of the machine of rank 0."
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot find each "
+            f"other; start them with torchrun, or set both to an address and a free port of the machine of rank 0."
         )
     # A method such as file:// may bring both numbers itself; otherwise torch raises an error without them.
     rank, world_size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
@@ -63,7 +63,7 @@ def is_restarted() -> bool:
 def leave_store(store: Store, num_members: int, *, serves: bool, seconds: float) -> None:
     """Announce that this member no longer uses `store`; the member that serves it waits for the others.
 
-    A store that is already gone is no error: nobody is left to wait for.
+    A store that is already gone is not an error: nobody is left to wait for.
 
     Args:
         store: Store that all members use.

@@ -159,7 +159,8 @@ def _join_ranks(
         ) from error
     except DistStoreError as error:
         raise RunError(
-            f"Not all of {world_size} ranks have met at {_address_text(config.launch, error)} {_why_alone(world_size)}"
+            f"Not all of the {world_size} ranks connected to {_address_text(config.launch, error)} "
+            f"{_why_alone(world_size)}"
         ) from error
     try:
         _refuse_other_settings(config, store, rank, world_size)
@@ -304,7 +305,7 @@ def check_machine(settings: LaunchConfig) -> None:
     """
     if settings.numa_binding == "node" and not uses_gpus(settings):
         raise ConfigError(
-            "launch.numa_binding=node has no effect without GPUs, to which processors are near; leave it out."
+            "launch.numa_binding=node has no effect without GPUs, to which processors are near; remove it."
         )
     _refuse_settings_of_others(settings)
     if settings.numa_binding == "node" and not can_bind_to_numa_nodes():
@@ -328,16 +329,16 @@ def check_machine(settings: LaunchConfig) -> None:
 def _refuse_settings_of_others(settings: LaunchConfig) -> None:
     """Raise ConfigError for settings of our launcher where it starts no ranks."""
     if is_joined := joins(settings, os.environ):
-        why = "has no effect on ranks that torchrun or srun has started; leave it out, and give it to them."
+        why = "has no effect on ranks that torchrun or srun has started; remove it, and give it to them."
         refuse_changed(settings, ("rendezvous", "max_restarts"), "launch.", why)
         found = world_sizes(settings)[0], num_local_ranks(settings)
         if settings.ranks not in (1, *found):
             raise ConfigError(
                 f"launch.ranks={settings.ranks}, but torchrun or srun has started {found[0]}, {found[1]} of them on "
-                f"this machine, and their number counts; leave launch.ranks out, or have fsdp-shard start all."
+                f"this machine, and their number counts; remove launch.ranks, or have fsdp-shard start all."
             )
     if is_joined or settings.ranks == settings.max_nodes == 1 > settings.max_restarts:
-        why = "has no effect: it is for ranks that fsdp-shard starts (launch.ranks), and it starts none; leave it out."
+        why = "has no effect: it is for ranks that fsdp-shard starts (launch.ranks), and it starts none; remove it."
         names = ["grace_seconds"] + ["numa_binding"] * (settings.numa_binding == "node")
         refuse_changed(settings, names, "launch.", why)
 

@@ -50,7 +50,7 @@ class LocalShard:
 
     def fill(self, whole: torch.Tensor) -> None:
         """Copy this rank's range from the whole tensor, or from its flat elements."""
-        assert self.box is None, "a box is no range"
+        assert self.box is None, "the shard is a box, not a range of elements"
         self.data.copy_(whole.reshape(-1)[self.start : self.start + len(self.data)])
 
 

@@ -188,7 +188,7 @@ def _check_sizes(
     if (tensor_parallel, expert_parallel, context_parallel).count(1) < 2:
         raise ConfigError(
             f"tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and context_parallel="
-            f"{context_parallel} do not go together yet; set one of them only."
+            f"{context_parallel} cannot be combined yet; set one of them only."
         )
     if min(sizes.values()) < 1 or world_size % math.prod(sizes.values()):
         raise ConfigError(

@@ -144,7 +144,7 @@ def _meeting_point(
     is_served_here = serves if is_joined else is_this_machine(endpoint)
     if is_served_here and _is_taken(int(port)) and not _answers(host.strip("[]"), int(port)):
         yield problem(
-            f"{named}: another program of this machine has the port {port}, and is no rendezvous of a run. Give "
+            f"{named}: another program of this machine has the port {port}, and is not the rendezvous of a run. Give "
             f"another port."
         )
 

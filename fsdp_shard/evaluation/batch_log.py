@@ -93,7 +93,7 @@ class BatchLog:
             number = error.number if isinstance(error, Stopped) else signal.SIGINT
             raise Interrupted(
                 f"Stopped by {signal.Signals(number).name}. The {self._names[1]} of finished batches are in "
-                f"{self._path}; give the same command with run_dir={self._path.parent} to go on after them.",
+                f"{self._path}; give the same command with run_dir={self._path.parent} to continue after them.",
                 signal_number=number,
             ) from error
 

@@ -82,7 +82,7 @@ class PerplexityConfig:
     def check(self, prefix: str) -> None:
         """Raise ConfigError for a setting without effect."""
         if self.by == WINDOWS:
-            refuse_changed(self, ["num_resamples"], prefix, f"is for {prefix}by={DOCUMENTS}; leave it out.")
+            refuse_changed(self, ["num_resamples"], prefix, f"is for {prefix}by={DOCUMENTS}; remove it.")
 
 
 @dataclass
@@ -250,7 +250,7 @@ class EvaluateSettings(LocatedCheckpoint):
 
     def _check_rows(self, prefix: str) -> None:
         """Raise ConfigError for data that the task does not accept, and for settings without effect on it."""
-        data, why = self.data, f"has no effect with {prefix}task={self.task}; leave it out."
+        data, why = self.data, f"has no effect with {prefix}task={self.task}; remove it."
         held_out = f"holds out rows in training; give the rows of {prefix}task={self.task} as {prefix}data.path."
         refuse_changed(data, ["eval_fraction"], f"{prefix}data.", held_out)
         if self.task == REWARD and data.kind != "preference":

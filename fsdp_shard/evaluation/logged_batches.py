@@ -46,7 +46,7 @@ def open_batch_log(
     log = BatchLog(path, inputs | {"settings": settings}, batches, names)
     if log.finished:
         done = f"{len(log.finished):,} of {len(batches):,} batches"
-        say(f"{source.path}: going on after {done}, whose {names[1]} are in {path.parent}")
+        say(f"{source.path}: continuing after {done}, whose {names[1]} are in {path.parent}")
         return log
     remove_earlier(path.parent)
     if log.changed:

@@ -336,11 +336,11 @@ class GenerateSettings(LocatedCheckpoint):
             raise ConfigError(f"{prefix}default_adapter={default} is not one of {prefix}adapters, {known}.")
         if paths and self.tensor_parallel > 1:
             raise ConfigError(
-                f"{prefix}adapters do not go together with {prefix}tensor_parallel={self.tensor_parallel}, where ranks "
-                f"hold parts of layers; leave one of them out."
+                f"{prefix}adapters cannot be combined with {prefix}tensor_parallel={self.tensor_parallel}, where ranks "
+                f"hold parts of layers; remove one of them."
             )
         if paths:
-            require_package("peft", "lora", f"{prefix}adapters", f"leave {prefix}adapters out")
+            require_package("peft", "lora", f"{prefix}adapters", f"remove {prefix}adapters")
 
     @cached_property
     def adapter_sources(self) -> dict[str, Location]:

@@ -142,8 +142,8 @@ def with_adapters(settings: DispatchConfig, source: Location, adapters: Mapping[
     """
     if settings.quantize != "none":
         raise ConfigError(
-            f"adapters do not go together with quantize={settings.quantize}, which replaces the layers that they are "
-            f"added to; leave one of them out."
+            f"adapters cannot be combined with quantize={settings.quantize}, which replaces the layers that they are "
+            f"added to; remove one of them."
         )
     if source.is_adapter:
         raise ConfigError(f"{source} is an adapter itself, and others cannot be loaded over it; give its base model.")
@@ -269,7 +269,7 @@ def plan_dispatch(
         raise PlanError(
             f"dispatch.quantize={settings.quantize} is for models that fit when quantized, and "
             f"{format_count(len(streamed), 'block')} ({streamed[0]} first) would be on disk, or on the CPU while a "
-            f"GPU computes; give more memory, or leave quantize out."
+            f"GPU computes; give more memory, or remove quantize."
         )
     return blocks, plan
 
@@ -306,7 +306,7 @@ def check_gpu_budgets(budgets: Mapping[Device, int], gpus: Sequence[int], settin
         sizes = ", ".join(f"{gpu}: SIZE" for gpu in dict.fromkeys(gpus))
         raise ConfigError(
             f"{setting} names GPU {min(named, key=str)}, but not GPU {missing[0]}, and each of the {len(gpus)} ranks "
-            f"on a machine uses the GPU of its number; give {{{sizes}}} besides the CPU's size, or leave it out."
+            f"on a machine uses the GPU of its number; give {{{sizes}}} besides the CPU's size, or remove it."
         )
 
 
@@ -353,8 +353,8 @@ def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
             model.generation_config = GenerationConfig.from_pretrained(source.directory)
         except Exception as error:  # anything the file's content may cause
             raise ModelError(
-                f"{source.directory / 'generation_config.json'} is no generation config ({type(error).__name__}); "
-                "repair it, or remove it to use the defaults."
+                f"{source.directory / 'generation_config.json'} is not a valid generation config "
+                f"({type(error).__name__}); repair it, or remove it to use the defaults."
             ) from error
     if model.can_generate() and model.generation_config is not None:
         for name in _UNSAFE_OPTIONS:

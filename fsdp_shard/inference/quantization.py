@@ -81,7 +81,7 @@ def quantized_layers(
     if not any(found.values()):
         raise ModelError(
             f"dispatch.quantize is for models with linear layers (torch.nn.Linear) in their repeated blocks, and this "
-            f"{type(model).__name__} has none of a shape that it takes; leave it out."
+            f"{type(model).__name__} has none of a shape that it takes; remove it."
         )
     return found
 

@@ -133,7 +133,7 @@ def plan_schedule(
             name = origin(model.config.name_or_path or "") or "this one"
             raise PlanError(
                 f"dispatch.schedule=layer_major is for models with streamed blocks, and all blocks of {name} stay in "
-                f"memory; leave it out, or give less memory by dispatch.max_memory."
+                f"memory; remove it, or give less memory by dispatch.max_memory."
             )
         return Schedule(BATCH_MAJOR, len(shapes), 0, 0)
     batch_major = Schedule(BATCH_MAJOR, len(shapes), stream.num_blocks, stream.num_bytes)

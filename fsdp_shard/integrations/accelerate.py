@@ -221,7 +221,7 @@ def _check_loader(loader: Any) -> None:
     if loader.use_stateful_dataloader:
         raise ConfigError(
             "DataLoaderConfiguration has use_stateful_dataloader=True, and AcceleratorCheckpointer finds the position "
-            "itself; leave it out."
+            "itself; remove it."
         )
     sampler = get_sampler(loader)
     is_random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)

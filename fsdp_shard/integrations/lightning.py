@@ -123,7 +123,7 @@ class LightningCheckpoint(Checkpoint):
         if trainer.ckpt_path is not None:
             raise ConfigError(
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) would replace a part of what is restored from "
-                f"{self._path}, which has step {restored.step}; leave ckpt_path out."
+                f"{self._path}, which has step {restored.step}; remove ckpt_path."
             )
         if not restored.extra["within_epoch"]:
             # Otherwise Lightning would first look for the rest of the finished epoch.

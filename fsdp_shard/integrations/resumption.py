@@ -94,7 +94,7 @@ def report(restored: Restored) -> None:
     """Report which step is resumed, and which parts of it are not."""
     if not restored.has_random_state:
         _logger.warning(
-            "%s was saved by another number of ranks: the random state of each rank (dropout) begins anew.",
+            "%s was saved by another number of ranks: the random state of each rank (dropout) starts over.",
             restored.directory,
         )
     _logger.info("resumed from %s", restored.directory)

@@ -288,7 +288,7 @@ class CheckpointerCallback(TrainerCallback):
         if self._monitor is not None and self._monitor.startswith("eval_") and args.eval_strategy == "no":
             raise ConfigError(
                 f"CheckpointerCallback has monitor={self._monitor!r}, a metric of evaluations, and TrainingArguments "
-                f"has eval_strategy='no'; set it, such as to 'steps', or leave monitor out."
+                f"has eval_strategy='no'; set it, such as to 'steps', or remove monitor."
             )
 
     def _require_monitored(self, state: TrainerState) -> None:

@@ -16,7 +16,7 @@ from fsdp_shard.integrations.resumption import report_change
 from fsdp_shard.training import Restored
 
 _RATE = "learning_rate"
-# Values that the schedule changes, that are no settings, or that define how an update is computed (device-dependent).
+# Values that the schedule changes, that are not settings, or that define how an update is computed (device-dependent).
 _OTHERS = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 _CLOSE = 1e-6
 
@@ -58,7 +58,7 @@ def follow_arguments(optimizer: Any, scheduler: Any, made: Groups | None, now: G
             else:
                 raise CheckpointError(
                     f"{restored.directory} was saved with learning_rate={old}, and now it is {new}, which would have "
-                    f"no effect: {type(scheduler).__name__} goes on with its own. Use the same, or begin a new run "
+                    f"no effect: {type(scheduler).__name__} continues with its own. Use the same, or begin a new run "
                     f"with its weights."
                 )
             changes.append(f"{name} {old} -> {new}")

@@ -57,7 +57,7 @@ def no_split_blocks(model: nn.Module, names: Sequence[str] | None = None) -> lis
 
     Raises:
         ModelError: A class in `names` is not in the model, or nothing repeats. The message lists the candidates.
-        ConfigError: `names` is no list of names.
+        ConfigError: `names` is not a list of names.
 
     Example:
         >>> no_split_blocks(model)[1]

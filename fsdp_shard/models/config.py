@@ -64,7 +64,7 @@ class ModelConfig:
         if self.labels and self.task != SEQUENCE_CLASSIFICATION:
             raise ConfigError(
                 f"{prefix}labels={list(self.labels)} is for {prefix}task={SEQUENCE_CLASSIFICATION}, not {self.task}; "
-                f"leave it out."
+                f"remove it."
             )
         if len({*self.labels}) < len(self.labels):
             raise ConfigError(f"{prefix}labels={list(self.labels)} has the same name twice; give each class its own.")

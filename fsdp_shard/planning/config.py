@@ -113,7 +113,7 @@ class PlannedDispatchConfig(DispatchConfig):
             super().check(prefix)
         elif self != PlannedDispatchConfig():
             raise ConfigError(
-                f"{prefix}device_map is not set, so the other settings of {prefix.rstrip('.')} would do nothing; add "
+                f"{prefix}device_map is not set, so the other settings of {prefix.rstrip('.')} have no effect; add "
                 f"{prefix}device_map=auto."
             )
 
@@ -160,11 +160,11 @@ class PlanSettings:
         if self.run is None and rank_kind is not None and kind is not None and rank_kind != kind:
             raise ConfigError(
                 f"{prefix}launch.device={self.launch.device} contradicts {prefix}device.kind={kind}, which a preset "
-                f"sets too; leave {prefix}launch.device out, or choose a device whose kind is {rank_kind}."
+                f"sets too; remove {prefix}launch.device, or choose a device whose kind is {rank_kind}."
             )
         if self.search and self.trace:
             raise ConfigError(
-                f"{prefix}trace=true is for one plan, and {prefix}search=true makes many; leave one of them out."
+                f"{prefix}trace=true is for one plan, and {prefix}search=true makes many; remove one of them."
             )
         if self.adapter_paths and self.dispatch.device_map is None:
             raise ConfigError(
@@ -183,5 +183,5 @@ class PlanSettings:
         if self.search and self.dispatch.device_map is not None:
             raise ConfigError(
                 f"{prefix}dispatch.device_map={self.dispatch.device_map} is for one plan, and {prefix}search=true "
-                f"makes many; leave one of them out."
+                f"makes many; remove one of them."
             )

@@ -130,7 +130,7 @@ def check_device(config: DeviceConfig, hardware: Hardware, missing: list[str]) -
         value = getattr(config, given[0])
         value = f"{value:g}" if isinstance(value, float) else value
         raise ConfigError(
-            f"device.{given[0]}={value} would do nothing, because a time needs "
+            f"device.{given[0]}={value} has no effect, because a time needs "
             f"{', '.join(f'device.{name}' for name in missing)} too; set that, or a preset such as device=h100."
         )
 

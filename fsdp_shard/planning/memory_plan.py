@@ -175,7 +175,7 @@ class MemoryPlan:
     @property
     def needed_bytes(self) -> int:
         """The device memory required: the peak, which must be known, plus a GPU's overhead."""
-        assert self.peak_bytes is not None, "the caller has looked"
+        assert self.peak_bytes is not None, "there is no peak; see problem"
         return self.peak_bytes + self.overhead_bytes
 
     @property

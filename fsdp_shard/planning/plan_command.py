@@ -41,7 +41,7 @@ def check_plan(config: PlannedSettings) -> None:
     config.adapter.check_installed()
     config.optim.check_installed()
     if config.search and config.kept_run_dir is not None:
-        require_package("matplotlib", "plots", "search=true with run_dir", "leave run_dir out")
+        require_package("matplotlib", "plots", "search=true with run_dir", "remove run_dir")
     source = planned_model(config).source
     check_model_config(source.directory)
     source.check_dequantizable()

@@ -189,7 +189,7 @@ class _SavedTensor:
 
     def load(self) -> torch.Tensor:
         self._block.use()
-        assert self.on_device is not None, "use() fetches all"
+        assert self.on_device is not None, "use() fetches all tensors of the block"
         self.copies.keep_until_used(self.on_device)
         return self.on_device
 

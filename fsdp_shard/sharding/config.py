@@ -136,11 +136,11 @@ class ShardConfig:
             )
         if self.norms_in_float32 and self.param_dtype == "float32":
             raise ConfigError(
-                f"{prefix}norms_in_float32=true would do nothing, as {prefix}param_dtype=float32 holds for all layers."
+                f"{prefix}norms_in_float32=true has no effect, as {prefix}param_dtype=float32 holds for all layers."
             )
         if self.prefetch_backward is not None and every is False:
             raise ConfigError(
-                f"{prefix}prefetch_backward={self.prefetch_backward} would do nothing with {prefix}"
+                f"{prefix}prefetch_backward={self.prefetch_backward} has no effect with {prefix}"
                 f"reshard_after_forward=false, which keeps parameters gathered for the backward pass."
             )
         for name, others in (("tensor_parallel", ()), ("expert_parallel", ("tensor_parallel", "activation_offload"))):
@@ -207,7 +207,7 @@ def _check_divided(shard: ShardConfig, prefix: str, divided: str, others: Sequen
 def _refuse_together(prefix: str, wrong: Mapping[str, Any], given: str) -> None:
     for name, value in wrong.items():
         raise ConfigError(
-            f"{prefix}{name}={in_yaml(value)} does not go together with {prefix}{given} yet; leave one of them out."
+            f"{prefix}{name}={in_yaml(value)} cannot be combined with {prefix}{given} yet; remove one of them."
         )
 
 

@@ -32,7 +32,7 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
         The norm before clipping, a scalar [], equal on all ranks.
 
     Raises:
-        ConfigError: `max_norm` is negative or NaN, or `model` is no model, such as its parameters.
+        ConfigError: `max_norm` is negative or NaN, or `model` is not a model, but for example its parameters.
         ModelError: Parts of the model are in FullyShardedDataParallel, but the whole is not.
 
     Example:

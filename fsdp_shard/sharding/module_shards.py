@@ -62,7 +62,7 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
             say which part a rank has; or elements of a buffer share memory.
     """
     if not isinstance(module, nn.Module) and not isinstance(getattr(module, "module", None), nn.Module):
-        raise ModelError(f"{module!r} is no torch.nn.Module, nor what `shard` returns.")
+        raise ModelError(f"{module!r} is neither a torch.nn.Module nor a result of `shard`.")
     inside = bare_module(module)
     while isinstance(inside, DistributedDataParallel):
         inside = inside.module

@@ -105,12 +105,12 @@ def _check_recomputed(model: nn.Module, shard: ShardConfig, units: Sequence[Unit
     if kind == "selective" and inside:
         # Its parameters are gathered within the recomputed part, and torch treats that as a computation.
         raise ConfigError(
-            f"shard.activation_checkpointing=selective does not go together with units inside of blocks, such as "
+            f"shard.activation_checkpointing=selective cannot be combined with units inside of blocks, such as "
             f"{inside[0]} (from shard.norms_in_float32, shard.min_params or adapter.quantize); set it to true."
         )
     if not recomputed_fqns(repeated, kind):
         raise ConfigError(
-            f"shard.activation_checkpointing={kind} would do nothing, as {type(model).__name__} has "
+            f"shard.activation_checkpointing={kind} has no effect, as {type(model).__name__} has "
             f"{len(repeated)} repeated blocks."
         )
 

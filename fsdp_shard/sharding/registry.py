@@ -114,7 +114,7 @@ class DdpConfig(ShardConfig):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        why = "would do nothing with shard=ddp, where every rank has the whole model all the time; leave it out, or use"
+        why = "has no effect with shard=ddp, where every rank has the whole model all the time; remove it, or use"
         refuse_changed(self, _MEANINGLESS, prefix, f"{why} shard=fsdp2.")
 
 
@@ -155,11 +155,11 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
     if context.num_context_ranks > 1:
         raise ConfigError(
             f"The process group was initialized with context_parallel={context.num_context_ranks}, which is for the "
-            f"loop of finetune; in a recipe use config.shard.shard(model, context), elsewhere leave it out."
+            f"loop of finetune; in a recipe use config.shard.shard(model, context), elsewhere remove it."
         )
     config = WRAPPERS[wrapper](**settings)
     check(config)
-    refuse_changed(config, _OF_FINETUNE, "shard.", "is for finetune, and would do nothing here; leave it out.")
+    refuse_changed(config, _OF_FINETUNE, "shard.", "is for finetune, and has no effect here; remove it.")
     check_ranks(config, context.world_size, on_gpu=context.device.type == "cuda")
     joined = {"tensor_parallel": context.num_tensor_ranks, "expert_parallel": context.num_expert_ranks}
     for name, ranks in joined.items():

@@ -51,7 +51,7 @@ _TRACKER_LIST = ", ".join(name if has_projects else f"{name} (into run_dir)" for
 
 @dataclass
 class TrainConfig:
-    """Settings of the training loop. A step is one update of the weights, from `global_batch_size` windows."""
+    """Settings of the training loop. A step is one update of the weights, from `global_batch_size` samples."""
 
     steps: int | None = setting(
         None, f"Number of optimizer steps. Default: {_DEFAULT_STEPS}, unless train.epochs is given.", minimum=1
@@ -63,8 +63,8 @@ class TrainConfig:
         above=0.0,
         maximum=1e6,
     )
-    global_batch_size: int = setting(8, "Windows per step, over all ranks and micro-batches.", minimum=1)
-    micro_batch_size: int = setting(1, "Windows per rank and forward pass.", minimum=1)
+    global_batch_size: int = setting(8, "Samples per step, over all ranks and micro-batches.", minimum=1)
+    micro_batch_size: int = setting(1, "Samples per rank and forward pass.", minimum=1)
     neftune_alpha: float | None = setting(
         None, "Scale of NEFTune's noise on the embeddings in training, such as 5; null: no noise.", above=0.0
     )
@@ -82,7 +82,7 @@ class TrainConfig:
     warmup_steps: int = setting(0, "Steps of linear warm-up from zero to optim.lr.", minimum=0)
     final_lr_fraction: float = setting(0.0, "Final learning rate as a fraction of optim.lr.", minimum=0.0, maximum=1.0)
     eval_every: int = setting(0, "Steps between evaluations; 0: only before the first and after the last.", minimum=0)
-    eval_windows: int | None = setting(None, "Maximum number of held-out windows to evaluate; null: all.", minimum=1)
+    eval_windows: int | None = setting(None, "Maximum number of held-out samples to evaluate; null: all.", minimum=1)
     sample_prompts: list[str] = prose(
         [],
         "Prompts to complete at each evaluation, as data.kind writes them (kind=chat: a user's message): into the log, "
@@ -95,8 +95,8 @@ class TrainConfig:
     )
     non_finite: str = setting(
         "stop",
-        "What to do if the loss or a gradient is NaN or infinite. stop: end the run. skip: skip the update and go on "
-        "with the next samples.",
+        "What to do if the loss or a gradient is NaN or infinite. stop: end the run. skip: skip the update and "
+        "continue with the next samples.",
         choices=("stop", "skip"),
     )
     max_skips: int = setting(10, "With non_finite=skip: maximum number of consecutive skipped steps.", minimum=1)
@@ -309,9 +309,9 @@ def check_inputs(
     """
     if train.neftune_alpha is not None and shard.context_parallel > 1:
         raise ConfigError(
-            f"{prefix}train.neftune_alpha={train.neftune_alpha} does not go together with "
+            f"{prefix}train.neftune_alpha={train.neftune_alpha} cannot be combined with "
             f"{prefix}shard.context_parallel={shard.context_parallel} yet: the noise depends on the length of whole "
-            f"sequences. Leave one of them out."
+            f"sequences. Remove one of them."
         )
     if is_packed and model.attention == "flash_attention_2" and train.micro_batch_size > 1:
         raise ConfigError(

@@ -80,7 +80,7 @@ def _check_settings(config: FinetuneSettings) -> None:
         num_micro_batches = check_batch(config.train, sharding.num_data_ranks(config.shard, num_ranks))
         sharding.check_accumulation(config.shard, num_micro_batches)
     if config.train.tf32 and not on_gpu:
-        raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Leave it out.")
+        raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Remove it.")
     packing, streaming = config.data.packing, config.data.streaming
     sections = (config.objective, config.model, config.shard, config.adapter)
     check_objective(*sections, is_packed=packing, is_streamed=streaming)
@@ -94,7 +94,7 @@ def _check_settings(config: FinetuneSettings) -> None:
     config.adapter.check_installed()
     if config.train.ema_decay is not None and config.adapter.init in PRINCIPAL:
         raise ConfigError(
-            f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
+            f"train.ema_decay cannot be combined with adapter.init={'|'.join(PRINCIPAL)} yet; remove one of them."
         )
 
 
@@ -160,7 +160,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_fr
     sharding.check_context_parallel(model_config, model, config.model, shard, config.data.window_length)
     if config.train.sample_prompts:
         if task != models.CAUSAL:
-            raise ConfigError(f"train.sample_prompts is for model.task={models.CAUSAL}, not {task}; leave it out.")
+            raise ConfigError(f"train.sample_prompts is for model.task={models.CAUSAL}, not {task}; remove it.")
         check_samples(config, open_tokenizer(), context_length)
     if task == models.SEQ2SEQ:
         decoder_start(model)

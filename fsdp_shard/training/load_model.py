@@ -329,19 +329,17 @@ def check_adapter_mesh(adapter: AdapterConfig, shard: ShardConfig) -> None:
         return
     for name in ("tensor_parallel", "expert_parallel"):  # their plans do not support the wrappers that peft adds
         if (ranks := getattr(shard, name)) > 1:
-            raise ConfigError(
-                f"adapter=lora does not go together with shard.{name}={ranks} yet; leave one of them out."
-            )
+            raise ConfigError(f"adapter=lora cannot be combined with shard.{name}={ranks} yet; remove one of them.")
     if adapter.finds_directions and shard.context_parallel > 1:
         raise ConfigError(
-            f"adapter.init=eva does not go together with shard.context_parallel={shard.context_parallel} yet; leave "
-            f"one of them out."
+            f"adapter.init=eva cannot be combined with shard.context_parallel={shard.context_parallel} yet; remove "
+            f"one of them."
         )
     if adapter.dora and shard.flattens_units and shard.min_params is not None:
         raise ConfigError(
-            f"adapter.dora=true does not go together with shard.min_params={shard.min_params} under "
+            f"adapter.dora=true cannot be combined with shard.min_params={shard.min_params} under "
             f"shard={shard.wrapper}: DoRA uses the weights of a layer outside of the units that they would be in. "
-            f"Leave shard.min_params out, or use shard=fsdp2."
+            f"Remove shard.min_params, or use shard=fsdp2."
         )
 
 
@@ -358,7 +356,7 @@ def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, 
         use_loss_head(model, config.chunked_loss, any_vocabulary=any_vocabulary)
     elif config.chunked_loss is True:
         raise ConfigError(
-            f"model.chunked_loss=true does not go together with shard.tensor_parallel={shard.tensor_parallel}, which "
+            f"model.chunked_loss=true cannot be combined with shard.tensor_parallel={shard.tensor_parallel}, which "
             f"divides the output head; set model.chunked_loss=auto."
         )
 

@@ -2,7 +2,7 @@
 
 The caller saves, logs, evaluates and stops early between reports. Nothing here reads a file or the environment. Every
 rank makes the same calls in the same order: values known to one rank only (its tokens, its loss, a signal that it
-received) are summed over the ranks before any rank acts on them.
+received) are reduced over the ranks before any rank acts on them.
 
 The loss is the mean over the predictions of the *global* batch: each rank divides its own sum by (predictions of all
 ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks. With
@@ -142,7 +142,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     """Train until the run is over; a collective.
 
     `run.state` is updated before each report, so the caller can save it on receiving the report. Once `run.is_over`, no
-    step follows and no parameters are gathered.
+    step follows. At its end, the generator frees parameters that are still gathered.
 
     Args:
         run: The run, at any step.
@@ -162,7 +162,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     if not run.objective.is_cross_entropy and (run.functions.loss or run.functions.metrics):
         raise ConfigError(
             f"run.functions has a loss or metrics for objective=sft, and objective={run.objective.name} has its own, "
-            f"which would be the only ones; leave them out, or change the objective's file."
+            f"which would be the only ones; remove them, or change the objective's file."
         )
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
@@ -249,7 +249,7 @@ def _update(run: TrainingRun, batches: StepBatches, losses: Sequence[torch.Tenso
             run.average.update()
     else:
         named = _describe_non_finite(run, batches, losses)
-        fault = f"loss {totals.loss} and norm of the gradients {totals.grad_norm}, not finite in the {named}"
+        fault = f"loss {totals.loss} and gradient norm {totals.grad_norm}, not finite in the {named}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
         raise LossError(_loss_error_message(fault, state, config))
@@ -353,5 +353,5 @@ def _loss_error_message(fault: str, state: TrainerState, config: TrainConfig) ->
         remedy = f"allow more than train.max_skips={config.max_skips}"
     return (
         f"Step {state.step + 1} has {fault}{before}. It did not change the weights. Lower optim.lr, lengthen "
-        f"train.warmup_steps, look at these samples (windows of data.path, counted from 0), or {remedy}."
+        f"train.warmup_steps, look at these samples (by their numbers in data.path, from 0), or {remedy}."
     )

@@ -74,8 +74,8 @@ def other_config(
 ) -> CheckpointError:
     """Return the error for a model at `path` with the recorded weights but another config."""
     return CheckpointError(
-        f"{step_directory} was trained on {recorded.path}, but config.json of model.path={path} has other values than "
-        f"that had: {', '.join(changes)}. Set them back, or start a new run in another run_dir."
+        f"{step_directory} was trained on {recorded.path}, but config.json of model.path={path} differs from its "
+        f"config.json: {', '.join(changes)}. Restore these values, or start a new run in another run_dir."
     )
 
 

@@ -252,7 +252,7 @@ def decoder_start(model: PreTrainedModel) -> int:
 
 
 def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) -> None:
-    """Raise ModelError if a classifier has too few classes, several a text, or cannot find the end of a padded text.
+    """Raise ModelError if a classifier has too few classes or several labels per text, or finds no end of a padded one.
 
     Args:
         model: Its config.
@@ -273,7 +273,7 @@ def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) 
     if problem not in (None, "single_label_classification") and not is_reward_model:
         raise ModelError(
             f"The model has problem_type={problem} in its config.json, but a text has one class here; set problem_type "
-            f"to single_label_classification there if that is meant, or set model.labels of finetune for a new head."
+            f"to single_label_classification there if that is intended, or set model.labels of finetune for a new head."
         )
     if pad_token(model) is None:
         raise ModelError(

@@ -126,7 +126,7 @@ def save_pretrained(
 
     Raises:
         ConfigError: The directory is a remote address, `max_shard_size` is not a size, or `processor` cannot be saved.
-        ModelError: The model is no module, or has parameters without values.
+        ModelError: `model` is not a module, or has parameters without values.
         SaveError: The directory exists already, or could not be written.
 
     Example:

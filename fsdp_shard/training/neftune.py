@@ -36,7 +36,7 @@ class EmbeddingNoise:
         if not self._was_used:
             raise ConfigError(
                 f"train.neftune_alpha has no effect: the forward pass of this model does not call its input embeddings "
-                f"({type(self._embeddings).__name__}). Leave it out."
+                f"({type(self._embeddings).__name__}). Remove it."
             )
 
 
@@ -77,6 +77,6 @@ def _input_embeddings(model: PreTrainedModel | None) -> nn.Module:
     if not isinstance(found, nn.Module):
         raise ConfigError(
             f"train.neftune_alpha needs a model of transformers with input embeddings, and {type(model).__name__} has "
-            f"none. Leave it out."
+            f"none. Remove it."
         )
     return found

@@ -160,7 +160,7 @@ class TrainerState:
         if data != self.data:
             found = "; changed: ".join(filter(None, [data, ", ".join(changes())]))
             raise ConfigError(
-                f"The data or data.sequence_length differ from those of the run to resume ({where}: windows "
+                f"The data or data.sequence_length differ from those of the run to resume ({where}: samples "
                 f"{self.data}, found {found}), so its position in the data is not valid. Set the same data.* settings "
                 f"and files, or start a new run from its weights with model.path."
             )

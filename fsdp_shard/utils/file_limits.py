@@ -80,7 +80,9 @@ def _parse(text: str) -> Limits:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in known:
-            raise ConfigError(f"{VARIABLE}: {name} is no limit{nearest(name, known)}; limits are {', '.join(known)}.")
+            raise ConfigError(
+                f"{VARIABLE}: {name} is not a limit{nearest(name, known)}; limits are {', '.join(known)}."
+            )
         changed[name] = _value(name, value)
     return replace(Limits(), **changed)  # type: ignore[arg-type]  # each value has the type of its field
 

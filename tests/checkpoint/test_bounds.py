@@ -125,7 +125,7 @@ def _write_header(file: Path, document: object, num_bytes: int = 0) -> None:
     ("shape", "name", "message"),
     [
         ([2**62] * 100_000, "w", r"has the shape .*; it must be a list of counts, at most 64"),
-        ([0], "module." * 150_000 + "w", "whose name is no path of modules: it has 1050001 characters"),
+        ([0], "module." * 150_000 + "w", "whose name is not a path of modules: it has 1050001 characters"),
         ([0], "a." * 200 + "w", "it has 401 characters and 200 dots"),
     ],
 )

@@ -145,7 +145,7 @@ def test_an_at_in_the_name_of_a_directory(tiny_model: Path, tmp_path: Path) -> N
 def test_what_is_called_best_and_is_no_pointer(tmp_path: Path) -> None:
     for name, make in (("best", lambda path: path.write_text("../elsewhere")), ("latest", os.mkfifo)):
         make(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"{name} is no checkpoint that fsdp-shard reads"):
+        with pytest.raises(CheckpointError, match=f"{name} is not a checkpoint that fsdp-shard can read"):
             open_checkpoint(tmp_path / name)
 
 
@@ -326,7 +326,7 @@ def test_a_named_model_that_is_not_there(name: str, tmp_path: Path) -> None:
 def test_a_file_that_is_no_checkpoint_is_not_asked_for_a_config(tmp_path: Path) -> None:
     (tmp_path / "weights.pt").write_text("hello")
     with pytest.raises(
-        CheckpointError, match=r"weights\.pt is no checkpoint that fsdp-shard reads: it is neither a saf"
+        CheckpointError, match=r"weights\.pt is not a checkpoint that fsdp-shard can read: it is neither a saf"
     ):
         run_command(["generate", f"checkpoint={tmp_path / 'weights.pt'}", "prompt=abc", f"run_dir={tmp_path / 'run'}"])
 

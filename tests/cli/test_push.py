@@ -101,7 +101,7 @@ def test_pushing_again_sends_what_differs(trained: Path, hub: HubStandIn, tmp_pa
     hub.fail = lambda method, path, count: None
     third = push(hub, tmp_path, f"{trained / 'run'}@latest", "org/name")
     assert third.status == 0, third.err
-    assert f"going on with {kept}" in third.out
+    assert f"continuing with {kept}" in third.out
     assert "deleted: it is of an earlier model" in third.out
     assert "README.md in the repository was not written by fsdp-shard" in third.out
     files = hub.repositories["org/name"].files
@@ -192,7 +192,7 @@ def test_refusals_are_one_sentence(
     assert said in done.error
     assert f"(HTTP {status}: " in done.error
     assert "words of the hub" in done.error
-    assert done.error.endswith("The same command goes on where it stopped.")
+    assert done.error.endswith("The same command resumes where it stopped.")
 
 
 @pytest.mark.long
@@ -243,7 +243,7 @@ def test_a_push_that_is_killed_in_a_file_goes_on(trained: Path, hub: HubStandIn,
     hub.fail = lambda method, path, count: None
     done = run(command, tmp_path, **push_variables(hub, tmp_path))
     assert done.status == 0, done.err
-    assert f"going on with {kept}" in done.out
+    assert f"continuing with {kept}" in done.out
     assert not kept.exists()
     assert hub.repositories["org/name"].files[_MODEL] == content
     sent = {digest: count - before.get(digest, 0) for digest, count in hub.put.items()}
@@ -267,7 +267,7 @@ def test_two_pushes_of_a_run_at_once_share_its_conversion(trained: Path, hub: Hu
         (kept,) = work_directories(tmp_path)
         second = push(hub, tmp_path, f"{trained / 'run'}@best", "org/second")
         assert second.status == 0, second.err
-        assert f"going on with {kept}" in second.out
+        assert f"continuing with {kept}" in second.out
         assert kept.exists(), "the first push still needs it"
         goes_on.set()
         assert process.wait(60) == 0
@@ -282,7 +282,7 @@ def test_a_connection_that_is_cut_each_time_is_told(trained: Path, hub: HubStand
     assert done.status == 1
     last = done.err.splitlines()[-1]
     assert "org/name is not complete: the connection to the hub failed" in last
-    assert last.endswith("The same command goes on where it stopped.")
+    assert last.endswith("The same command resumes where it stopped.")
 
 
 def test_what_is_missing_is_told(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_convert_pushes(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     hub.fail = lambda method, path, count: Failure(409) if "/commit/" in path else None
     stopped = run([*command, "target=second"], tmp_path, **push_variables(hub, tmp_path))
     assert stopped.status == 1
-    assert "second is complete: `fsdp-shard push second org/name` goes on with it." in stopped.error
+    assert "second is complete: `fsdp-shard push second org/name` continues with it." in stopped.error
     hub.fail = lambda method, path, count: None
     before = dict(hub.put)
     done = push(hub, tmp_path, "second", "org/name")

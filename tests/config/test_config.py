@@ -220,17 +220,17 @@ def test_joined_ranks_have_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
             recipe.run([*GIVEN["finetune"], "-m", "train.steps=1,2", *given], "finetune")
         return str(raised.value)
 
-    assert "asks for 2 runs one after the other, but 3 machines (launch.nodes) meet only once" in refusal(
+    assert "would run 2 jobs one after the other, but 3 machines (launch.nodes) meet only once" in refusal(
         "launch.nodes=3", "launch.rendezvous=a:1"
     )
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "2")
-    assert "torchrun or srun has started cannot go on together after a failed run" in refusal()
+    assert "torchrun or srun has started cannot continue together after a failed run" in refusal()
     # A batch script of Slurm starts the ranks of each run itself.
     assert refusal("launch.ranks=2") == "checked"
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "torchrun or srun has started cannot go on together after a failed run" in refusal()
+    assert "torchrun or srun has started cannot continue together after a failed run" in refusal()
 
 
 def test_composing_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

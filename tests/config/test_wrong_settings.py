@@ -16,7 +16,7 @@ from tests.config.composed import refusal
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("adapter.rank=8", "adapter.rank needs adapter=lora; add that, or leave adapter.rank out."),
+        ("adapter.rank=8", "adapter.rank needs adapter=lora; add that, or remove adapter.rank."),
         ("optim.momentum=0.5", "optim.momentum needs optim=muon or optim=sgd; add that"),
         ("optim=sgd optim.fused=true", "optim.fused needs optim=adamw; add that"),
         ("train.lr=1", "train.lr is not a setting of finetune (here it is optim.lr)"),
@@ -59,11 +59,11 @@ from tests.config.composed import refusal
         ("shard=fsdp1 shard.reshard_after_forward=2", "use shard=fsdp2 for a number of ranks"),
         ("shard=fsdp1 shard.prefetch_forward=2", "shard=fsdp1 gathers at most one unit ahead"),
         ("shard.prefetch_backward=0", "shard=fsdp2 gathers at least one unit ahead in the backward pass"),
-        ("shard.prefetch_backward=2 shard.reshard_after_forward=false", "would do nothing with shard.reshard_after"),
+        ("shard.prefetch_backward=2 shard.reshard_after_forward=false", "has no effect with shard.reshard_after"),
         ("shard.blocks=[A] shard.min_params=10", "two ways to choose the units"),
-        ("shard.norms_in_float32=true shard.param_dtype=float32", "shard.norms_in_float32=true would do nothing"),
-        ("shard=ddp shard.replicas=2", "shard.replicas=2 would do nothing with shard=ddp"),
-        ("shard=ddp shard.cpu_offload=true", "shard.cpu_offload=true would do nothing with shard=ddp"),
+        ("shard.norms_in_float32=true shard.param_dtype=float32", "shard.norms_in_float32=true has no effect"),
+        ("shard=ddp shard.replicas=2", "shard.replicas=2 has no effect with shard=ddp"),
+        ("shard=ddp shard.cpu_offload=true", "shard.cpu_offload=true has no effect with shard=ddp"),
         ("shard.param_dtype=bf16", "shard.param_dtype=bf16 is not one of float32, bfloat16"),
         ("train.global_batch_size=7 train.micro_batch_size=2", "train.global_batch_size=7 is not divisible"),
         ("launch.nodes=2", "launch.nodes=2 needs launch.rendezvous=host:port"),
@@ -146,10 +146,10 @@ def test_names_of_other_libraries_are_answered(command: str, name: str, here: st
         (
             "finetune",
             "tensor_parallel=2",
-            "of generate, not of finetune; leave it out (or did you mean shard.tensor_par",
+            "of generate, not of finetune; remove it (or did you mean shard.tensor_par",
         ),
-        ("convert", "checkpoint.max_shard_size=1GB", "of finetune, not of convert; leave it out (or did you mean max_"),
-        ("evaluate", "train.steps=3", "train.steps is a setting of finetune, not of evaluate; leave it out."),
+        ("convert", "checkpoint.max_shard_size=1GB", "of finetune, not of convert; remove it (or did you mean max_"),
+        ("evaluate", "train.steps=3", "train.steps is a setting of finetune, not of evaluate; remove it."),
         ("evaluate", "model.dtype=float32", "is not a setting of evaluate (here it is dispatch.dtype)"),
     ],
 )

@@ -363,7 +363,7 @@ MIXED = {"chats": {"path": "a.jsonl", "kind": "chat"}, "books": {"path": "b.txt"
     [
         (
             {"roles": {"bot": "assistant"}},
-            "roles={'bot': 'assistant'} is for kind=chat or preference, not text; leave it out",
+            "roles={'bot': 'assistant'} is for kind=chat or preference, not text; remove it",
         ),
         ({"chat_template": "rag"}, "chat_template=rag is for kind=chat or preference, not text"),
         ({"kind": "chat", "roles": ["bot"]}, r"roles=\['bot'\] is not a mapping"),
@@ -376,10 +376,16 @@ MIXED = {"chats": {"path": "a.jsonl", "kind": "chat"}, "books": {"path": "b.txt"
         ),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs={'a': 1} is for kind=chat or preference, not text"),
         ({"kind": "chat", "chat_template_kwargs": ["a"]}, r"chat_template_kwargs=\['a'\] is not a mapping"),
-        ({"kind": "chat", "chat_template_kwargs": {"a b": 1}}, "has the name 'a b', which is no variable"),
-        ({"kind": "chat", "chat_template_kwargs": {"messages": []}}, "has the name 'messages', which is no variable"),
-        ({"kind": "chat", "chat_template_kwargs": {"a": [None]}}, r"chat_template_kwargs\.a=\[None\] is no text"),
-        ({"kind": "chat", "chat_template_kwargs": {"a": float("inf")}}, r"chat_template_kwargs\.a=inf is no text"),
+        ({"kind": "chat", "chat_template_kwargs": {"a b": 1}}, "has the name 'a b', which is not a var"),
+        (
+            {"kind": "chat", "chat_template_kwargs": {"messages": []}},
+            "has the name 'messages', which is not a var",
+        ),
+        ({"kind": "chat", "chat_template_kwargs": {"a": [None]}}, r"chat_template_kwargs\.a=\[None\] must be a string"),
+        (
+            {"kind": "chat", "chat_template_kwargs": {"a": float("inf")}},
+            r"kwargs\.a=inf must be a string",
+        ),
         (
             {"kind": "chat", "chat_template": "no/such.jinja"},
             "chat_template=no/such.jinja cannot be read: .* No such file",

@@ -49,7 +49,7 @@ def test_a_default_is_the_value_that_a_caller_would_give(value: Any, start: str)
 
 def test_variables_that_a_template_does_not_use() -> None:
     tokenizer = chat_tokenizer(TEMPLATE)
-    with pytest.raises(DataError, match=r"kwargs\.think is no variable that the chat template uses \(.*; correct the"):
+    with pytest.raises(DataError, match=r"kwargs\.think is not a variable that the chat .*uses \(.*; correct the"):
         with_template_variables(tokenizer, {"think": False}, "data.chat_template_kwargs")
     with pytest.raises(DataError, match=r"x\.eos_token is a special token of the tokenizer"):
         with_template_variables(tokenizer, {"eos_token": ""}, "x")
@@ -110,4 +110,4 @@ def test_a_run_its_checkpoints_and_what_they_generate(given: list[str], tmp_path
     assert re.search(r"other values of .*chat_template_kwargs", other.err)
     wrong = run_recipe("generate", tmp_path / "three", *asked, "chat_template_kwargs={thinkng: true}")
     assert wrong.status == 2
-    assert "chat_template_kwargs.thinkng is no variable that the chat template uses" in wrong.err
+    assert "chat_template_kwargs.thinkng is not a variable that the chat template uses" in wrong.err

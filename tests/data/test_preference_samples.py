@@ -422,7 +422,7 @@ def test_settings_that_do_not_fit(samples: str, settings: dict[str, Any], task: 
 
 
 def test_settings_of_other_kinds() -> None:
-    with pytest.raises(ConfigError, match=r"chosen_column=x is for .*kind=preference, not text; leave it out"):
+    with pytest.raises(ConfigError, match=r"chosen_column=x is for .*kind=preference, not text; remove it"):
         check(DataConfig(path="x", chosen_column="x"))
     with pytest.raises(ConfigError, match=r"label_column=x is for .*kind=text, not preference"):
         check(DataConfig(path="x", kind="preference", label_column="x"))

@@ -254,7 +254,7 @@ def test_what_save_to_disk_wrote(tmp_path: Path, streaming: bool) -> None:
     with pytest.raises(ConfigError, match=r"data\.split=test is for datasets on the hub"):
         source_of(str(tmp_path / "one"), split="test")
     (tmp_path / "one" / "state.json").write_text("{")
-    with pytest.raises(DataError, match="is no dataset that can be read"):
+    with pytest.raises(DataError, match="is not a dataset that can be read"):
         values_of(source_of(str(tmp_path / "one")))
 
 

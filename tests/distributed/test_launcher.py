@@ -114,10 +114,10 @@ def test_tasks_that_nobody_has_started_are_not_waited_for_in_silence(
     variables = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RunError, match=r"Not all of 2 ranks have met at .*SLURM_NTASKS=2 .* start it with srun"):
+    with pytest.raises(RunError, match=r"Not all of the 2 ranks connected to .*SLURM_NTASKS=2 .* start it with srun"):
         launch(lambda _: None, FinetuneConfig(run_dir=str(tmp_path), launch=LaunchConfig(timeout_seconds=1)))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(RunError, match=r"Not all of 2 ranks have met at .* Check that all of them were started"):
+    with pytest.raises(RunError, match=r"Not all of the 2 ranks connected to .* Check that all of them were started"):
         launch(lambda _: None, FinetuneConfig(run_dir=str(tmp_path), launch=LaunchConfig(timeout_seconds=1)))
 
 
@@ -721,7 +721,7 @@ def test_a_rank_that_nccl_ended_is_not_to_blame(tmp_path: Path) -> None:
     """
     done = run(_program(tmp_path, body.format(seconds=5), "timeout_seconds=4"), tmp_path)
     said = "RankError: Rank 0 was killed by SIGABRT, as NCCL ends a rank that has waited for launch.timeout_seconds=4; "
-    assert done.out.startswith(said + "rank(s) 1 did not come, or waited too.")
+    assert done.out.startswith(said + "rank(s) 1 did not join the collective, or waited too.")
     done = run(_program(tmp_path, body.format(seconds=0), "timeout_seconds=60"), tmp_path)  # for a reason of its own
     assert done.out.startswith("RankError: Rank 0 was killed by SIGABRT. The other ranks")
 

@@ -129,7 +129,11 @@ def test_ranks_per_machine_are_those_that_were_started_there(monkeypatch: pytest
         ({"RANK": "1"}, {}, "RANK=1 is not one of WORLD_SIZE=1 ranks"),
         ({"RANK": "abc"}, {}, "RANK=abc is not a number"),
         ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE=2, but RANK is not set; start the ranks with torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, {}, "MASTER_PORT is not set, so the ranks cannot meet"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+            {},
+            "MASTER_PORT is not set, so the ranks cannot",
+        ),
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, {}, "srun has started 2 tasks, but RANK is not set"),
     ],
 )

@@ -62,7 +62,7 @@ def test_losses_of_other_held_out_data_are_not_compared(settings: list[str], tex
     held_out.write_text("\x07\x08" * 300)
     resumed = run_recipe("finetune", tmp_path / "run", *given, "train.steps=2")
     assert resumed.status == 0, resumed.err
-    assert "differ from those of the evaluations up to step 1: best step and patience start anew" in resumed.err
+    assert "differ from those of the evaluations up to step 1: best step and patience start over" in resumed.err
     of_first, of_last = _rows(tmp_path / "run")[1:]
     assert of_first["held_out"] != of_last["held_out"]
     assert (resumed.result["best_step"], resumed.result["best_loss"]) == (2, of_last["loss"])

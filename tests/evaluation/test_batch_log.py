@@ -138,7 +138,7 @@ def test_an_evaluation_that_is_killed_goes_on(
     expected = run_recipe("evaluate", tmp_path / "whole", *given)
     ended, kills = killed_and_continued(given, tmp_path / "killed", num_kills, seed)
     assert kills == num_kills
-    assert "going on after" in ended.out
+    assert "continuing after" in ended.out
     assert figures(ended) == figures(expected), "every bit of them"
 
 

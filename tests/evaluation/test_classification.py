@@ -167,9 +167,9 @@ def test_an_adapter_does_not_follow_other_classes_or_padding_of_its_base(
     ):
         (base / "config.json").write_text(json.dumps(config | {name: value}))
         ended = run_recipe("evaluate", tmp_path / name, *given)
-        assert (ended.status, f"has other values than that had: {change}" in ended.err) == (2, True), ended.err
+        assert (ended.status, f"differs from its config.json: {change}" in ended.err) == (2, True), ended.err
         resumed = run_recipe("finetune", tmp_path / "run", *settings, "train.steps=2")
-        assert (resumed.status, f"has other values than that had: {change}" in resumed.err) == (2, True), resumed.err
+        assert (resumed.status, f"differs from its config.json: {change}" in resumed.err) == (2, True), resumed.err
 
 
 def test_logits_that_are_not_finite_are_an_error(classifier: Path, rows: Path, tmp_path: Path) -> None:

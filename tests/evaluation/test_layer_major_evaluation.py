@@ -57,7 +57,7 @@ def test_what_was_killed_goes_on_in_either_order(tiny_model: Path, texts: Path, 
     kept = (run_dir / "losses.jsonl").read_bytes().splitlines(keepends=True)[:4]
     (run_dir / "losses.jsonl").write_bytes(b"".join(kept) + b'{"windows": [')
     ended = run_recipe("evaluate", run_dir, *given, "dispatch.schedule=batch_major")
-    assert "going on after 3 of" in ended.out
+    assert "continuing after 3 of" in ended.out
     assert figures(ended) == first
     assert losses(run_dir) == expected
     assert ended.result["schedule"] == "batch_major, layer_major"

@@ -62,7 +62,7 @@ def test_what_two_ranks_have_begun_goes_on_alone_and_the_other_way(
         kept = (run_dir / "losses.jsonl").read_bytes().splitlines(keepends=True)[:count]
         (run_dir / "losses.jsonl").write_bytes(b"".join(kept))
         again = run_recipe("evaluate", run_dir, *given, against, f"launch.ranks={ranks}")
-        assert f"going on after {count - 1} of" in again.out
+        assert f"continuing after {count - 1} of" in again.out
         assert figures(again) == first
         assert losses(run_dir) == expected
 

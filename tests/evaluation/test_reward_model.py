@@ -219,7 +219,7 @@ def test_an_evaluation_that_is_killed_goes_on(
     file.write_text("".join(lines[:3]) + lines[3][:-9])  # as if it had been killed in the third batch
     ended = run_recipe("evaluate", run_dir, *settings, "launch.ranks=2")
     assert ended.status == 0, ended.err
-    assert "going on after 2 of 22 batches, whose rewards are in" in ended.out
+    assert "continuing after 2 of 22 batches, whose rewards are in" in ended.out
     assert figures(ended.result) == figures(whole.result), "every bit of them"
     again = run_recipe("evaluate", run_dir, *settings)
     assert (again.status, again.result) == (0, ended.result), again.err

@@ -475,7 +475,7 @@ def test_log_probabilities_of_guided_tokens_are_refused(model: PreTrainedModel) 
     model.generation_config.update(guidance_scale=1.5)
     try:
         Decoder(model, TOKENIZER, GenerationSettings())
-        with pytest.raises(ConfigError, match=r"output_scores=true does not go together with guidance_scale 1\.5"):
+        with pytest.raises(ConfigError, match=r"output_scores=true cannot be combined with guidance_scale 1\.5"):
             Decoder(model, TOKENIZER, GenerationSettings(output_scores=True))
     finally:
         model.generation_config.update(guidance_scale=None)

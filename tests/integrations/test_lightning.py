@@ -356,7 +356,7 @@ def test_wrong_use_is_one_error(tmp_path: Path) -> None:
     )
     other.fit(_Noisy(), plain_loader(), DataLoader(_DATA[:4]))
     other.save_checkpoint(tmp_path / "other.ckpt")
-    with pytest.raises(ConfigError, match=r"other\.ckpt.*which has step 5; leave ckpt_path out"):
+    with pytest.raises(ConfigError, match=r"other\.ckpt.*which has step 5; remove ckpt_path"):
         fit(run_dir, loader(), ckpt_path=tmp_path / "other.ckpt")
     trainer = fit(tmp_path / "new", loader(), ckpt_path=tmp_path / "other.ckpt")
     assert trainer.global_step == 12, "the checkpoint of Lightning is what a new run begins with"

@@ -154,7 +154,7 @@ def refused(context: DistributedContext, place: Path) -> list[str]:
 def test_what_would_be_ignored_is_an_error(tmp_path: Path) -> None:
     own, same, data, columns, listed, none, wrong, logged, unsaved = on_ranks(1, refused, tmp_path)[0]
     assert "was saved with learning_rate=0.01, and now it is 0.5" in own
-    assert "CosineAnnealingLR goes on with its own" in own
+    assert "CosineAnnealingLR continues with its own" in own
     assert "Error" not in same
     for said in (data, columns):
         assert "was saved with training data whose names of columns and rows here and there have the digest" in said

@@ -125,7 +125,7 @@ def test_settings_that_training_would_refuse_are_said(tmp_path: Path) -> None:
     muon = run_recipe("plan", tmp_path / "muon", *typed, "optim=muon", "optim.not_muon=[*embed*,foo]")
     assert "finetune would refuse these settings: optim.not_muon has foo" in muon.out, muon.err
     divided = run_recipe("plan", tmp_path / "divided", *typed, "adapter=lora", "shard.tensor_parallel=2")
-    assert (divided.status, "adapter=lora does not go together" in divided.err) == (2, True), divided.err
+    assert (divided.status, "adapter=lora cannot be combined" in divided.err) == (2, True), divided.err
     reward = run_recipe("plan", tmp_path / "reward", *typed, "objective=reward")
     assert (reward.status, "model.labels=[reward]" in reward.err) == (2, True), reward.err
 

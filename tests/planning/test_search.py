@@ -456,7 +456,7 @@ def test_host_memory_that_is_short_is_no_advice() -> None:
         (["objective=dpo", "data.streaming=true", "objective.reference=precomputed"], "needs all samples before"),
         (["data.packing=true", "model.attention=flash_attention_2", "train.micro_batch_size=2"], "boundaries of doc"),
         (["optim=muon", "launch.ranks=2", "shard.tensor_parallel=2"], r"cannot gather with shard\.tensor_parallel=2"),
-        (["adapter=lora", "launch.ranks=2", "shard.tensor_parallel=2"], "adapter=lora does not go together with"),
+        (["adapter=lora", "launch.ranks=2", "shard.tensor_parallel=2"], "adapter=lora cannot be combined with"),
     ],
 )  # fmt: skip
 def test_what_finetune_would_refuse_is_not_advised(typed: list[str], says: str) -> None:

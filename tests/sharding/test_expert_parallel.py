@@ -101,7 +101,7 @@ def trained_divided(context: DistributedContext, root: Path, mesh: str) -> dict[
         loaded = load_sharded(model, shard, locate(model.path), context)
         before = evaluate_loss(loaded.model, data().dataset.head(8), 2, context).loss
         optimizer = build_optimizer(SgdConfig(lr=LR, momentum=0.0, weight_decay=0.0), loaded.model, context)
-        with pytest.raises(ConfigError, match=r"adapter=lora does not go together with shard\.expert_parallel=2"):
+        with pytest.raises(ConfigError, match=r"adapter=lora cannot be combined with shard\.expert_parallel=2"):
             load_sharded(model, shard, locate(model.path), context, LoraConfig())
         with pytest.raises(ConfigError, match=r"cannot gather with shard\.expert_parallel=2"):
             build_optimizer(MuonConfig(), loaded.model, context)
@@ -226,11 +226,11 @@ def test_what_cannot_be_divided_is_named() -> None:
         check_shardable(model, two)
     for wrong, said in (
         (Fsdp1Config(expert_parallel=2), "shard=fsdp1 cannot divide experts"),
-        (DdpConfig(expert_parallel=2), "expert_parallel=2 would do nothing with shard=ddp"),
-        (replace(two, compile=True), "compile=true does not go together with expert_parallel=2"),
-        (replace(two, tensor_parallel=2), "tensor_parallel=2 does not go together with expert_parallel=2"),
-        (replace(two, activation_offload=True), "activation_offload=true does not go together with expert_parallel=2"),
-        (replace(two, reshard_after_forward=2), "reshard_after_forward=2 does not go together with expert_parallel=2"),
+        (DdpConfig(expert_parallel=2), "expert_parallel=2 has no effect with shard=ddp"),
+        (replace(two, compile=True), "compile=true cannot be combined with expert_parallel=2"),
+        (replace(two, tensor_parallel=2), "tensor_parallel=2 cannot be combined with expert_parallel=2"),
+        (replace(two, activation_offload=True), "activation_offload=true cannot be combined with expert_parallel=2"),
+        (replace(two, reshard_after_forward=2), "reshard_after_forward=2 cannot be combined with expert_parallel=2"),
     ):
         with pytest.raises(ConfigError, match=said):
             check(wrong)

@@ -181,7 +181,7 @@ def test_units_are_gathered_as_far_ahead_as_asked() -> None:
 def test_activations_that_nothing_would_recompute_are_refused() -> None:
     check_shardable(llama(layers=2), Fsdp2Config(activation_checkpointing=2))
     with pytest.raises(
-        ConfigError, match="activation_checkpointing=3 would do nothing, as LlamaForCausalLM has 2 repeated"
+        ConfigError, match="activation_checkpointing=3 has no effect, as LlamaForCausalLM has 2 repeated"
     ):
         check_shardable(llama(layers=2), Fsdp2Config(activation_checkpointing=3))
 
@@ -192,9 +192,7 @@ def test_selective_checkpointing_with_units_inside_of_blocks_is_refused(
     wrapper: type[ShardConfig], more: dict[str, Any]
 ) -> None:
     check_shardable(llama(), wrapper(activation_checkpointing=True, **more))
-    with pytest.raises(
-        ConfigError, match=r"does not go together with units inside of blocks, such as model\.layers\.0"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be combined with units inside of blocks, such as model\.layers\.0"):
         check_shardable(llama(), wrapper(activation_checkpointing="selective", **more))
 
 

@@ -184,9 +184,9 @@ def test_what_cannot_be_divided_is_named() -> None:
     check_shardable(build_on_meta(config(), "float32"), two)
     for wrong, said in (
         (Fsdp1Config(tensor_parallel=2), "shard=fsdp1 cannot divide layers"),
-        (DdpConfig(tensor_parallel=2), "tensor_parallel=2 would do nothing with shard=ddp"),
-        (replace(two, compile=True), "compile=true does not go together with tensor_parallel=2"),
-        (replace(two, reshard_after_forward=2), "reshard_after_forward=2 does not go together with tensor_parallel=2"),
+        (DdpConfig(tensor_parallel=2), "tensor_parallel=2 has no effect with shard=ddp"),
+        (replace(two, compile=True), "compile=true cannot be combined with tensor_parallel=2"),
+        (replace(two, reshard_after_forward=2), "reshard_after_forward=2 cannot be combined with tensor_parallel=2"),
     ):
         with pytest.raises(ConfigError, match=said):
             check(wrong)
@@ -197,8 +197,8 @@ def test_what_cannot_be_divided_is_named() -> None:
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("adapter=lora", "adapter=lora does not go together with shard.tensor_parallel=2"),
-        ("model.chunked_loss=true", "model.chunked_loss=true does not go together with shard.tensor_parallel=2"),
+        ("adapter=lora", "adapter=lora cannot be combined with shard.tensor_parallel=2"),
+        ("model.chunked_loss=true", "model.chunked_loss=true cannot be combined with shard.tensor_parallel=2"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_any_rank_starts(

@@ -144,7 +144,7 @@ def shard_from_python(context: DistributedContext, wrapper: str) -> tuple[float,
         fsdp_shard.shard(llama(), context, wrapper, replica=2)
     with pytest.raises(ConfigError, match="does not divide the 2 ranks"):
         fsdp_shard.shard(llama(), context, wrapper, replicas=3)
-    with pytest.raises(ConfigError, match=r"shard\.explain=true is for finetune, and would do nothing here"):
+    with pytest.raises(ConfigError, match=r"shard\.explain=true is for finetune, and has no effect here"):
         fsdp_shard.shard(llama(), context, wrapper, explain=True)
     return float(loss), type(model).__name__
 

@@ -409,13 +409,13 @@ def _expanded() -> nn.Module:
     ("words", "arguments"),
     [
         ("step-00000001 exists already", {"step": 1}),
-        ("a whole number of at least 0, not -1", {"step": -1}),
+        ("an integer of at least 0, not -1", {"step": -1}),
         (
-            "differ in the parameter norm.weight, which each of them has whole",
+            "hold different values of the parameter norm.weight, which each of them has whole",
             {"model": lambda context: _of_rank(context.rank), "optimizer": None},
         ),
         ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
-        ("extra.path is a pathlib.*which is no data", {"extra": {"path": Path("x")}}),
+        ("extra.path is a pathlib.*which cannot be stored as data", {"extra": {"path": Path("x")}}),
         ("extra.w is a tensor that is on the meta device", {"extra": {"w": torch.ones(2, device="meta")}}),
         ("extra.w is a tensor that is sparse", {"extra": {"w": torch.eye(2).to_sparse()}}),
         (r"extra\.xx.* is a tensor whose keys, joined by dots, have", {"extra": {"x" * 1000: torch.ones(1)}}),
@@ -424,14 +424,14 @@ def _expanded() -> nn.Module:
             {"odd": Stateful({"w": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)})},
         ),
         ("odd.fn is a builtins.function", {"odd": Stateful({"fn": lambda: 0})}),
-        ("differ in odd", {"odd": lambda context: Stateful({"n": context.rank})}),
+        ("hold different values of odd", {"odd": lambda context: Stateful({"n": context.rank})}),
         (
             "a parameter of shape .* that the model does not have",
             {"optimizer": lambda context: torch.optim.SGD(Net().parameters())},
         ),
-        ("is no torch.optim.Optimizer", {"optimizer": lambda context: Stateful({})}),
+        ("is not a torch.optim.Optimizer", {"optimizer": lambda context: Stateful({})}),
         ("is on the meta device", {"model": lambda context: Net().to("meta"), "optimizer": None}),
-        ("None is no torch.nn.Module", {"model": None}),
+        ("None is neither a torch.nn.Module", {"model": None}),
         ("mask .* is a buffer whose elements share memory", {"model": lambda _: _expanded(), "optimizer": None}),
         ("weight is a Params4bit, a quantized weight, of which", {"model": lambda _: _quantized(), "optimizer": None}),
         (
@@ -484,7 +484,7 @@ def test_a_restore_of_what_is_no_module(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, Net())
         for model in (None, {"a": None}):
-            with pytest.raises(ModelError, match=r"None is no torch.nn.Module"):
+            with pytest.raises(ModelError, match=r"None is neither a torch.nn.Module"):
                 checkpointer.restore(model)
 
 

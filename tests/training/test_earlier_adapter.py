@@ -118,7 +118,7 @@ def test_what_an_adapter_cannot_begin_with_is_said(
         ((f"adapter.path={experts}",), "has matrices for each expert (experts.down_proj)"),
         (("adapter.path=/nowhere",), "adapter.path=/nowhere: "),
         ((f"adapter.path={tiny_model}",), "holds weights of a whole model"),
-        ((f"adapter.path={texts}",), "holds no adapter that is known"),
+        ((f"adapter.path={texts}",), "holds no known format of an adapter"),
         ((same, "adapter.quantize=nf4"), "was trained with adapter.quantize=none"),
         ((same, "adapter.init=gaussian"), "adapter.init=gaussian has no effect with adapter.path"),
         ((same, "adapter.dora=true"), "Set adapter.dora=false."),

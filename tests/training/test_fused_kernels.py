@@ -1,4 +1,4 @@
-"""Fused kernels are refused by name where they cannot be, or would do nothing; else they are put in, but for the loss.
+"""Fused kernels are refused by name where they cannot be or would have no effect; else all but the loss is used.
 
 liger-kernel itself needs a GPU: a package of its name stands in for it, which notes what it is told.
 """
@@ -128,7 +128,7 @@ def test_machines_and_settings_without_it(monkeypatch: pytest.MonkeyPatch) -> No
         check_kernels("liger", ShardConfig(), on_gpu=True)
     monkeypatch.setattr("fsdp_shard.utils.environment.find_spec", lambda name: object())
     for name in ("tensor_parallel", "expert_parallel"):
-        with pytest.raises(ConfigError, match=rf"does not go together with shard\.{name}=2"):
+        with pytest.raises(ConfigError, match=rf"cannot be combined with shard\.{name}=2"):
             check_kernels("liger", ShardConfig(**{name: 2}), on_gpu=True)
 
 

@@ -66,7 +66,7 @@ GOOD = FinetuneConfig(model=ModelConfig(path="x"), data=DataConfig(path="y"))
         ),
         (
             {"adapter": LoraConfig(), "checkpoint": CheckpointConfig(layout="gathered", max_shard_size="1GB")},
-            r"checkpoint\.max_shard_size=1GB would do nothing with an adapter",
+            r"checkpoint\.max_shard_size=1GB has no effect with an adapter",
         ),
         (
             {

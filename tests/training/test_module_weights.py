@@ -205,7 +205,7 @@ def test_gradients_are_not_clipped_to_what_is_no_norm(max_norm: float) -> None:
 def test_what_is_neither_a_model_nor_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="path or hub id of a checkpoint as source, not None"):
         fs.load_weights(nn.Linear(2, 1), None)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=r"'model' is no torch.nn.Module"):
+    with pytest.raises(ModelError, match=r"'model' is neither a torch.nn.Module"):
         fs.save_pretrained("model", tmp_path / "x")  # type: ignore[arg-type]
 
 

@@ -110,7 +110,7 @@ def test_mistakes(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.dtype=float16 would round them before"):
         check(config)
     config.model.dtype, config.adapter = "float32", LoraConfig(quantize="nf4")
-    with pytest.raises(ConfigError, match=r"reference=dispatched does not go together with adapter\.quantize=nf4"):
+    with pytest.raises(ConfigError, match=r"reference=dispatched cannot be combined with adapter\.quantize=nf4"):
         check(config)
     with pytest.raises(ConfigError, match=r"reference_max_memory is for objective\.reference=dispatched, and that is"):
         check(settings(tiny_model, tmp_path, reference_max_memory={"cpu": "1GB"}))

@@ -51,7 +51,7 @@ def test_a_tracker_that_fails(tmp_path: Path) -> None:
     """At the start it is an error; later it is left out, and told of once."""
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(ConfigError, match=r"tensorboard could not be started: NotADirectoryError.* leave it out"),
+        pytest.raises(ConfigError, match=r"tensorboard could not be started: NotADirectoryError.* remove it"),
         Trackers(["tensorboard"], "project", tmp_path / "file", {}),
     ):
         pass
@@ -60,7 +60,7 @@ def test_a_tracker_that_fails(tmp_path: Path) -> None:
         found.log("train", {"step": "no step", "loss": 2.5})
         found.log("train", {"step": 2, "loss": 2.5})
     assert len(notes) == 1
-    assert notes[0].startswith("tensorboard has failed and gets no more figures")
+    assert notes[0].startswith("tensorboard failed and is no longer updated")
     assert scalars(tmp_path / "tensorboard") == {}
 
 

@@ -23,7 +23,7 @@ def test_the_variable_changes_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tensor=3", r"tensor is no limit \(did you mean tensors\?\)"),
+        ("tensor=3", r"tensor is not a limit \(did you mean tensors\?\)"),
         ("tensors", "tensors= is wrong"),
         ("tensors=-1", "tensors=-1 is wrong; write a whole number above 0"),
         ("tensors=1.5", "write a whole number"),

@@ -93,7 +93,9 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
         fqn = name.removeprefix(PEFT_PREFIX)
         match = _LOW_RANK.fullmatch(fqn) or (_MAGNITUDE.fullmatch(fqn) if settings.is_dora else None)
         if fqn == name or ("lora_" in fqn and not match):
-            raise CheckpointError(f"{adapter.root} holds {name}, which is no part of LoRA or DoRA; merge it with peft.")
+            raise CheckpointError(
+                f"{adapter.root} holds {name}, which is not a part of LoRA or DoRA; merge it with peft."
+            )
         if match:
             held, factor = parts.factors.setdefault(match["module"], {}), match.groupdict().get("factor", "M")
             if other := held.get(factor):

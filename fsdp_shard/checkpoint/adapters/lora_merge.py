@@ -262,7 +262,7 @@ class _Merge:
         shape, parts = self.names.tensors[fqn]
         self._refuse_tied(fqn)
         if not parts or len(shape) not in (2, 3):
-            raise self._other_form(fqn, ", or which is no matrix and no stack of them")
+            raise self._other_form(fqn, ", or which is neither a matrix nor a stack of matrices")
         num_experts = shape[0] if len(shape) == 3 else 1
         check_factors(adapter, fqn, factors, self.settings, self.settings.rank(fqn) * num_experts)
         is_transposed = len(shape) == 3 and module.removesuffix(".base_layer") in self.names.transposed
@@ -322,7 +322,7 @@ class _Merge:
                 )
         targets = [module for module in modules if self.is_target(module)]
         if wrong := [module for module in targets if not self._is_layer(module)]:
-            raise CheckpointError(f"{path}: target_modules has {wrong[0]}, which is no layer that LoRA can adapt.")
+            raise CheckpointError(f"{path}: target_modules has {wrong[0]}, which is not a layer that LoRA can adapt.")
         absent = [module for module in (*targets, *self.wrapped_parameters) if module not in parts.factors]
         if not targets and not self.wrapped_parameters:
             raise CheckpointError(f"{path}: its settings, such as target_modules, name no module of {self.base.path}.")
@@ -356,7 +356,7 @@ class _Merge:
         names = _find(self.names, fqn)
         if len(names) != 1:
             raise CheckpointError(
-                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is no base of it."
+                f"{self.adapter.root} changes {fqn}, but {self.base.path} has no such tensor: it is not its base model."
             )
         shape, parts = self.names.tensors[names[0]]
         if [part[1:] for part in parts] != [((0,) * len(shape), shape)]:

@@ -247,7 +247,7 @@ def segment(state: State, name: str, tensor: Any, dtype: str) -> Segment:
     plain = readable(tensor, name, state.path)
     piece = piece_of("", plain, plain.shape)
     if plain.dtype != dtype or piece.codec is not None:
-        raise CheckpointError(f"{state.path}: {name} is no flat tensor of {dtype}.")
+        raise CheckpointError(f"{state.path}: {name} is not a flat tensor of {dtype}.")
     return Segment(state.file, plain.start, plain.num_elements, piece.checksum)
 
 

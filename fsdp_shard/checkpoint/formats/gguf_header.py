@@ -95,7 +95,7 @@ class _Parser:
             found[name] = (self._scalar("<I"), tuple(reversed(dims)), self._scalar("<Q"))
         alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment % 8:
-            raise self._error(f"has the alignment {alignment!r}, which is no multiple of 8")
+            raise self._error(f"has the alignment {alignment!r}, which is not a multiple of 8")
         base = -(-self._position // alignment) * alignment
         tensors = {name: self._tensor(name, base, *item) for name, item in found.items()}
         self._check_overlap(tensors)

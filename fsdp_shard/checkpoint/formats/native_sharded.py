@@ -121,7 +121,7 @@ def _rank_pieces(
         if start + count > total or stored.shape != file_plan.stored_shape(shape, start, count):
             raise CheckpointError(
                 f"{where}: tensor {name} is stored with shape {list(stored.shape)} for flat element {start} on, "
-                f"which is no part of the full shape {list(shape)}."
+                f"which is not a part of the full shape {list(shape)}."
             )
         held, position = [], stored.start
         for offsets, box in tensor_slices.flat_boxes(shape, start, count) or [((0,) * len(shape), shape)]:

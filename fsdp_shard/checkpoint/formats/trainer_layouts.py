@@ -131,7 +131,7 @@ def _other_checkpoints(path: Path, is_checkpoint: IsCheckpoint) -> list[Path]:
 def _ambiguous(path: Path, found: list[Path]) -> CheckpointError:
     some = ", ".join(map(str, sorted(found)[:8])) + (", ..." if len(found) > 8 else "")
     if len(found) == 1:
-        return CheckpointError(f"{path} is no checkpoint itself, but {some} in it is one; give that path.")
+        return CheckpointError(f"{path} is not itself a checkpoint, but {some} in it is; give that path.")
     return CheckpointError(
         f"{path} holds several checkpoints, and it is not clear which one is meant: give one of {some}."
     )

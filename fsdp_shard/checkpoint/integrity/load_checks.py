@@ -119,7 +119,7 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
     except CheckpointError as error:
         return [Problem(str(error))], []
     if not _is_directory(base):
-        return [], [f"not compared with its base model: {base} is no directory on this machine"]
+        return [], [f"not compared with its base model: {base} is not a directory on this machine"]
     try:
         with location.model_index as merged:
             problems = [Problem(note) for note in merged.notes]

@@ -69,7 +69,7 @@ def verify(path: str | Path, against: str | Path | None = None, *, base: str | N
     """
     if against is None and base is not None:
         raise CheckpointError(
-            f"The base model {base} is for an adapter that is compared with a model; give one, or leave it out."
+            f"The base model {base} is for an adapter that is compared with a model; give one, or remove it."
         )
     return retry_if_deleted(lambda: _ComparedPaths(path, against, base), _verify)
 

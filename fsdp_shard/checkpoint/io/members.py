@@ -31,7 +31,7 @@ def member(root: Path, name: object) -> Path:
             this name.
     """
     if not isinstance(name, str) or not name or _NOT_IN_NAMES.search(name):
-        raise CheckpointError(f"{root} names {name!r} as a file, which is no file name.")
+        raise CheckpointError(f"{root} names {name!r} as a file, which is not a file name.")
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts:
         raise CheckpointError(f"{root} names the file {name}, which would lie outside the directory; it is not read.")

@@ -45,8 +45,8 @@ def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
     if method not in DEQUANTIZED:
         found = "is not quantized" if method is None else f"is quantized by {method}"
         raise CheckpointError(
-            f"{index.path} {found}, and dequantize=true is for weights in {' or '.join(sorted(DEQUANTIZED))}; leave "
-            f"it out, or give the model that it was made from."
+            f"{index.path} {found}, and dequantize=true is for weights in {' or '.join(sorted(DEQUANTIZED))}; remove "
+            f"it, or give the model that it was made from."
         )
     make = _Dequantization(index, dtype or _configured_dtype(index))
     tensors = {name: entry for name, entry in index.tensors.items() if not name.endswith((_SCALE, _BLOCKS))}

@@ -204,7 +204,7 @@ def _refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
         )
     alone = ("use_dora", "fan_in_fan_out", "lora_dropout")  # which peft rejects together with it
     if config.get("target_parameters") and (other := next((name for name in alone if config.get(name)), None)):
-        raise _wrong(path, f"target_parameters and {other} do not go together")
+        raise _wrong(path, f"target_parameters and {other} cannot be combined")
     if bias not in ("none", "all", "lora_only"):
         raise _wrong(path, f"bias is {bias!r}; expected none, all or lora_only")
 
@@ -275,7 +275,7 @@ def _match(pattern: str, text: str, path: Path, *, is_whole: bool = False) -> re
     try:
         return re.fullmatch(pattern, text) if is_whole else re.match(pattern, text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise _wrong(path, f"{pattern[:80]!r} is no regular expression ({error})") from None
+        raise _wrong(path, f"{pattern[:80]!r} is not a regular expression ({error})") from None
 
 
 def _wrong(path: Path, problem: str) -> CheckpointError:

@@ -49,7 +49,7 @@ def adapter_to_push(location: Location, base: str) -> dict[str, Path | bytes]:
     """
     if not location.is_adapter:
         raise CheckpointError(
-            f"{location.path} is not an adapter, so --adapter {base} has no effect; leave it out to push the model."
+            f"{location.path} is not an adapter, so --adapter {base} has no effect; remove it to push the model."
         )
     root = location.weights
     if location.new_head is not None:

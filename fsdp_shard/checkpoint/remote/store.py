@@ -37,7 +37,7 @@ def check_remote(url: str, name: str) -> None:
     user, at, _ = match[2].partition("/")[0].rpartition("@")
     if "?" in url or (at and ":" in user):
         raise ConfigError(
-            f"{prefix}{match[1]}://*** has a password or options in it. Leave them out: credentials and endpoint come "
+            f"{prefix}{match[1]}://*** has a password or options in it. Remove them: credentials and endpoint come "
             "from the environment, such as AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL."
         )
 

@@ -143,8 +143,8 @@ def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShar
     if hasattr(local, "__tensor_flatten__"):
         raise CheckpointError(
             f"The optimizer keeps {name} as {type(local).__name__}, which quantizes the elements of a rank together, "
-            f"so that no other number of ranks could go on from it. Keep the states of a sharded model unquantized, or "
-            f"train with optim=adamw8bit of fsdp-shard's finetune, whose blocks do not depend on the ranks."
+            f"so that no other number of ranks could continue from it. Keep the states of a sharded model unquantized, "
+            f"or train with optim=adamw8bit of fsdp-shard's finetune, whose blocks do not depend on the ranks."
         )
     num_local = local.numel()
     if num_local == shard.data.numel():

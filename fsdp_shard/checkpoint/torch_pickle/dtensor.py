@@ -57,7 +57,7 @@ def rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> A
     """`torch._tensor._rebuild_from_type_v2`: a tensor of a subclass, or a tensor with attributes."""
     name = getattr(function, "name", "")
     if not isinstance(arguments, tuple):
-        raise TypeError("a tensor's arguments are no tuple")
+        raise TypeError("a tensor's arguments are not a tuple")
     if name == "torch._utils._rebuild_wrapper_subclass":
         return _wrapper(getattr(kind, "name", ""), arguments, state)
     if not name.startswith("torch._utils._rebuild_"):

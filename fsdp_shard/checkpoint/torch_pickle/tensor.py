@@ -88,7 +88,7 @@ def storage_reference(identifier: Any) -> tuple[str, str | None, int]:
     if name in _ODD_STORAGES:
         return key, name.removesuffix("Storage"), count(elements) * _ODD_STORAGES[name]
     if name != "UntypedStorage":
-        raise TypeError(f"{kind[:100]} is no type of storage")
+        raise TypeError(f"{kind[:100]} is not a type of storage")
     return key, None, count(elements)
 
 

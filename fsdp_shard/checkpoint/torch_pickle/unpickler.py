@@ -163,26 +163,26 @@ class Machine:
     def _set_items(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
-            raise Malformed("adds keys to what is no dictionary")
+            raise Malformed("adds keys to something that is not a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[key if type(key) is str else checked_key(key)] = value
 
     def _append(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise Malformed("appends to what is no list")
+            raise Malformed("appends to something that is not a list")
         target.extend(items)
 
     def _add(self) -> None:
         items, target = self._since_mark(), self._stack[-1]
         if not isinstance(target, set):
-            raise Malformed("adds to what is no set")
+            raise Malformed("adds to something that is not a set")
         target.update(map(checked_key, items))
 
     def _find_on_stack(self) -> None:
         module, name = self._pops(2)
         if not isinstance(name, str) or not isinstance(module, str):
-            raise Malformed("names a class by what is no text")
+            raise Malformed("names a class by something that is not a string")
         self._push(self._calls.find(module, name))
 
     def _new_with_keywords(self) -> None:
@@ -308,7 +308,7 @@ class Calls:
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> Any:
         """Call the constructor of the stand-in for a class or function."""
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
-            raise Malformed("calls what is no class or function")
+            raise Malformed("calls something that is not a class or function")
         if function.name == "builtins.getattr":
             return self._attribute(*arguments)
         try:

@@ -124,7 +124,7 @@ class _Archive:
             signature, flags, method, packed, size = fields[0], fields[3], fields[4], fields[8], fields[9]
             name_length, extra_length, comment_length, header = fields[10], fields[11], fields[12], fields[16]
             if signature != _ENTRY:
-                raise self.wrong("has a central directory with something in it that is no entry")
+                raise self.wrong("has a central directory with something in it that is not an entry")
             crc_at = at + CRC_IN_ENTRY
             at += _ENTRY_FORMAT.size
             name = self._name(directory[at : at + name_length])
@@ -145,7 +145,7 @@ class _Archive:
         try:
             name = data.decode()
         except UnicodeDecodeError:
-            raise self.wrong("has a member whose name is no text") from None
+            raise self.wrong("has a member whose name is not text") from None
         if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
             raise self.wrong(f"has a member named {name[:200]!r}, which is outside the archive")
         return name

@@ -42,11 +42,11 @@ def parse_chat_template_kwargs(value: Any, name: str) -> dict[str, Any]:
     for key, given in (value or {}).items():
         if not isinstance(key, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) or key in _GIVEN:
             raise ConfigError(
-                f"{name} has the name {key!r}, which is no variable of a chat template that can be set; give one that "
-                f"the template uses, such as enable_thinking."
+                f"{name} has the name {key!r}, which is not a variable of a chat template that can be set; give one "
+                f"that the template uses, such as enable_thinking."
             )
         if not _is_plain(given):
-            raise ConfigError(f"{name}.{key}={given} is no text, number, truth value, list or mapping; give one.")
+            raise ConfigError(f"{name}.{key}={given} must be a string, number, boolean, list or mapping.")
     return dict(value or {})
 
 
@@ -198,7 +198,7 @@ def with_template_variables(tokenizer: Tokenizer, variables: Mapping[str, Any], 
     for variable in variables:
         given = variable in tokenizer.special_tokens_map
         if given or not re.search(rf"\b{variable}\b", template):
-            why = "is a special token of the tokenizer" if given else "is no variable that the chat template uses"
+            why = "is a special token of the tokenizer" if given else "is not a variable that the chat template uses"
             raise DataError(f"{name}.{variable} {why} ({tokenizer_files(tokenizer)}); correct the name, or remove it.")
     changed = copy.copy(tokenizer)
     # Templates are rendered with trim_blocks, which drops a newline after a statement.

@@ -54,7 +54,7 @@ class Mixture(Dataset):
         return np.asarray(rounds[:, None] * self.counts + self._before[rest], np.int64)
 
     def samples_until_repeat(self) -> dict[str, int]:
-        """Return after how many samples of the mixture each source is used up that is no stream."""
+        """Return after how many samples of the mixture each source that is not a stream is used up."""
         until = {}
         for number, (name, part) in enumerate(zip(self.source_names, self.parts, strict=True)):
             if part.num_samples is not None:

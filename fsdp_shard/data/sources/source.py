@@ -236,7 +236,7 @@ class DatasetSource(Source):
         except Exception as error:  # the library raises many types, including those of its dependencies
             hub = f"that can be loaded from the hub (subset={self.subset}, split={self.split})"
             problem = (
-                "is no dataset that can be read" if self.is_saved else f"is neither a local file nor a dataset {hub}"
+                "is not a dataset that can be read" if self.is_saved else f"is neither a local file nor a dataset {hub}"
             )
             raise DataError(f"{self.name} {problem}: {redact(first_line(error))}") from error
         if isinstance(found, datasets.DatasetDict):
@@ -266,5 +266,5 @@ def _reject_hub_settings(config: DataConfig, name: str, held_out: bool, has_spli
     for setting, value, default in (subset,) if has_splits else (split, subset):
         if value != default:
             raise ConfigError(
-                f"{setting}={value} is for datasets on the hub, but {name} is a path of files; leave it out."
+                f"{setting}={value} is for datasets on the hub, but {name} is a path of files; remove it."
             )

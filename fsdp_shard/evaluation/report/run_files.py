@@ -308,7 +308,7 @@ def _read_result(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(str(error))
         return {}
     if not isinstance(result, dict):
-        problems.append(f"{file} is no map of figures, so none are shown.")
+        problems.append(f"{file} is not a map of figures, so none are shown.")
         return {}
     return result
 
@@ -350,7 +350,7 @@ def _read_settings(file: Path, problems: list[str]) -> dict[str, str]:
 def _parse_settings(content: bytes) -> dict[str, str]:
     document = yaml.safe_load(content.decode())
     if not isinstance(document, dict):
-        raise CheckpointError(f"a {CONFIG_FILE} is no map of settings, so they are not shown.")
+        raise CheckpointError(f"a {CONFIG_FILE} is not a map of settings, so they are not shown.")
     chosen = document.pop("defaults", None)
     groups = [one for one in chosen if isinstance(one, dict)] if isinstance(chosen, list) else []
     flat = {str(group): in_yaml(option) for one in groups for group, option in one.items()}

@@ -114,7 +114,7 @@ def _read_manifest(path: Path, modified_ns: int, num_bytes: int) -> tuple[Manife
     manifest = read_manifest(path)
     found = _DIGEST.search(read_bounded(member(path, MANIFEST), "metadata_bytes")[-200:])
     if manifest is None or found is None:
-        raise InputError(f"{path / MANIFEST} is no manifest of fsdp-shard.")
+        raise InputError(f"{path / MANIFEST} is not a manifest of fsdp-shard.")
     return manifest, found[1].decode()
 
 

@@ -33,7 +33,7 @@ def parse_metrics(value: Any, setting: str) -> list[str] | None:
             near = nearest(str(name), list(_PACKAGES))
             raise ConfigError(f"{setting}: there is no metric {name}{near}; there are {', '.join(_PACKAGES)}.")
     if not names:
-        raise ConfigError(f"{setting}=[] names no metric; give some of {', '.join(_PACKAGES)}, or leave it out.")
+        raise ConfigError(f"{setting}=[] names no metric; give some of {', '.join(_PACKAGES)}, or remove it.")
     return [name for name in _PACKAGES if name in names]
 
 
@@ -67,7 +67,7 @@ class ScoringConfig:
         """Raise ConfigError if the package of a requested metric is not installed."""
         for name in self.asked or ():
             if (package := _PACKAGES[name]) is not None:
-                require_package(package, "eval", f"scoring.metrics=[{name}]", "leave it out of the list")
+                require_package(package, "eval", f"scoring.metrics=[{name}]", "remove it of the list")
 
 
 def _is_installed(metric: str) -> bool:

@@ -86,7 +86,7 @@ def _check_keys(blocks: Sequence[Block], mapping: Mapping[str, Device]) -> None:
             raise PlanError(
                 f"device_map has {key}, which would divide the block {outer.fqn} ({outer.cls}); name the block."
             )
-        raise PlanError(f"device_map has {key}, which is no module with parameters{nearest(key, known)}.")
+        raise PlanError(f"device_map has {key}, which is not a module with parameters{nearest(key, known)}.")
 
 
 def _lookup(fqn: str, mapping: Mapping[str, Device]) -> Device | None:

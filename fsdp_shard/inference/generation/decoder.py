@@ -196,7 +196,7 @@ def generation_config(
     _check_tokens(model, config)
     if settings.output_scores and config.guidance_scale not in (None, 1):
         raise ConfigError(
-            f"generation.output_scores=true does not go together with guidance_scale {config.guidance_scale} in the "
+            f"generation.output_scores=true cannot be combined with guidance_scale {config.guidance_scale} in the "
             f"generation config of {model.config.name_or_path}, by which another pass of the model decides about each "
             f"token; remove one of them."
         )

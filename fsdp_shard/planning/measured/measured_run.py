@@ -105,7 +105,7 @@ def read_measured(path: Path) -> MeasuredRun:
 def _read_result(path: Path) -> dict[str, Any]:
     result = read_json(path / RESULT) if (path / RESULT).is_file() else {}
     if not isinstance(result, dict):
-        raise CheckpointError(f"{path / RESULT} is no map of figures; give another run.")
+        raise CheckpointError(f"{path / RESULT} is not a map of figures; give another run.")
     return result
 
 

@@ -192,7 +192,7 @@ class _Search:
             except InputError:
                 continue
             seconds = self._planner.seconds
-            assert plan.peak_bytes is not None, "it fits"
+            assert plan.peak_bytes is not None, "a plan that fits has a peak"
             yield choice, Fitting(candidate, plan.peak_bytes, None if seconds is None else seconds(candidate.run))
 
     def _candidate(self, savers: Sequence[MemorySaver], choice: _Choice) -> Candidate | None:

@@ -89,7 +89,7 @@ class Planner:
         check_objective(*sections, is_packed=run.is_packed, is_streamed=run.is_streamed)
         check_inputs(run.model, run.shard, run.train, is_packed=run.is_packed)
         if run.model.chunked_loss is True and run.shard.tensor_parallel > 1:
-            raise ConfigError("model.chunked_loss=true does not go together with shard.tensor_parallel.")
+            raise ConfigError("model.chunked_loss=true cannot be combined with shard.tensor_parallel.")
         run.optim.check_divided(run.shard.tensor_parallel, run.shard.expert_parallel)
         check_adapter_mesh(run.adapter, run.shard)
         run.optim.check_installed()

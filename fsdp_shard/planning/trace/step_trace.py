@@ -149,7 +149,7 @@ def _check(run: PlannedRun, rank: int) -> None:
     if run.shard.activation_offload:
         raise ConfigError(
             "trace=true cannot be used with shard.activation_offload=true, as a trace runs on the CPU, from which "
-            "nothing is offloaded; leave one of them out."
+            "nothing is offloaded; remove one of them."
         )
     if isinstance(run.shard, sharding.Fsdp1Config) and run.shard.cpu_offload:
         raise ConfigError(

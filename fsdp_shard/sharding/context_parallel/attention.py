@@ -128,7 +128,9 @@ def _attend_in_ring(
     """Attend with ring attention, from [batch, heads, part, width] to [batch, part, heads, width]; a collective."""
     mask = _checked_mask(module, attention_mask, kwargs)
     if dropout:
-        raise ModelError(f"{type(module).__name__} has dropout in attention ({dropout}), which ring attention has not.")
+        raise ModelError(
+            f"{type(module).__name__} has dropout in attention ({dropout}), which ring attention does not support."
+        )
     how = _make_scoring(query, scaling, kwargs)
     output = ring_attention(query, key, value, mask, how, kwargs.get("s_aux"))
     return output.transpose(1, 2).contiguous(), None  # contiguous as in transformers: some models view it

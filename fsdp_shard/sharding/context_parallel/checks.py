@@ -45,11 +45,11 @@ def check_context_parallel(
         return
     given = f"shard.context_parallel={ranks}"
     if settings.task != CAUSAL:
-        raise ConfigError(f"{given} is for model.task={CAUSAL}, not {settings.task}; leave it out.")
+        raise ConfigError(f"{given} is for model.task={CAUSAL}, not {settings.task}; remove it.")
     if settings.attention != "auto":
         raise ConfigError(
-            f"model.attention={settings.attention} does not go together with {given}, which has an attention of its "
-            f"own; leave it out, and choose with shard.context_method."
+            f"model.attention={settings.attention} cannot be combined with {given}, which has an attention of its "
+            f"own; remove it, and choose with shard.context_method."
         )
     if sequence_length < 2 * ranks:
         raise ConfigError(
@@ -76,13 +76,13 @@ def _check_method(model: PreTrainedModel, shard: ShardConfig, method: str, given
     dropouts = [name for name in _DROPOUTS if getattr(text, name, 0)]
     if dropouts:
         raise ConfigError(
-            f"shard.context_method={method} with {given} has no dropout in attention, but config.json of "
-            f"{type(model).__name__} has {dropouts[0]}={getattr(text, dropouts[0])}; set that to 0"
+            f"shard.context_method={method} with {given} does not support dropout in attention, but "
+            f"config.json of {type(model).__name__} has {dropouts[0]}={getattr(text, dropouts[0])}; set that to 0"
             f"{', or use shard.context_method=ulysses' if method == RING and divides else ''}."
         )
     if shard.activation_checkpointing == "selective":
         raise ConfigError(
-            f"shard.activation_checkpointing=selective does not go together with shard.context_method={method} for "
+            f"shard.activation_checkpointing=selective cannot be combined with shard.context_method={method} for "
             f"{type(model).__name__}, as it would keep all scores; set it to true."
         )
 
@@ -99,7 +99,7 @@ def _check_positions(config: PretrainedConfig, given: str, sequence_length: int)
         limit = kind.get("original_max_position_embeddings") or stated if name == "longrope" else stated
         if isinstance(limit, int) and sequence_length > limit:
             raise ConfigError(
-                f"{given} does not go together with rope_type={name} for data.sequence_length={sequence_length}, as "
+                f"{given} cannot be combined with rope_type={name} for data.sequence_length={sequence_length}, as "
                 f"its frequencies change beyond {limit} tokens, and each rank sees other positions; set at most "
                 f"data.sequence_length={limit}."
             )

@@ -94,7 +94,7 @@ class Restored:
 
 
 class CheckpointerSettings(TypedDict, total=False):
-    """The settings of a `Checkpointer`: those of `CheckpointConfig` but when and what to save, which loops decide."""
+    """The settings of a `Checkpointer`: those of `CheckpointConfig`, except when and what to save."""
 
     layout: str
     asynchronous: bool
@@ -210,7 +210,10 @@ class Checkpointer:
         metrics: Mapping[str, float | torch.Tensor] | None = None,
         **states: Stateful | None,
     ) -> None:
-        """Save a step, in the background unless `asynchronous=False`: then the next call raises what went wrong.
+        """Save a step.
+
+        With an optimizer, and unless `asynchronous=False`, it is written in the background, and the next call raises
+        what went wrong; otherwise this call does.
 
         Tensors that an optimizer of this save updates, at most this rank's shards, are copied before the next
         `optimizer.step()`; all others are copied at once. Call `wait()` before other changes of weights, as by
@@ -238,7 +241,7 @@ class Checkpointer:
         self._require_open()
         self._saver.wait()
         if type(step) is not int or step < 0:
-            raise SaveError(f"The number of a step is a whole number of at least 0, not {step!r}.")
+            raise SaveError(f"step must be an integer of at least 0, not {step!r}.")
         ranks = self._ranks
         figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured other figures
         value = self._monitored_metric(figures)
@@ -247,8 +250,8 @@ class Checkpointer:
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
             raise SaveError(
-                f"Step {step} was not saved: the ranks differ in {name}, and only what one of them has could be "
-                f"restored. Pass data that differs by rank as extra_per_rank; sharded tensors must be DTensors."
+                f"Step {step} was not saved: the ranks hold different values of {name}, and only those of one rank "
+                f"could be restored. Pass data that differs by rank as extra_per_rank; make sharded tensors DTensors."
             )
         of_ranks = ranks.gather_object((parts.own, parts.values))
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none
@@ -439,7 +442,7 @@ class Checkpointer:
             raise SaveError(
                 f"Step {step} was not saved: remote={self._config.remote} has steps up to {uploaded} and "
                 f"{self._store.root} has none, so keep_last would delete the steps of another run. Call restore() "
-                f"before the first save to go on from them, or give another remote."
+                f"before the first save to continue from them, or give another remote."
             )
         if latest is None or has_loop_state(directory := self._store.path(latest)):
             return

@@ -34,7 +34,8 @@ def bare_optimizers(given: Optimizers) -> dict[str, Optimizer]:
             one = inner
         if not isinstance(one, Optimizer):
             raise ConfigError(
-                f"{type(one).__name__} is no torch.optim.Optimizer; give other objects by a name of their own."
+                f"{type(one).__name__} is not a torch.optim.Optimizer; pass other objects as keyword arguments, "
+                f"such as scheduler=scheduler."
             )
         found[name] = one
     return found
@@ -55,8 +56,8 @@ def check_savable(optimizers: Mapping[str, Optimizer]) -> None:
             why = f"its state {slot!r} has tensors in it, and how the ranks divide them is not known"
         if why is not None:
             raise SaveError(
-                f"{kind} cannot be saved as an optimizer: {why}. Give it to save() and restore() by a name of its own "
-                f"instead, such as state_of_{kind.lower()}=optimizer: then its state_dict() is saved."
+                f"{kind} cannot be saved as an optimizer: {why}. Pass it to save() and restore() as a keyword "
+                f"argument instead, such as state_of_{kind.lower()}=optimizer, so that its state_dict() is saved."
             )
 
 

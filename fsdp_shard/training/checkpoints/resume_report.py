@@ -55,7 +55,7 @@ def describe_finished(config: FinetuneSettings, step_directory: Path) -> str:
         longer = f"train.patience to more than {state.num_stale}"
     elif train.epochs is not None:
         longer = f"train.epochs to more than {state.epoch or train.epochs:.4g}"
-    return f"{line} To go on, set {longer}; for a new run, give another run_dir."
+    return f"{line} To continue, set {longer}; for a new run, give another run_dir."
 
 
 def _manifest_mesh(step_directory: Path) -> Mapping[str, int]:

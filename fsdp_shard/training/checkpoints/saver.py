@@ -19,7 +19,7 @@ from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
 class Saver(StepSaver):
-    """Saves steps of a run of `finetune`; a context manager. Every method is a collective.
+    """Saves steps of a run of `finetune`; a context manager. Methods but `is_due` are collectives.
 
     It begins by deleting what an interrupted save left and uploading the newest step if the remote lacks it. If there
     is no step yet, config.yaml of the run directory receives the settings of this run.
@@ -103,8 +103,8 @@ class Saver(StepSaver):
         if values := checkpoint.optimizer_values(self._optimizer, shards):
             name, value = min(values.items())
             raise SaveError(
-                f"{type(self._optimizer).__name__} keeps {name}={value!r} in its state, which is no tensor and would "
-                f"be lost in a resume; keep it as a tensor, or set checkpoint.optimizer=false."
+                f"{type(self._optimizer).__name__} keeps {name}={value!r} in its state, which is not a tensor and "
+                f"would be lost in a resume; keep it as a tensor, or set checkpoint.optimizer=false."
             )
         return checkpoint.optimizer_shards(self._optimizer, shards)
 

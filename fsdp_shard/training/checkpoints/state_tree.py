@@ -81,8 +81,8 @@ def _encode(value: Any, name: str, add: _Add, depth: int) -> Any:
             return {key: _encode(item, f"{name}.{key}", add, depth + 1) for key, item in value.items()}
         return {"$dict": _pairs(value, name, add, depth)}
     raise SaveError(
-        f"{_shown_name(name)} is a {kind.__module__}.{kind.__qualname__}, which is no data: give tensors, None, bool, "
-        f"int, float, str, bytes, and lists, tuples and dicts of them."
+        f"{_shown_name(name)} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored as data; use "
+        f"tensors, None, bool, int, float, str, bytes, and lists, tuples and dicts of these."
     )
 
 

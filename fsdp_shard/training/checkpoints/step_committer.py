@@ -19,9 +19,10 @@ class SavedStep(NamedTuple):
 
 
 class StepCommitter:
-    """Commits steps to `store` and to `checkpoint.remote`; every method is a collective.
+    """Commits steps to `store` and to `checkpoint.remote`.
 
-    A separate process group lets a thread call it during training. Nothing here logs.
+    `commit`, `upload_missing` and `apply_retention` are collectives; `mark_best` is for rank 0. A separate
+    process group lets a thread call them during training. Nothing here logs.
 
     Args:
         context: The ranks.

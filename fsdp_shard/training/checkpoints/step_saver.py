@@ -64,10 +64,10 @@ class BackgroundSave(Generic[T]):
 
 
 class StepSaver:
-    """Saves steps of one run; every method is a collective.
+    """Saves steps of one run; a context manager.
 
-    A context manager: if the block raises, it waits for the background save, unless a second signal asks to end at
-    once. A save that goes on keeps the run's lock.
+    `save_step`, `poll`, `wait`, `finish` and leaving the block are collectives. If the block raises, it waits for the
+    background save, unless a second signal asks to end at once. A save that goes on keeps the run's lock.
 
     Args:
         context: The ranks.
@@ -160,7 +160,7 @@ class StepSaver:
         self._wait_for(running, _GRACE_SECONDS if is_failing else None)
         if not running.outcome.done():
             self._log.warn(
-                f"Step {running.step} was not saved: it took longer than the process waits for it at its end."
+                f"Step {running.step} was not saved: after {_GRACE_SECONDS:g} s the process no longer waited for it."
             )
         elif (error := running.outcome.exception()) is not None:
             self._log.warn(f"Step {running.step} could not be saved. {error}")

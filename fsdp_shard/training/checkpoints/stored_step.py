@@ -77,7 +77,7 @@ class StoredStep(NamedTuple):
         check_tensors(self.weights, shards)
         _check_dtypes(self.weights, shards)
         if self.document.has_slots and not self.slots:
-            raise CheckpointError(f"{self.directory} was saved with the states of an optimizer, which it lacks now.")
+            raise CheckpointError(f"{self.directory} was saved with optimizer state, which is missing now.")
         where, document = str(self.directory / DOCUMENT), self.document
         with _document_errors(where):
             options = read_state(document.groups, self.states, where)

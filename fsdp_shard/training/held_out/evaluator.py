@@ -95,7 +95,7 @@ class HeldOutEvaluator:
             json_digest([one.identity for one in self._samples.sources])
         ):
             up_to = f"of the evaluations up to step {state.step}"
-            self._log.note(f"held-out data differ from those {up_to}: best step and patience start anew")
+            self._log.note(f"held-out data differ from those {up_to}: best step and patience start over")
         if self._run.is_over and 0 < state.step != state.evaluated_step:
             state.owes_evaluation = True
         if state.step == 0 or state.owes_evaluation:

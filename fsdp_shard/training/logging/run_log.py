@@ -194,7 +194,7 @@ class RunLog:
             parts.append(best + _than_before(self._run.state))
         if self._config.plot:
             parts.append(f"curves in {PLOT}")
-        where = f"; all of it is in {self._run_dir}"
+        where = f"; results in {self._run_dir}"
         if self._checkpoint is not None and not self._checkpoint.is_relative_to(self._run_dir):
             where = f"; nothing was left to train, and the checkpoint is {self._checkpoint}"
         return ", ".join(parts) + where

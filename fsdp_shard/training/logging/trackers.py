@@ -29,7 +29,7 @@ from fsdp_shard.utils import (
 )
 
 IDS = "trackers.json"
-"""In the run directory: its path, and name of a tracker -> its id of the run, with which a resumed run goes on."""
+"""In the run directory: its path, and name of a tracker -> its id of the run, which a resumed run continues."""
 _PLACE = "run_dir"
 
 
@@ -108,7 +108,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS:
             close = nearest(name, list(TRACKERS))
             raise ConfigError(f"train.trackers={list(names)}: {name} is not one of {', '.join(TRACKERS)}{close}.")
-        require_package(name, name, f"train.trackers={list(names)}", "leave it out")
+        require_package(name, name, f"train.trackers={list(names)}", "remove it")
 
 
 def public_settings(config: Any) -> dict[str, bool | int | float | str | None]:
@@ -122,7 +122,7 @@ def public_settings(config: Any) -> dict[str, bool | int | float | str | None]:
 class Trackers:
     """The trackers of a run, a context manager.
 
-    A resumed run goes on in the runs that its trackers know; a failed or stopped one is marked so.
+    A resumed run continues the runs that its trackers know; a failed or stopped one is marked so.
 
     Args:
         names: Names of trackers, possibly none.
@@ -130,7 +130,7 @@ class Trackers:
         run_dir: Directory of the run; its name becomes the run's name.
         settings: The settings of the run, shown on its page.
         note: Reports a tracker that failed.
-        resumed_step: The step from which the run of this directory goes on; None for a new run.
+        resumed_step: The step from which the run of this directory continues; None for a new run.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Trackers:
                 self.__exit__(type(error), error, None)
                 raise ConfigError(
                     f"train.trackers={list(self._names)}: {name} could not be started: {_describe(error)} Set it up, "
-                    f"or leave it out."
+                    f"or remove it."
                 ) from error
         if ids := {name: found for name, one in self._open.items() if (found := _KINDS[name].run_id(one))}:
             place = {_PLACE: str(self._run_dir.absolute())}
@@ -183,7 +183,7 @@ class Trackers:
             work()
         except Exception as error:
             self._failed.add(name)
-            self._note(f"{name} has failed and gets no more figures; run_dir still has them all: {_describe(error)}")
+            self._note(f"{name} failed and is no longer updated; run_dir has all figures: {_describe(error)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

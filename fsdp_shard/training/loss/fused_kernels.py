@@ -31,8 +31,8 @@ def check_kernels(kernels: str, shard: ShardConfig, *, on_gpu: bool) -> None:
     for name in ("tensor_parallel", "expert_parallel"):
         if (num_ranks := getattr(shard, name)) > 1:
             raise ConfigError(
-                f"model.kernels={kernels} does not go together with shard.{name}={num_ranks}, which divides layers "
-                f"over ranks. Leave one of them out."
+                f"model.kernels={kernels} cannot be combined with shard.{name}={num_ranks}, which divides layers "
+                f"over ranks. Remove one of them."
             )
 
 

@@ -29,7 +29,10 @@ class Reference(Protocol):
     """The model with which the trained model is compared."""
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
-        """Return the sum of the label log-probabilities of each row, float32 [num_rows], without gradients."""
+        """Return the log-probability of each answer, summed over its trained labels, without gradients.
+
+        float32 [num_answers], in the order of the rows; a packed row has several answers.
+        """
 
 
 class Teacher(Protocol):

@@ -31,13 +31,13 @@ def check_objective(
     check_task(objective, model.task)
     if shard.context_parallel > 1 and objective.name == "reward":
         raise ConfigError(
-            f"objective=reward does not go together with shard.context_parallel={shard.context_parallel} yet: its "
-            f"scores are of the last token. Leave one of them out."
+            f"objective=reward cannot be combined with shard.context_parallel={shard.context_parallel} yet: its "
+            f"scores are of the last token. Remove one of them."
         )
     if shard.context_parallel > 1 and is_packed and objective.samples == PAIRS:
         raise ConfigError(
-            f"data.packing=true does not go together with shard.context_parallel={shard.context_parallel} for "
-            f"objective={objective.name} yet: packed pairs have masks of their own. Leave one of them out."
+            f"data.packing=true cannot be combined with shard.context_parallel={shard.context_parallel} for "
+            f"objective={objective.name} yet: packed pairs have masks of their own. Remove one of them."
         )
     if isinstance(objective, DistillConfig) and objective.is_precomputed and is_streamed:
         raise ConfigError(
@@ -56,7 +56,7 @@ def _check_reference(
     if given == "adapter" and not adapter.trains_all and not begins_at_base:
         raise ConfigError(
             "objective.reference=adapter is the model without its adapter, and with adapter.path training begins from "
-            "another one; use precomputed or sharded, or leave it out."
+            "another one; use precomputed or sharded, or remove it."
         )
     if given == "adapter" and adapter.trains_all:
         raise ConfigError(
@@ -67,7 +67,7 @@ def _check_reference(
     if kind == PRECOMPUTED and is_streamed:
         raise ConfigError(
             f"objective.reference={given} needs all samples before training, which data.streaming=true does not have; "
-            f"use objective.reference=sharded, or leave it out."
+            f"use objective.reference=sharded, or remove it."
         )
     if given == DISPATCHED:
         _check_dispatched(model, shard, adapter)
@@ -82,7 +82,7 @@ def _check_dispatched(model: ModelConfig, shard: ShardConfig, adapter: AdapterCo
     """Raise ConfigError if a dispatched model would differ from the reference of this run."""
     if (kind := adapter.quantize) != "none":
         raise ConfigError(
-            f"objective.reference={DISPATCHED} does not go together with adapter.quantize={kind}, as the reference is "
+            f"objective.reference={DISPATCHED} cannot be combined with adapter.quantize={kind}, as the reference is "
             f"the quantized model; use objective.reference=adapter or precomputed."
         )
     held, computed = model.dtype, shard.param_dtype

@@ -75,5 +75,5 @@ def check_rates(optimizer: optim.Optimizer, *, has_rates: bool) -> None:
     if has_rates and len({float(group["lr"]) for group in optimizer.param_groups}) == 1:
         raise ConfigError(
             f"adapter.lora_plus_ratio is set, but all groups of {type(optimizer).__name__} have one learning rate; "
-            f"in a recipe of your own, give build_optimizer the adapter (loaded.adapter), or leave the setting out."
+            f"in a recipe of your own, give build_optimizer the adapter (loaded.adapter), or remove the setting."
         )

@@ -101,7 +101,7 @@ def check_average(decay: float | None, step_directory: Path | None) -> None:
         return
     is_there = checkpoint.has_file(step_directory / checkpoint.AVERAGE, checkpoint.SHARD_INDEX)
     if is_there != (decay is not None):
-        was, remedy = ("with", "set train.ema_decay") if is_there else ("without", "leave train.ema_decay out")
+        was, remedy = ("with", "set train.ema_decay") if is_there else ("without", "remove train.ema_decay")
         raise ConfigError(
             f"{step_directory} was saved {was} an average of the weights (ema/), so this run cannot resume from it; "
             f"{remedy}, or start a new run from its weights with model.path and another run_dir."

@@ -48,8 +48,8 @@ class MuonConfig(AdamConfig):
         for pattern in self.not_muon:
             if pattern not in known and not fnmatch.filter(parts, pattern):
                 raise ConfigError(
-                    f"optim.not_muon has {pattern}, and no module of the model has such a name; correct it, or leave "
-                    f"it out. The default is [{','.join(known)}], which a list of yours replaces."
+                    f"optim.not_muon has {pattern}, and no module of the model has such a name; correct or "
+                    f"remove it. The default is [{','.join(known)}], which a list of yours replaces."
                 )
 
     def build(

@@ -91,11 +91,11 @@ class LoraConfig(AdapterConfig):
         if self.dropout >= 1.0:
             raise ConfigError(f"{prefix}dropout={self.dropout} is out of range: it must be less than 1.0.")
         if self.path == "":
-            raise ConfigError(f"{prefix}path is empty; give the directory of an adapter, or leave it out.")
+            raise ConfigError(f"{prefix}path is empty; give the directory of an adapter, or remove it.")
         if self.path is not None and self.init != "default":
             raise ConfigError(
                 f"{prefix}init={self.init} has no effect with {prefix}path, whose values the adapter begins with; "
-                f"leave one of them out."
+                f"remove one of them."
             )
         if self.init == "orthogonal" and self.rank % 2:
             raise ConfigError(
@@ -104,18 +104,18 @@ class LoraConfig(AdapterConfig):
         if self.init in PRINCIPAL and (self.dora or self.quantize != "none"):
             other = f"{prefix}dora=true" if self.dora else f"{prefix}quantize={self.quantize}"
             raise ConfigError(
-                f"{prefix}init={self.init}, which takes its first values from the weights, does not go together with "
-                f"{other}; leave one of them out."
+                f"{prefix}init={self.init}, which takes its first values from the weights, cannot be combined with "
+                f"{other}; remove one of them."
             )
         if self.lora_plus_embedding_lr is not None and self.lora_plus_ratio is None:
             raise ConfigError(
                 f"{prefix}lora_plus_embedding_lr={self.lora_plus_embedding_lr} has no effect without "
-                f"{prefix}lora_plus_ratio; set that too, or leave it out."
+                f"{prefix}lora_plus_ratio; set that too, or remove it."
             )
         if self.dora and self.quantize != "none":
             raise ConfigError(
-                f"{prefix}dora=true does not go together with {prefix}quantize={self.quantize}: its forward pass needs "
-                f"the norms of the frozen weights, which are not decoded there. Leave one of them out."
+                f"{prefix}dora=true cannot be combined with {prefix}quantize={self.quantize}: its forward pass needs "
+                f"the norms of the frozen weights, which are not decoded there. Remove one of them."
             )
 
     @property

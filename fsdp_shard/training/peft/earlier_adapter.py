@@ -34,10 +34,10 @@ def _locate(path: str) -> checkpoint.Location:
     except InputError as error:
         raise ConfigError(f"adapter.path={path}: {error}") from error
     if not found.is_adapter:
-        what = "no adapter that is known" if found.format is None else "weights of a whole model"
+        what = "no known format of an adapter" if found.format is None else "weights of a whole model"
         raise ConfigError(
             f"adapter.path={path} holds {what}; give the directory of an adapter (adapter_config.json with "
-            f"adapter_model.safetensors) or a run with adapter=lora. To train on from a model, set model.path."
+            f"adapter_model.safetensors) or a run with adapter=lora. To continue from a model, set model.path."
         )
     return found
 
@@ -190,7 +190,7 @@ def check_resumed(config: AdapterConfig, base: str, step_directory: Path) -> Non
         assert earlier is not None
         if checkpoint.fingerprint(earlier.index) == began:
             return
-    remedy = "leave it out" if began is None else f"set adapter.path={where}"
+    remedy = "remove it" if began is None else f"set adapter.path={where}"
     raise CheckpointError(
         f"{step_directory} is of a run that began with adapter.path={where}, and it is {given}; {remedy}, or start a "
         f"new run in another run_dir."

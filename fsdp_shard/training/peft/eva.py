@@ -95,7 +95,7 @@ def fill_eva(
         whole = found.everywhere(leader)
         for shard in (shards[fqn] for fqn in layers if leaders[fqn] == leader):
             shard.fill(whole)
-    moving = f"; those of {format_count(len(found.moving), 'layer')} still move" if found.moving else ""
+    moving = f"; those of {format_count(len(found.moving), 'layer')} have not converged" if found.moving else ""
     done = f"principal directions of the inputs of {format_count(len(layers), 'layer')}"
     return f"EVA: {done}, from {format_count(found.num_used * size, 'sample')}{moving}"
 

@@ -219,9 +219,9 @@ def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
     """Return the base model for adapter_config.json: an absolute path or a hub id; raise ConfigError for an adapter."""
     if checkpoint.is_adapter(source.weights):
         raise ConfigError(
-            f"model.path={config.path} is an adapter itself, so adapter=lora cannot train another one on it; to train "
-            f"it on, set model.path to its base and adapter.path={config.path}; or convert it to a model first, or set "
-            f"adapter=none to train the merged model."
+            f"model.path={config.path} is itself an adapter, to which adapter=lora cannot add another one; to "
+            f"continue training it, set model.path to its base model and adapter.path={config.path}; or convert it to "
+            f"a model first, or set adapter=none to train the merged model."
         )
     is_local = not is_remote(config.path) and checkpoint.local_path(config.path).exists()
     return str(source.weights.resolve()) if is_local else config.path
@@ -284,7 +284,7 @@ def _check_tied(model: PreTrainedModel, config: LoraConfig) -> None:
         if any(_matches(module, wanted) for wanted in [*config.target_modules, *config.modules_to_save]):
             raise ConfigError(
                 f"adapter.target_modules or adapter.modules_to_save has {module}, whose weight {type(model).__name__} "
-                f"ties to that of another module: they would no longer be the same. Leave it out."
+                f"ties to that of another module: they would no longer be the same. Remove it."
             )
 
 
@@ -401,7 +401,7 @@ def _check_found(model: PreTrainedModel, config: LoraConfig, modules: Sequence[s
     if config.lora_plus_embedding_lr is not None and not embeddings:
         raise ConfigError(
             f"adapter.lora_plus_embedding_lr={config.lora_plus_embedding_lr} has no effect, as no embedding of "
-            f"{type(model).__name__} is adapted; add one to adapter.target_modules, or leave it out."
+            f"{type(model).__name__} is adapted; add one to adapter.target_modules, or remove it."
         )
     layers = {_layer_of(name) for name in adapted + embeddings}
     for number in config.layers_to_transform:

@@ -88,12 +88,12 @@ def _frozen_linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[s
 def _check_shard(kind: str, shard: ShardConfig) -> None:
     if shard.tensor_parallel > 1:
         raise ConfigError(
-            f"adapter.quantize={kind} does not go together with shard.tensor_parallel={shard.tensor_parallel}, which "
+            f"adapter.quantize={kind} cannot be combined with shard.tensor_parallel={shard.tensor_parallel}, which "
             f"could divide the 64 weights of a scale. Set shard.tensor_parallel=1."
         )
     if shard.compile and shard.quantized_dtype != "uint8":
         raise ConfigError(
-            f"adapter.quantize={kind} does not go together with shard.compile={str(shard.compile).lower()} under "
+            f"adapter.quantize={kind} cannot be combined with shard.compile={str(shard.compile).lower()} under "
             f"shard={shard.wrapper}, which gathers each quantized weight on its own inside a block; use shard=fsdp2 "
             f"with torch 2.13 or newer."
         )

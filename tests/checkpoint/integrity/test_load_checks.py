@@ -202,7 +202,7 @@ def test_an_adapter_is_compared_with_its_base(tmp_path: Path) -> None:
     shutil.rmtree(base)
     report = verify(adapter)  # of a base on the hub nothing is asked
     assert report.is_sound
-    assert report.notes == (f"not compared with its base model: {base} is no directory on this machine",)
+    assert report.notes == (f"not compared with its base model: {base} is not a directory on this machine",)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for name in ("http://host/model", "a" * 300, "~nobody-of-this-name/x", "a\0b"):
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))

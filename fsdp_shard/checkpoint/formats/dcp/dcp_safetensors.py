@@ -126,8 +126,8 @@ def _read_header(where: Path) -> Header:
         start = file.read(len(_ZIP))
     if start == _ZIP:
         raise CheckpointError(
-            f"{where} begins with a pickled entry: the state dict held something that is no tensor, and torch's writer "
-            "then makes a file that no reader of safetensors opens. Save the tensors only."
+            f"{where} begins with a pickled entry: the state dict held something that is not a tensor, and torch's "
+            "writer then makes a file that no reader of safetensors opens. Save the tensors only."
         )
     return read_header(where)
 
@@ -138,7 +138,7 @@ def _offsets(where: Path, header: Header) -> Mapping[str, tuple[int, ...]]:
         raise CheckpointError(f"{where} has no {INFO_KEY} in its metadata, so the offsets of its pieces are not known.")
     document = parse_json(text.encode(), f"the {INFO_KEY} of {where}")
     if not isinstance(document, dict) or not all(_is_entry(value) for value in document.values()):
-        raise CheckpointError(f"the {INFO_KEY} of {where} is no map from tensor names to {_OFFSETS}.")
+        raise CheckpointError(f"the {INFO_KEY} of {where} is not a map from tensor names to {_OFFSETS}.")
     if differing := sorted(document.keys() ^ header.tensors.keys()):
         raise CheckpointError(f"{where}: tensor {differing[0]} is only in one of header and {INFO_KEY}.")
     return {name: tuple(value[_OFFSETS]) for name, value in document.items()}

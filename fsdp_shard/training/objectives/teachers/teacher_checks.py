@@ -94,6 +94,6 @@ def check_same_teacher(config: FinetuneSettings, step_directory: Path | None) ->
     if changes := checkpoint.config_changes(recorded, source.model_directory):
         raise CheckpointError(
             f"{step_directory} was trained with the teacher {recorded.path}, but config.json of objective.teacher="
-            f"{config.objective.teacher} has other values than that had: {', '.join(changes)}. Set them back, or start "
-            f"a new run in another run_dir."
+            f"{config.objective.teacher} differs from its config.json: {', '.join(changes)}. Restore these values, or "
+            f"start a new run in another run_dir."
         )
