@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -34,6 +34,8 @@ class Fsdp1Model:
     shard_mesh_dim = "shard"
 
     def no_sync(self) -> AbstractContextManager[None]:
+        if self.context.world_size == 1:  # nothing is reduced, and with tied weights torch 2.13 raises a RuntimeError
+            return nullcontext()
         return self.module.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

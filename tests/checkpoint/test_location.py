@@ -50,7 +50,7 @@ def test_planning_needs_no_weights(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path)
     found = locate(str(tmp_path))
     assert (found.directory, found.tokenizer, found.format) == (tmp_path, tmp_path, None)
-    with pytest.raises(CheckpointError, match=r"no checkpoint that fsdp-shard reads: the directory holds config\.json"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint that .* can read: the directory holds config\.json"):
         found.index  # noqa: B018
 
 

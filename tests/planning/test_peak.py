@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    AlbertConfig,
     Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -57,6 +58,15 @@ def gpt2() -> GPT2Config:
     return GPT2Config(
         architectures=["GPT2LMHeadModel"], n_embd=128, n_layer=5, n_head=4, vocab_size=600, n_positions=128,
         dtype="float32", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def albert() -> AlbertConfig:
+    """Four calls of one block."""
+    return AlbertConfig(
+        architectures=["AlbertForMaskedLM"], embedding_size=32, hidden_size=64, intermediate_size=160,
+        num_hidden_layers=4, num_attention_heads=4, vocab_size=400, dtype="float32", hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
     )  # fmt: skip
 
 
@@ -152,6 +162,10 @@ _SETTINGS = {
     "short": Setting(rows=1, length=8),
     "saves and evaluations": Setting(saves=True),
     "fsdp1, saves": Setting(2, "fsdp1", saves=True),
+    "fsdp1, albert": Setting(2, "fsdp1", model=albert, rows=1, length=8),
+    "fsdp1, albert, one reduction": Setting(
+        2, "fsdp1", {"sync_every_micro_batch": False}, model=albert, rows=1, length=8, micro_batches=2
+    ),
     "ddp, saves": Setting(2, "ddp", saves=True),
     "average, saves": Setting(train={"ema_decay": 0.9}, saves=True),
     "muon, saves": Setting(optim="muon", rows=1, length=8, saves=True),

@@ -94,13 +94,21 @@ def grads_after_two(context: DistributedContext, config: ShardConfig, no_sync: b
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_no_sync_gives_the_same_gradients(wrapper: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_sync_gives_the_same_gradients(wrapper: str, world_size: int) -> None:
     config = WRAPPERS[wrapper](param_dtype="float32")
-    always, once = (on_ranks(2, grads_after_two, config, no_sync) for no_sync in (False, True))
+    always, once = (on_ranks(world_size, grads_after_two, config, no_sync) for no_sync in (False, True))
     for one, other in zip(always, once, strict=True):
         assert one
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_no_sync_on_one_rank_in_bfloat16_with_tied_weights() -> None:
+    """FullyShardedDataParallel kept gradients in bfloat16, and could not give them to both of the tied parameters."""
+    config = WRAPPERS["fsdp1"](param_dtype="bfloat16")
+    always, once = (on_ranks(1, grads_after_two, config, no_sync)[0] for no_sync in (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(always, once, strict=True))
 
 
 def shards_after_forward(context: DistributedContext, config: ShardConfig) -> bool:

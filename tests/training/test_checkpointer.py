@@ -411,7 +411,7 @@ def _expanded() -> nn.Module:
         ("step-00000001 exists already", {"step": 1}),
         ("an integer of at least 0, not -1", {"step": -1}),
         (
-            "hold different values of the parameter norm.weight, which each of them has whole",
+            "differ in the parameter norm.weight, which each of them has whole",
             {"model": lambda context: _of_rank(context.rank), "optimizer": None},
         ),
         ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
@@ -424,7 +424,7 @@ def _expanded() -> nn.Module:
             {"odd": Stateful({"w": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)})},
         ),
         ("odd.fn is a builtins.function", {"odd": Stateful({"fn": lambda: 0})}),
-        ("hold different values of odd", {"odd": lambda context: Stateful({"n": context.rank})}),
+        ("differ in odd", {"odd": lambda context: Stateful({"n": context.rank})}),
         (
             "a parameter of shape .* that the model does not have",
             {"optimizer": lambda context: torch.optim.SGD(Net().parameters())},
@@ -542,7 +542,7 @@ def test_an_optimizer_that_was_saved_is_not_left_empty(tmp_path: Path) -> None:
         checkpointer.save(1, model, optimizer)
         checkpointer.save(2, model, optimizer)
         checkpointer.wait()
-        with pytest.raises(CheckpointError, match="step-00000001 was saved with the states of an optimizer, which it"):
+        with pytest.raises(CheckpointError, match="step-00000001 was saved with optimizer state, which is missing"):
             checkpointer.restore(model, optimizer, step=1)
         assert checkpointer.restore(model, optimizer) is not None
 

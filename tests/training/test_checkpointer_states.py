@@ -69,7 +69,7 @@ def test_extra_states_of_modules_come_back(wrapper: str, tmp_path: Path) -> None
                 checkpointer.save(1, models)
                 layer.extra = {"calls": context.rank}
                 checkpointer.wait()
-                with pytest.raises(SaveError, match=r"hold different values of get_extra_state\(\) of modules"):
+                with pytest.raises(SaveError, match=r"differ in get_extra_state\(\) of modules"):
                     checkpointer.save(2, models)
                 layer.extra = {"scales": {1.0}}
                 words = r"modules.net.blocks.1.counting.scales is a builtins.set, which cannot be stored"

@@ -213,7 +213,7 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         prefetch_forward=shard.prefetch_forward or 0,
         prefetch_backward=backward,
         num_micro_batches=run.num_micro_batches,
-        sync_every_micro_batch=shard.sync_every_micro_batch,
+        sync_every_micro_batch=shard.sync_every_micro_batch or (shard.wrapper == "fsdp1" and run.num_ranks == 1),
         gradient_itemsize=sharding.itemsize(shard.param_dtype),
         casts_gradients=shard.param_dtype != shard.reduce_dtype,
         casts_reduced=shard.reduce_dtype != stored,

@@ -250,8 +250,8 @@ class Checkpointer:
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
             raise SaveError(
-                f"Step {step} was not saved: the ranks hold different values of {name}, and only those of one rank "
-                f"could be restored. Pass data that differs by rank as extra_per_rank; make sharded tensors DTensors."
+                f"Step {step} was not saved: the ranks differ in {name}, and only the value of one rank could be "
+                f"restored. Pass data that differs by rank as extra_per_rank; sharded tensors must be DTensors."
             )
         of_ranks = ranks.gather_object((parts.own, parts.values))
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none

@@ -94,7 +94,8 @@ class Fsdp1Simulator(FsdpSimulator):
             self.free(key, unit) if frees else None
             return
         self.note(unit.fqn, extra={UNREDUCED: unit.gradients})  # copied from the parameters' gradients to a flat one
-        if self._begun.pop(unit.fqn, 0) > 1:
+        has_sum = self._begun.pop(unit.fqn, 0) > 1
+        if has_sum:
             self.add(UNREDUCED, -unit.gradients)
         if frees:
             self.free(key, unit)
@@ -106,8 +107,12 @@ class Fsdp1Simulator(FsdpSimulator):
         has_two = not self.rules.sync_every_micro_batch and unit.fqn in self.has_sharded
         if has_two:
             self.has_sharded.discard(unit.fqn)
+        # A flat parameter that changes its dtype has an AccumulateGrad for each call: the last one holds its gradient
+        # beside the sum.
+        holds_call = has_sum and unit.cast > 0 and not has_two
+        self.add(UNREDUCED, unit.gradients if holds_call else 0)
         self._reduce(unit)
-        if has_two:  # autograd holds this micro-batch's flat gradient until the reduction of the sum starts
+        if has_two or holds_call:  # autograd holds the last flat gradient until the sum is reduced
             self.add(UNREDUCED, -unit.gradients)
 
     def _reduce(self, unit: UnitBytes) -> None:
