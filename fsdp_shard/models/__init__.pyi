@@ -11,6 +11,7 @@ from .context_length import (
     ContextLength as ContextLength,
     LengthSettings as LengthSettings,
     context_length_of as context_length_of,
+    frequency_limit as frequency_limit,
     load_context_length as load_context_length,
     settle_length as settle_length,
 )

@@ -28,10 +28,12 @@ class ContextLength:
     Attributes:
         length: The context length in tokens, including rope scaling; None without a limit, as for relative positions.
         is_table: Whether positions are rows of a table, learned or not, so that none exist beyond the last row.
+        frequency_limit: The length up to which rotary frequencies do not change, as in `frequency_limit`.
     """
 
     length: int | None
     is_table: bool = False
+    frequency_limit: int | None = None
 
     def check(self, what: str, length: int, advice: str | None = None) -> str | None:
         """Check a requested length.
@@ -59,6 +61,11 @@ class ContextLength:
         if warning := self.check(f"{name}={sequence_length}", sequence_length):
             return f"warning: {warning}"
         known = "a context without limit" if self.length is None else f"a context of {self.length} tokens"
+        if self.frequency_limit is not None and sequence_length > self.frequency_limit:
+            return (
+                f"warning: {name}={sequence_length} of {known}: in a batch with a sequence of more than "
+                f"{self.frequency_limit} tokens, shorter ones get other rotary frequencies than alone"
+            )
         return f"{name}={sequence_length} of {known}"
 
 
@@ -97,7 +104,7 @@ def context_length_of(config: PretrainedConfig, trust_remote_code: bool = False)
         if stated is None or stated < 1:  # XLNet has -1
             return ContextLength(None)
         if rope := getattr(text, "rope_parameters", None):
-            return ContextLength(_scaled_length(stated, rope))
+            return ContextLength(_scaled_length(stated, rope), frequency_limit=frequency_limit(config))
     rows = _table_rows(build_on_meta(config, trust_remote_code=trust_remote_code), stated)
     return ContextLength(stated if rows is None else rows, is_table=rows is not None)
 
@@ -105,6 +112,27 @@ def context_length_of(config: PretrainedConfig, trust_remote_code: bool = False)
 def load_context_length(directory: Path, trust_remote_code: bool) -> ContextLength:
     """Return the context length of the model whose config.json is in `directory`, as `context_length_of` does."""
     return context_length_of(load_config(directory, trust_remote_code), trust_remote_code)
+
+
+def frequency_limit(config: PretrainedConfig) -> int | None:
+    """Return the length up to which the rotary frequencies of a model do not depend on its longest sequence.
+
+    With `rope_type` dynamic or longrope, transformers chooses the frequencies of a whole batch by its last position.
+
+    Returns:
+        Number of tokens; None if the frequencies never change.
+    """
+    text = config.get_text_config()
+    stated = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    found = []
+    for kind in (rope, *rope.values()):  # some models have one per layer type
+        name = kind.get("rope_type") if isinstance(kind, dict) else None
+        if name == "dynamic":
+            found.append(stated)
+        elif name == "longrope":
+            found.append(kind.get("original_max_position_embeddings") or stated)
+    return min((limit for limit in found if isinstance(limit, int)), default=None)
 
 
 def _scaled_length(stated: int, rope: dict[str, object]) -> int:

@@ -54,7 +54,7 @@ def test_batches_of_one_length(lengths: list[int], batch_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "reads"),
-    [("llama", False), ("gpt2", False), ("bart", True), ("xlnet", True), ("minimax", True)],
+    [("llama", False), ("gpt2", False), ("bart", True), ("xlnet", True), ("minimax", True), ("phi3", False)],
 )
 def test_answers_do_not_depend_on_the_other_prompts_of_a_batch(family: str, reads: bool) -> None:
     sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -66,6 +66,13 @@ def test_answers_do_not_depend_on_the_other_prompts_of_a_batch(family: str, read
             "is_decoder": True,
             "is_encoder_decoder": False,
             "forced_eos_token_id": None,
+        },
+        "phi3": {  # frequencies of texts beyond 32 tokens, which one of the prompts has
+            **sizes,
+            "pad_token_id": 0,
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "longrope", "long_factor": [3.0] * 8, "short_factor": [1.0] * 8},
         },
         "xlnet": {"vocab_size": 257, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48},
         "minimax": {

@@ -63,7 +63,18 @@ def test_contexts(config: PretrainedConfig, expected: ContextLength) -> None:
     ],
 )
 def test_rope_scaling_counts(rope: dict[str, Any], stated: int, expected: int) -> None:
-    assert context_length_of(llama(max_position_embeddings=stated, rope_parameters=rope)) == ContextLength(expected)
+    found = context_length_of(llama(max_position_embeddings=stated, rope_parameters=rope))
+    changes = stated if rope["rope_type"] == "dynamic" else None
+    assert found == ContextLength(expected, frequency_limit=changes)
+
+
+def test_frequencies_that_depend_on_the_batch_are_said() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    context = context_length_of(llama(max_position_embeddings=64, rope_parameters=rope))
+    assert context.describe(64) == "data.sequence_length=64 of a context of 128 tokens"
+    assert context.describe(65).startswith(
+        "warning: data.sequence_length=65 of a context of 128 tokens: in a batch with"
+    )
 
 
 def test_rope_scaling_of_some_layers_counts() -> None:

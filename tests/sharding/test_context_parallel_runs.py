@@ -170,7 +170,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 131, "hidden_size
         (
             "llama",
             SMALL | {"max_position_embeddings": 32, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "cannot be combined with rope_type=dynamic for data.sequence_length=64",
+            "cannot be combined with data.sequence_length=64: the rotary frequencies",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.islower() and " " not in value else "",

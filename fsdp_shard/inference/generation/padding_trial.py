@@ -14,7 +14,7 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedModel
 
-from fsdp_shard.models import is_stateful, try_tiny_model
+from fsdp_shard.models import frequency_limit, is_stateful, try_tiny_model
 
 _LENGTH, _PADDING, _NEW = 5, 7, 4  # tokens of a prompt, before it, and after it
 _LARGEST_TOKEN = 92
@@ -46,7 +46,7 @@ def reads_padding(
         return True
     if all(len(set(lengths)) == 1 for lengths in batches) or model.config.is_encoder_decoder:
         return False
-    if _counts_padding(config, pad):
+    if _counts_padding(config, pad) or _changes_frequencies(model, config, batches):
         return True
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if any("linear" in kind for kind in kinds):  # MiniMax's have a state, which a trial with many layers misses
@@ -59,6 +59,13 @@ def reads_padding(
             f"whether padding changes its answers: {found}"
         )
     return bool(found)
+
+
+def _changes_frequencies(model: PreTrainedModel, config: GenerationConfig, batches: Sequence[Sequence[int]]) -> bool:
+    """Return whether a long text changes the rotary frequencies of shorter ones in its batch."""
+    limit = frequency_limit(model.config)
+    longest = max(max(lengths) for lengths in batches if len(set(lengths)) > 1)
+    return limit is not None and longest + (config.max_new_tokens or 0) > limit
 
 
 def _counts_padding(config: GenerationConfig, pad: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.errors import ConfigError, ModelError
-from fsdp_shard.models import CAUSAL, ModelConfig, attention_implementations, try_tiny_model
+from fsdp_shard.models import CAUSAL, ModelConfig, attention_implementations, frequency_limit, try_tiny_model
 from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.context_parallel.attention import (
     attention_over,
@@ -89,20 +89,13 @@ def _check_method(model: PreTrainedModel, shard: ShardConfig, method: str, given
 
 def _check_positions(config: PretrainedConfig, given: str, sequence_length: int) -> None:
     """Raise ConfigError for rotary frequencies that depend on the last position that a rank sees."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    for kind in (rope, *rope.values()):  # some models have one per layer type
-        name = kind.get("rope_type") if isinstance(kind, dict) else None
-        if name not in ("dynamic", "longrope"):
-            continue
-        stated = getattr(text, "max_position_embeddings", None)
-        limit = kind.get("original_max_position_embeddings") or stated if name == "longrope" else stated
-        if isinstance(limit, int) and sequence_length > limit:
-            raise ConfigError(
-                f"{given} cannot be combined with rope_type={name} for data.sequence_length={sequence_length}, as "
-                f"its frequencies change beyond {limit} tokens, and each rank sees other positions; set at most "
-                f"data.sequence_length={limit}."
-            )
+    limit = frequency_limit(config)
+    if limit is not None and sequence_length > limit:
+        raise ConfigError(
+            f"{given} cannot be combined with data.sequence_length={sequence_length}: the rotary frequencies of this "
+            f"model change beyond {limit} tokens, and each rank sees other positions; set at most "
+            f"data.sequence_length={limit}."
+        )
 
 
 def _check_model(config: PretrainedConfig, cls: type[PreTrainedModel], given: str) -> None:
