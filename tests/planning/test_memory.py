@@ -15,6 +15,7 @@ from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning.memory import plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
+from fsdp_shard.planning.plan_cache import PlanCache
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.report import plan_report
 from fsdp_shard.planning.step import micro_batch, optimizer as planned_optimizer
@@ -32,7 +33,7 @@ from fsdp_shard.training import (
     ObjectiveConfig,
     TrainConfig,
 )
-from tests.support.plans import plan
+from tests.support.plans import plan, planned
 from tests.support.tiny import llama, llama_config
 
 COHERE = CohereConfig(
@@ -178,6 +179,29 @@ def test_the_recording_ends_with_nothing_alive() -> None:
     assert sum(event.change for event in recording) == 0
     assert sum(event.gradients for event in recording) == 4 * plan(llama_config(layers=3)).num_params
     assert [event.kind for event in recording][-2:] == [END, DONE]
+
+
+@pytest.mark.long
+def test_plans_that_share_what_was_recorded_are_those_of_each_run_alone() -> None:
+    cache, dpo = PlanCache(), OBJECTIVES["dpo"]
+    runs: list[dict[str, Any]] = [
+        {},
+        {"sequence_length": 32},
+        {"model": ModelConfig(path="x", chunked_loss=True)},
+        {"model": ModelConfig(path="x", dtype="bfloat16")},
+        {"adapter": LoraConfig()},
+        {"shard": Fsdp2Config(param_dtype="float32"), "on_gpu": True},
+        {"shard": Fsdp2Config(param_dtype="float32")},
+        {"shard": Fsdp2Config(activation_checkpointing=True)},
+        {"shard": Fsdp1Config()},
+        {"shard": Fsdp2Config(reshard_after_forward=False), "num_ranks": 2},
+        {"shard": Fsdp2Config(context_parallel=2, context_method="ring"), "num_ranks": 2},
+        {"objective": dpo(reference="sharded")},
+        {"objective": dpo(reference="sharded"), "is_packed": True},
+        {"train": TrainConfig(sample_prompts=["a prompt"], sample_tokens=4)},
+    ]
+    for settings in runs:
+        assert plan_memory(llama_config(), planned(**settings), cache) == plan(**settings), settings
 
 
 @pytest.mark.long

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, PADDED
 from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
@@ -16,6 +17,7 @@ from fsdp_shard.training import (
     LOSS_CHUNK_BYTES,
     CustomFunctions,
     DeviceBatch,
+    DistillConfig,
     ForwardPass,
     ObjectiveConfig,
     PackedAnswers,
@@ -156,6 +158,25 @@ class BatchSize:
     upcasts_logits: bool = False
     target_length: int | None = None
     mask_fraction: float | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, run: PlannedRun) -> Self:
+        """Return the size of a micro-batch of `run`; `config` is the model's."""
+        num_parts, num_targets = run.shard.context_parallel, 0
+        if isinstance(run.objective, DistillConfig):
+            num_targets = run.objective.top_k or int(config.get_text_config().vocab_size)
+        return cls(
+            run.num_read_rows,
+            run.padded_length,
+            num_parts,
+            run.rows,
+            shares_prompts=run.is_packed and run.objective.samples == "pairs",
+            keeps_whole=num_parts > 1 and run.objective.compares_whole_sequences,
+            num_targets=num_targets,
+            has_targets=isinstance(run.objective, DistillConfig) and run.objective.is_precomputed,
+            target_length=run.target_length,
+            mask_fraction=run.mask_fraction,
+        )
 
     @property
     def num_label_tokens(self) -> int:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import sharding
-from fsdp_shard.planning.meta_model import build_planned
-from fsdp_shard.planning.plan_cache import PlanCache, without_dtype, without_loss, without_ranks
+from fsdp_shard.planning.plan_cache import PlanCache
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.planning.step.completions import Completions
 from fsdp_shard.planning.step.device_overhead import CUBLAS_WORKSPACE_BYTES
-from fsdp_shard.planning.step.divided_model import divide_model
 from fsdp_shard.planning.step.load_snapshots import FIGURES_BYTES, loading_snapshots, row_index_bytes
-from fsdp_shard.planning.step.micro_batch import BatchSize, batch_bytes, planned_batch
+from fsdp_shard.planning.step.micro_batch import batch_bytes
+from fsdp_shard.planning.step.recorded_run import RecordedRun
 from fsdp_shard.planning.step.recording.events import DONE, LOSS, Event, Recordings
 from fsdp_shard.planning.step.recording.fake_attention import layer_mask_bytes
-from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, ExtraPasses, record_passes, what_failed
+from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, what_failed
 from fsdp_shard.planning.step.shard_state import RankPart
 from fsdp_shard.planning.step.simulators.registry import SIMULATORS
 from fsdp_shard.planning.step.simulators.step_simulator import StepRules, StepSimulator
 from fsdp_shard.planning.step.snapshot import (
     ACTIVATIONS,
     BUFFERS,
-    COMPLETIONS,
     EVA,
     GATHERED,
     GRADIENTS,
@@ -41,10 +36,7 @@ from fsdp_shard.planning.step.snapshot import (
 )
 from fsdp_shard.planning.step.teacher_pass import PlannedTeacher, teacher_of
 from fsdp_shard.planning.step.unit_bytes import trained_dtype, unit_bytes
-from fsdp_shard.training import DistillConfig, cross_entropy_chunk_bytes, use_loss_head
-
-if TYPE_CHECKING:
-    from fsdp_shard.planning.step.eva_pass import EvaPass
+from fsdp_shard.training import cross_entropy_chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -88,47 +80,23 @@ class SimulatedStep:
 
 def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: PlanCache) -> SimulatedStep:
     """Simulate a step of a run."""
-    model = part.model
-    in_units, parameters = unit_bytes(model, part.units, run.shard, run.num_shards, part.experts)
-    terms = {} if run.shard.cpu_offload else {"parameters": parameters}
-    if run.has_sharded_reference and not run.shard.cpu_offload:
-        terms["reference"] = parameters
+    in_units, parameters = unit_bytes(part.model, part.units, run.shard, run.num_shards, part.experts)
+    terms = _sharded_terms(run, parameters)
     before = loading_snapshots(config, part, run, in_units, terms)
-    of_batch = (run.objective, run.reference_kind, run.num_read_rows, run.padded_length, run.rows, run.target_length)
-    of_ranks = (run.shard.context_parallel, run.shard.context_method)
-    extra, eva = _extra_passes(config, run)
-    dtypes = [(unit.fqn, unit.dtype) for unit in part.units]
-    others = (run.adapter, without_ranks(run.shard), *of_batch, run.mask_fraction, *of_ranks, run.on_gpu, extra, dtypes)
-    of_model = without_dtype(run.model)
-    record, has_loss_head = cache.get("record", (of_model, *others), lambda: _record(config, run, part, extra))
-    of_recording = (without_loss(of_model), has_loss_head, *others)
+    recorded = RecordedRun.of(config, part, run)
+    model, has_loss_head = recorded.build(config, cache)
     try:
-        with _math_attention() if _keeps_scores(config, run) else nullcontext():
-            recordings = cache.get("recording", of_recording, record)
+        recordings = recorded.record(model, has_loss_head, cache)
     except CANNOT_RUN as error:
         return SimulatedStep((*before,), problem=what_failed(error))
-    if run.on_gpu:
-        terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
-        if run.objective.is_cross_entropy and not has_loss_head:
-            recordings = _with_chunks_of_gpus(recordings, model, run)
-    terms["batch"] = (
-        2 * batch_bytes(model, _batch_size(config, run)) * run.num_micro_batches
-    )  # also those of the next step
-    terms["buffers"] = sum(buffer.nbytes for buffer in model.buffers()) + FIGURES_BYTES
-    if _batch_size(config, run).shares_prompts:  # a model keeps them from its first batch on
-        num_models = 2 if run.has_sharded_reference else 1
-        terms["layer masks"] = num_models * layer_mask_bytes(model, run.padded_length)
-    if _keeps_scores(config, run):  # one more copy in the backward pass, as measured on an H200
-        terms["attention scores"] = _score_bytes(config, run)
-    if not run.shard.is_sharded:
-        terms[GRADIENTS] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
-            terms["buckets of the first step"] = terms[GRADIENTS]
-    begin, rules = SIMULATORS[run.shard.wrapper], _rules(model, run)
+    if run.on_gpu and run.objective.is_cross_entropy and not has_loss_head:
+        recordings = _with_chunks_of_gpus(recordings, part.model, run)
+    terms |= _constant_terms(config, part.model, run, recorded)
+    begin, rules = SIMULATORS[run.shard.wrapper], _rules(part.model, run)
     directions: list[int] = []
-    if eva is not None and EVA in recordings.extra:
+    if recorded.eva is not None and EVA in recordings.extra:
         before += _find_directions(begin(in_units, rules, {**terms}), recordings)
-        directions = eva.state_bytes(recordings.extra[EVA][0], dict(model.named_parameters()))
+        directions = recorded.eva.state_bytes(recordings.extra[EVA][0], dict(part.model.named_parameters()))
     uncounted, teacher = dict(recordings.uncounted), teacher_of(run, cache)
     if teacher is not None:
         terms[TEACHER], rules = teacher.held_bytes, replace(rules, teacher_pass_bytes=teacher.pass_bytes)
@@ -144,38 +112,36 @@ def plan_step(config: PretrainedConfig, part: RankPart, run: PlannedRun, cache: 
     return SimulatedStep(snapshots, simulator.most_offloaded, None, uncounted, directions, teacher)
 
 
-def _batch_size(config: PretrainedConfig, run: PlannedRun) -> BatchSize:
-    shares_prompts = run.is_packed and run.objective.samples == "pairs"
-    sizes = run.num_read_rows, run.padded_length, run.shard.context_parallel
-    keeps_whole = run.shard.context_parallel > 1 and run.objective.compares_whole_sequences
-    size = BatchSize(*sizes, run.rows, shares_prompts, keeps_whole)
-    size = replace(size, target_length=run.target_length, mask_fraction=run.mask_fraction)
-    if isinstance(run.objective, DistillConfig):
-        num_targets = run.objective.top_k or int(config.get_text_config().vocab_size)
-        return replace(size, num_targets=num_targets, has_targets=run.objective.is_precomputed)
-    return size
+def _sharded_terms(run: PlannedRun, parameters: int) -> dict[str, int]:
+    """Bytes by term of the loaded model and of its reference, each with shards of `parameters` bytes."""
+    if run.shard.cpu_offload:
+        return {}
+    return {"parameters": parameters} | ({"reference": parameters} if run.has_sharded_reference else {})
 
 
-def _keeps_scores(config: PretrainedConfig, run: PlannedRun) -> bool:
-    """Whether attention keeps the scores of all pairs of tokens.
-
-    On a GPU, torch's flash attention supports no float32, and the kernel that does supports no grouped-query heads.
-    """
-    text: Any = config.get_text_config()
-    heads, key_heads = (getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value"))
-    is_grouped = bool(heads and key_heads and key_heads < heads)
-    return run.on_gpu and is_grouped and run.shard.param_dtype == "float32" and run.model.attention in ("auto", "sdpa")
+def _constant_terms(
+    config: PretrainedConfig, model: PreTrainedModel, run: PlannedRun, recorded: RecordedRun
+) -> dict[str, int]:
+    """Bytes by term that a device holds besides from the first step on."""
+    terms = {"cuBLAS workspace": CUBLAS_WORKSPACE_BYTES} if run.on_gpu else {}
+    terms["batch"] = 2 * batch_bytes(model, recorded.size) * run.num_micro_batches  # also those of the next step
+    terms["buffers"] = sum(buffer.nbytes for buffer in model.buffers()) + FIGURES_BYTES
+    if recorded.size.shares_prompts:  # a model keeps them from its first batch on
+        num_models = 2 if run.has_sharded_reference else 1
+        terms["layer masks"] = num_models * layer_mask_bytes(model, run.padded_length)
+    if recorded.keeps_scores:  # one more copy in the backward pass, as measured on an H200
+        terms["attention scores"] = _score_bytes(config, run)
+    if not run.shard.is_sharded:
+        terms[GRADIENTS] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        if run.on_gpu:  # as measured on an H200 with torch 2.11; on CPUs they are freed
+            terms["buckets of the first step"] = terms[GRADIENTS]
+    return terms
 
 
 def _score_bytes(config: PretrainedConfig, run: PlannedRun) -> int:
     """Bytes of the float32 scores of all token pairs in one layer."""
     text: Any = config.get_text_config()
     return 4 * run.num_rows * int(text.num_attention_heads) * max(run.padded_length, run.decoder_length) ** 2
-
-
-def _math_attention() -> AbstractContextManager[None]:
-    found: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
-    return found
 
 
 def _with_chunks_of_gpus(recordings: Recordings, model: PreTrainedModel, run: PlannedRun) -> Recordings:
@@ -225,45 +191,8 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
     )
 
 
-def _extra_passes(config: PretrainedConfig, run: PlannedRun) -> tuple[dict[str, ExtraPasses], EvaPass | None]:
-    """The passes without gradients that are no evaluations, by phase; and that of `adapter.init=eva` by itself."""
-    found: dict[str, ExtraPasses] = {}
-    eva = None
-    if (completions := Completions.of(run)) is not None:
-        found[COMPLETIONS] = completions
-    if run.adapter.finds_directions and not run.resumes:
-        from fsdp_shard.planning.step.eva_pass import EvaPass  # few plans need it
-
-        found[EVA] = eva = EvaPass(replace(_batch_size(config, run), num_rows=run.num_rows), run.num_ranks)
-    return found, eva
-
-
 def _find_directions(simulator: StepSimulator, recordings: Recordings) -> list[Snapshot]:
     """The snapshots of computing an adapter's initial values."""
     simulator.terms.pop("reference", None)  # the reference is opened later
     simulator.run_without_gradients(EVA, recordings.extra[EVA])
     return simulator.snapshots
-
-
-def _record(
-    config: PretrainedConfig, run: PlannedRun, part: RankPart, extra: Mapping[str, ExtraPasses]
-) -> tuple[Callable[[], Recordings], bool]:
-    """Return the function that records one micro-batch, and whether the output head computes the loss."""
-    model, _ = build_planned(config, run.model, run.adapter, run.shard.param_dtype, run.shard)
-    if run.shard.flattens_units:
-        for unit in part.units:  # one flat gradient, which covers frozen parameters too
-            params = [model.get_parameter(name) for name in unit.parameters]
-            if any(param.requires_grad for param in params):
-                for param in params:
-                    param.requires_grad_(True)
-    has_loss_head = run.shard.tensor_parallel == 1 and use_loss_head(  # otherwise the head is divided
-        model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy
-    )
-    divide_model(model, run.shard)
-    num_parts = run.shard.context_parallel
-    if num_parts > 1:
-        sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
-    size = replace(_batch_size(config, run), upcasts_logits=run.objective.is_cross_entropy and not has_loss_head)
-    make = partial(planned_batch, model, run.objective, run.reference_kind, size)
-    record = partial(record_passes, model, run.shard, part.units, make, uncast=part.experts, rows=run.rows, extra=extra)
-    return record, has_loss_head
