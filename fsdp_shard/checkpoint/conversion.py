@@ -219,7 +219,7 @@ def _check(settings: ConvertSettings, source: Location) -> None:
         refuse_adapter_within(stored)  # what is left of it is another model, which nobody wants to publish
         _check_source_and_target(settings, source, index)
         _compare_with_given_config(settings, source, index)
-        check_model_config(source.directory)  # without a config, nobody could load the pushed model
+        check_model_config(source.config_directory)  # without a config, nobody could load the pushed model
 
 
 def _check_source_and_target(settings: ConvertSettings, source: Location, index: TensorIndex) -> None:
@@ -240,7 +240,7 @@ def _compare_with_given_config(settings: ConvertSettings, source: Location, inde
         return []
     from fsdp_shard.checkpoint.integrity.load_checks import compare_with_config
 
-    problems, notes = compare_with_config(index, source.model_directory)
+    problems, notes = compare_with_config(index, source.expected_config_directory)
     if problems:
         raise CheckpointError(f"config={settings.config} is not the config of {index.path}: {problems[0].message}")
     return notes

@@ -53,9 +53,10 @@ class Location:
 
     Its directories; all but the first may download, or write the config of a GGUF file:
         side: Beside the weights, with config and tokenizer.
-        model_directory: Where the config should be: of an adapter's base, of `config_path`, or made from GGUF.
-        directory: The same, checked: ModelError without a usable config.
-        tokenizer_directory, tokenizer: The same two for the tokenizer.
+        expected_config_directory: Where the config should be: of an adapter's base, of `config_path`, or made from
+            GGUF.
+        config_directory: The same, checked: ModelError without a usable config.
+        expected_tokenizer_directory, tokenizer_directory: The same two for the tokenizer.
 
     Attributes:
         path: The path as passed.
@@ -139,30 +140,30 @@ class Location:
         )
 
     @cached_property
-    def model_directory(self) -> Path:
+    def expected_config_directory(self) -> Path:
         """The expected directory of the config; a GGUF file's is made from its metadata."""
         if self.is_adapter:
-            base = self.base
-            if self.new_head is None or self.config_path is not None or not has_file(base.model_directory, CONFIG):
-                return base.model_directory
-            return classifier_directory(base.model_files, self.new_head.config)
+            directory = self.base.expected_config_directory
+            if self.new_head is None or self.config_path is not None or not has_file(directory, CONFIG):
+                return directory
+            return classifier_directory(self.base.model_files, self.new_head.config)
         if self.config_path is not None:
-            return _locate_named("config", self.config_path).directory
-        directory = self._config_directory
+            return _locate_named("config", self.config_path).config_directory
+        directory = self._beside_weights
         if self.format == GGUF_FORMAT and (self.weights.is_file() or not has_file(directory, CONFIG)):
             starts = (piece.start for entry in self.index.tensors.values() for piece in entry.pieces)
             return gguf_model_files(self.index.files()[0], min(starts, default=0))
         return directory
 
     @property
-    def _config_directory(self) -> Path:
+    def _beside_weights(self) -> Path:
         """The expected directory of config and tokenizer: that of the weights, or `side`."""
         return self.side or (self.weights if self.weights.is_dir() else self.weights.parent)
 
     @property
-    def directory(self) -> Path:
+    def config_directory(self) -> Path:
         """The directory with the model's config; ModelError if there is no usable config."""
-        model, home = self.base if self.is_adapter else self, self.model_directory
+        model, home = self.base if self.is_adapter else self, self.expected_config_directory
         if model.format is not None and not has_file(home, CONFIG):
             raise ModelError(
                 f"{model.weights} holds weights, but there is no config.json in "
@@ -177,35 +178,35 @@ class Location:
         return home
 
     @property
-    def tokenizer(self) -> Path:
+    def tokenizer_directory(self) -> Path:
         """The directory with the tokenizer; ModelError if it is that of the config and has none."""
-        if self.tokenizer_directory == self.model_directory:
-            return self.directory
-        list_model_files(self.tokenizer_directory)
-        return self.tokenizer_directory
+        if self.expected_tokenizer_directory == self.expected_config_directory:
+            return self.config_directory
+        list_model_files(self.expected_tokenizer_directory)
+        return self.expected_tokenizer_directory
 
     @cached_property
-    def tokenizer_directory(self) -> Path:
+    def expected_tokenizer_directory(self) -> Path:
         """The expected directory of the tokenizer.
 
         It is the one passed, else that of an adapter or of weights without a config if they have one, else that of the
         config.
         """
         if self.tokenizer_path is not None:
-            directory = _locate_named("tokenizer", self.tokenizer_path).tokenizer_directory
+            directory = _locate_named("tokenizer", self.tokenizer_path).expected_tokenizer_directory
             if not replace_tokenizer({}, list_model_files(directory)):
                 raise ModelError(f"tokenizer={self.tokenizer_path}: there are no files of a tokenizer in {directory}.")
             return directory
-        has_own = (self.is_adapter or self.config_path is not None) and has_tokenizer(self._config_directory)
+        has_own = (self.is_adapter or self.config_path is not None) and has_tokenizer(self._beside_weights)
         if has_own:
-            return self._config_directory
+            return self._beside_weights
         if self.is_adapter:
-            refuse_other_tokenizer(self.weights, self.model_directory)
-        return self.model_directory
+            refuse_other_tokenizer(self.weights, self.expected_config_directory)
+        return self.expected_config_directory
 
     def with_config_and_tokenizer(self, config: str | None, tokenizer: str | None) -> Location:
         """Return the same weights, with this config if they have none, and this tokenizer if one is passed."""
-        if config is None or has_file(self.model_directory, CONFIG):
+        if config is None or has_file(self.expected_config_directory, CONFIG):
             config = self.config_path
         return dataclasses.replace(self, config_path=config, tokenizer_path=tokenizer or self.tokenizer_path)
 
@@ -216,18 +217,18 @@ class Location:
     @cached_property
     def model_files(self) -> dict[str, Path]:
         """The model's files other than weights, by name, such as config, tokenizer and license."""
-        files = list_model_files(self.model_directory)
-        if self.tokenizer_directory == self.model_directory:
+        files = list_model_files(self.expected_config_directory)
+        if self.expected_tokenizer_directory == self.expected_config_directory:
             return files
-        return replace_tokenizer(files, list_model_files(self.tokenizer_directory))
+        return replace_tokenizer(files, list_model_files(self.expected_tokenizer_directory))
 
     @cached_property
     def index(self) -> TensorIndex:
         """The stored tensors, for an adapter its own; raises CheckpointError."""
-        if self._config_directory.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
-            list_model_files(self._config_directory)
+        if self._beside_weights.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
+            list_model_files(self._beside_weights)
         is_alone = self.config_path is not None and not self.is_adapter
-        return open_weights(self.weights, self.model_directory if is_alone else self.side, self.step)
+        return open_weights(self.weights, self.expected_config_directory if is_alone else self.side, self.step)
 
     @cached_property
     def model_index(self) -> TensorIndex:
@@ -240,8 +241,8 @@ class Location:
         except InputError as error:
             raise self._unreadable_base(location.path, error) from error
         if self.config_path is None:
-            refuse_other_config(adapter.root, location.model_directory)
-        return merge_adapter(adapter, base, self.model_directory)
+            refuse_other_config(adapter.root, location.expected_config_directory)
+        return merge_adapter(adapter, base, self.expected_config_directory)
 
     def check_dequantizable(self) -> str | None:
         """Check that the weights, by the tensors here or the config, are plain or can be dequantized.
@@ -253,7 +254,7 @@ class Location:
             CheckpointError: `convert dequantize=true` does not support the method.
         """
         has_weights = self.format is not None and not self.is_adapter
-        method = quantization(self.index) if has_weights else configured_quantization(self.model_directory)
+        method = quantization(self.index) if has_weights else configured_quantization(self.expected_config_directory)
         if method not in DEQUANTIZED:
             refuse_quantized(self.weights, method)
         return method
@@ -263,10 +264,10 @@ class Location:
 
         These are weights, config, tokenizer, and for an adapter those of its base.
         """
-        directory = self.weights if self.is_adapter else self.model_directory
+        directory = self.weights if self.is_adapter else self.expected_config_directory
         config = [directory / peft.ADAPTER_CONFIG] if has_file(directory, peft.ADAPTER_CONFIG) else []
         is_elsewhere = self.config_path is not None or self.tokenizer_path is not None
-        named = list_model_files(self.tokenizer_directory).values() if is_elsewhere else ()
+        named = list_model_files(self.expected_tokenizer_directory).values() if is_elsewhere else ()
         paths = sorted({*self.index.files(), *list_model_files(directory).values(), *config, *named})
         states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         return states + (self.base.file_states() if self.is_adapter else [])

@@ -195,7 +195,7 @@ class FinetuneConfig(RunConfig):
 
         trust = self.model.trust_remote_code
         settings = DispatchConfig(max_memory=max_memory, dtype=dtype, trust_remote_code=trust)
-        config = load_config(source.directory, trust)
+        config = load_config(source.config_directory, trust)
         return dispatch_model(source, config, settings, log=log, context=context.without_tensor_parallel())
 
     def check(self, prefix: str) -> None:

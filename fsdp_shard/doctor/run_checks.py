@@ -168,7 +168,7 @@ def prepare_samples(config: FinetuneConfig) -> PreparedData | None:
         return None
     source = _source(config)
     model_config(config)  # transformers reads it for the tokenizer, whose error would not name it
-    tokenizer = models.load_tokenizer(source.tokenizer, config.model.trust_remote_code)
+    tokenizer = models.load_tokenizer(source.tokenizer_directory, config.model.trust_remote_code)
     task = training.data_task(config.model, source, config.objective.samples)
     _settle_length(config)
     tokenized = tokenize_all(config.data, tokenizer, task=task.name)
@@ -192,7 +192,7 @@ def model_config(config: FinetuneConfig) -> PretrainedConfig:
 
 
 def _context(config: FinetuneConfig) -> models.ContextLength:
-    return models.load_context_length(_source(config).directory, config.model.trust_remote_code)
+    return models.load_context_length(_source(config).config_directory, config.model.trust_remote_code)
 
 
 def _settle_length(config: FinetuneConfig) -> int:

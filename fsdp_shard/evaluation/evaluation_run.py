@@ -72,14 +72,14 @@ def run_evaluation(
     refuse_remote(run_dir, "run_dir", "give a local directory.")
     trust = settings.dispatch.trust_remote_code
     for source in settings.sources:
-        config = load_config(source.directory, trust)
+        config = load_config(source.config_directory, trust)
         if settings.task not in SCORED_ROWS:  # their models are of other kinds
             check_causal(config)
         if settings.task in (PERPLEXITY, LM_EVAL):
             check_left_to_right(config)
         if settings.data.packing:
             check_packing(config)
-    tokenizer = load_tokenizer(settings.source.tokenizer, trust)
+    tokenizer = load_tokenizer(settings.source.tokenizer_directory, trust)
     if context is not None:  # weight digests, and batches of large models, take longer than a training step
         context = context.with_new_group(LONGEST_TIMEOUT_SECONDS)
     is_main = context is None or context.is_main
@@ -89,7 +89,7 @@ def run_evaluation(
     log(evaluation.describe())
 
     def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:
-        its_config = load_config(source.directory, trust)
+        its_config = load_config(source.config_directory, trust)
         return dispatch_model(
             source, its_config, settings.dispatch, kv_cache, log=log, context=context, on_plan=on_plan
         )

@@ -64,4 +64,4 @@ def provenance(
 def _generation_config(source: Location) -> dict[str, str] | None:
     """The digest of generation_config.json; without the file, the model's config applies."""
     name = "generation_config.json"
-    return {"digest": config_digest(source.directory, name)} if has_file(source.directory, name) else None
+    return {"digest": config_digest(source.config_directory, name)} if has_file(source.config_directory, name) else None

@@ -78,10 +78,10 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
         ModelError: The models cannot be compared: different vocabularies, a model that is not decoder-only, or
             non-finite logits.
     """
-    tokenizer = load_tokenizer(a.tokenizer)
+    tokenizer = load_tokenizer(a.tokenizer_directory)
     tokens = tokenize(tokenizer, prompt)
     for source in (a, b):
-        check_vocabulary(tokens, load_config(source.directory))
+        check_vocabulary(tokens, load_config(source.config_directory))
     if not tokens:
         raise DataError(f"--logits {prompt!r} has no tokens that the model in {a} knows; give other text.")
     warnings = [line for source in (a, b) if (line := _check(source, len(tokens)))]
@@ -112,7 +112,7 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
 
 def _check(source: Location, num_tokens: int) -> str | None:
     """Check that the model predicts next tokens; return a warning if the prompt is longer than its context."""
-    config = load_config(source.directory)
+    config = load_config(source.config_directory)
     check_causal(config)
     return context_length_of(config).check(f"{source}: --logits, with {num_tokens} tokens,", num_tokens, "shorten it")
 
@@ -120,7 +120,7 @@ def _check(source: Location, num_tokens: int) -> str | None:
 def _logits(source: Location, tokens: list[int]) -> torch.Tensor:
     """Logits [num_tokens, vocabulary] of the model at `source`, float64 on the CPU; the model is deleted afterwards."""
     # diff has already listed the tensors
-    model = dispatch_model(source, load_config(source.directory), DispatchConfig(), log=lambda text: None)
+    model = dispatch_model(source, load_config(source.config_directory), DispatchConfig(), log=lambda text: None)
     try:
         with torch.inference_mode(), model_run_errors(model):
             logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double().cpu()

@@ -114,7 +114,7 @@ def load_dispatched(
     source = locate(_fixed(path), base=None if base is None else _fixed(base), config=config)
     settings = with_adapters(settings, source, located) if located else settings
     with torch.device("cpu"):  # for tensors created without a device; torch.set_default_device may name another
-        model = dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
+        model = dispatch_model(source, load_config(source.config_directory, settings.trust_remote_code), settings)
         if located:
             add_adapters(model, located, source)
     return model
@@ -348,12 +348,12 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 
 def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
     """Read generation_config.json if it exists; otherwise the config's options apply. Unsafe options are unset."""
-    if model.can_generate() and checkpoint.has_file(source.directory, "generation_config.json"):
+    if model.can_generate() and checkpoint.has_file(source.config_directory, "generation_config.json"):
         try:
-            model.generation_config = GenerationConfig.from_pretrained(source.directory)
+            model.generation_config = GenerationConfig.from_pretrained(source.config_directory)
         except Exception as error:  # anything the file's content may cause
             raise ModelError(
-                f"{source.directory / 'generation_config.json'} is not a valid generation config "
+                f"{source.config_directory / 'generation_config.json'} is not a valid generation config "
                 f"({type(error).__name__}); repair it, or remove it to use the defaults."
             ) from error
     if model.can_generate() and model.generation_config is not None:

@@ -17,7 +17,7 @@ def check_checkpoint(source: Location) -> None:
         >>> fs.check_checkpoint(config.source)  # doctest: +SKIP
     """
     check_loadable(source.model_index)
-    check_model_config(source.directory)
+    check_model_config(source.config_directory)
 
 
 def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: str | None, seed: int) -> None:
@@ -43,7 +43,7 @@ def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: 
         refuse_changed(settings.generation, ["output_scores"], "generation.", why)
     for name, location in settings.adapter_sources.items():
         try:
-            check_unmerged(location.index, settings.source.index, settings.source.model_directory)
+            check_unmerged(location.index, settings.source.index, settings.source.expected_config_directory)
         except CheckpointError as error:
             raise CheckpointError(f"adapters.{name}: {error}") from error
     check_standard_input(settings, is_shared=num_ranks > 1 and not shares_memory(launch))

@@ -46,7 +46,7 @@ def add_adapters(model: PreTrainedModel, adapters: Mapping[str, Location], base:
         CheckpointError: An adapter is not for this model, or cannot stay unmerged.
     """
     for name, location in adapters.items():
-        settings, parts = checkpoint.check_unmerged(location.index, base.index, base.model_directory)
+        settings, parts = checkpoint.check_unmerged(location.index, base.index, base.expected_config_directory)
         settings.try_patterns([fqn for fqn, _ in model.named_modules()])
         _inject(model, name, location)
         layers = _layers_of(model, name)

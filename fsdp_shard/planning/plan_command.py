@@ -43,7 +43,7 @@ def check_plan(config: PlannedSettings) -> None:
     if config.search and config.kept_run_dir is not None:
         require_package("matplotlib", "plots", "search=true with run_dir", "remove run_dir")
     source = planned_model(config).source
-    check_model_config(source.directory)
+    check_model_config(source.config_directory)
     source.check_dequantizable()
 
 

@@ -117,7 +117,7 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     from fsdp_shard.planning.generation_plan import plan_generation
 
     budget = KVCacheBudget(config.train.micro_batch_size, length)
-    model_config = load_config(model.source.directory, config.model.trust_remote_code)
+    model_config = load_config(model.source.config_directory, config.model.trust_remote_code)
     settings, adapters = config.dispatch, config.adapter_sources
     if adapters:
         settings = with_adapters(settings, model.source, adapters)

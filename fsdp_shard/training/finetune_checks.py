@@ -141,7 +141,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_fr
     packs_pairs = config.data.packing and config.objective.samples == data.PAIRS
     if config.data.packing and not packs_pairs:
         models.check_packing(model_config, config.model.attention)
-    open_tokenizer = cache(lambda: models.load_tokenizer(source.tokenizer, config.model.trust_remote_code))
+    open_tokenizer = cache(lambda: models.load_tokenizer(source.tokenizer_directory, config.model.trust_remote_code))
     if task == models.MASKED_LM:
         data.SpecialTokens.of(open_tokenizer())
     if any(part.kind != "text" for part in data.all_sources(config.data)):
@@ -188,7 +188,7 @@ def _check_lora(
     if is_read and (earlier := locate_earlier(adapter, model_name(config.model))) is not None:
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         check_head(adapter, config.model.labels, earlier)
-        check_earlier(added, adapter, shapes, earlier, source.model_index, source.model_directory)
+        check_earlier(added, adapter, shapes, earlier, source.model_index, source.expected_config_directory)
     quantize_base(model, adapter.quantize, config.shard, {})
     sharding.check_shardable(model, config.shard)  # quantized weights may be units of their own
 

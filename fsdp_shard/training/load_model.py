@@ -274,9 +274,9 @@ def _check_resumed_base(
     recorded: checkpoint.BaseModel,
 ) -> None:
     """Raise CheckpointError unless the model is the one that the adapter in `resume_from` was trained on."""
-    if not checkpoint.is_base_model(index, recorded, source.model_directory):
+    if not checkpoint.is_base_model(index, recorded, source.expected_config_directory):
         raise other_model(resume_from, recorded, config.path)
-    if changes := checkpoint.config_changes(recorded, source.model_directory):
+    if changes := checkpoint.config_changes(recorded, source.expected_config_directory):
         raise other_config(resume_from, recorded, config.path, changes)
 
 
@@ -298,7 +298,7 @@ def _base_model(
         began, where = (recorded.adapter, recorded.adapter_path) if recorded is not None else (None, None)
         if resume_from is None and (earlier := locate_earlier(adapter, model_name(config))) is not None:
             began, where = checkpoint.fingerprint(earlier.index), adapter.path
-        model, values = lora.base_path(config, source), checkpoint.computation(source.model_directory)
+        model, values = lora.base_path(config, source), checkpoint.computation(source.expected_config_directory)
         return checkpoint.BaseModel(
             model,
             checkpoint.fingerprint(index),
@@ -306,11 +306,11 @@ def _base_model(
             adapter=began,
             adapter_path=where,
             config=values,
-            vocabulary=checkpoint.vocabulary(source.tokenizer_directory),
+            vocabulary=checkpoint.vocabulary(source.expected_tokenizer_directory),
         )
     if resume_from is not None:
         return checkpoint.read_base_model(resume_from)
-    values = checkpoint.computation(source.model_directory)
+    values = checkpoint.computation(source.expected_config_directory)
     return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index), config=values)
 
 

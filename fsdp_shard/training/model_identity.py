@@ -47,8 +47,8 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
     try:
         source = checkpoint.locate(given.path, given.gguf_file, fetch_weights=False) if is_unchanged else config.source
         with source.model_index as index:
-            is_same = checkpoint.is_base_model(index, recorded, source.model_directory)
-        changes = checkpoint.config_changes(recorded, source.model_directory)
+            is_same = checkpoint.is_base_model(index, recorded, source.expected_config_directory)
+        changes = checkpoint.config_changes(recorded, source.expected_config_directory)
     except InputError as error:
         if is_unchanged:
             return f"model.path={given.path} was not compared with the start of the run, as it is gone: {error}"

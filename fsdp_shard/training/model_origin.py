@@ -59,7 +59,7 @@ class RunStart:
 
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
         """Open the tokenizer of `source`."""
-        return load_tokenizer(self.source.tokenizer, self.trust_remote_code)
+        return load_tokenizer(self.source.tokenizer_directory, self.trust_remote_code)
 
 
 def model_source(config: ModelSettings, step_directory: Path | None) -> Location:
@@ -81,7 +81,7 @@ def model_on_meta(config: ModelConfig, source: Location) -> PreTrainedModel:
 
 def origin_config(config: ModelConfig, source: Location) -> PretrainedConfig:
     """Load the config of a run's model, with the classes of a new head and a padding token if `labels` require one."""
-    model = load_config(source.directory, config.trust_remote_code)
+    model = load_config(source.config_directory, config.trust_remote_code)
     if config.labels:
         model.architectures = [classifier_name(model)]
         model.id2label = dict(enumerate(config.labels))
@@ -197,7 +197,7 @@ def build_model(
 
 def layer_drop_notes(config: ModelConfig, source: Location) -> list[str]:
     """Return a line about layer drop in the model's config, which training does not apply."""
-    found = _dropped_layers(load_config(source.directory, config.trust_remote_code))
+    found = _dropped_layers(load_config(source.config_directory, config.trust_remote_code))
     settings = " and ".join(f"{name}={value}" for name, value in found.items())
     why = "no layer is dropped at random, as ranks would drop different ones"
     return [f"config.json has {settings}, which is not applied: {why}"] if found else []
@@ -313,7 +313,7 @@ def collect_model_files(
         files[CONFIG] = set_classes(files[CONFIG], classifier_entries(model, model_on_meta(model, source)))
     if not has_own_template:
         return files
-    tokenizer = with_chat_template(load_tokenizer(source.tokenizer, model.trust_remote_code), data)
+    tokenizer = with_chat_template(load_tokenizer(source.tokenizer_directory, model.trust_remote_code), data)
     name = data.chat_template if data.template_text is None else None
     files = set_chat_template(files, str(tokenizer.chat_template), name, tokenizer_only=adapter is not None)
     return files if adapter is None else files | adapter.files()

@@ -265,7 +265,7 @@ def _first_lines(config: FinetuneSettings, run: TrainingRun, start: RunStart) ->
             f"shard.context_parallel={run.context.num_context_ranks}: the loss and metrics of your own get the tokens "
             f"of one rank, not whole sequences; they must be sums over tokens"
         )
-    context_length = load_context_length(start.source.directory, config.model.trust_remote_code)
+    context_length = load_context_length(start.source.config_directory, config.model.trust_remote_code)
     lines += [*describe_lengths(config.data, context_length), *describe_missing_numactl(config.launch)]
     if (epochs := run.config.epochs) is not None:
         steps = format_count(run.config.num_steps, "step")

@@ -42,14 +42,14 @@ def test_a_directory_that_is_no_model(tmp_path: Path, make: Callable[[Path], obj
     make(tmp_path)
     found = locate(tmp_path)
     with pytest.raises(ModelError, match=message) as raised:
-        found.directory  # noqa: B018  # reading it is the check
+        found.config_directory  # noqa: B018  # reading it is the check
     assert str(tmp_path) in str(raised.value)
 
 
 def test_planning_needs_no_weights(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path)
     found = locate(str(tmp_path))
-    assert (found.directory, found.tokenizer, found.format) == (tmp_path, tmp_path, None)
+    assert (found.config_directory, found.tokenizer_directory, found.format) == (tmp_path, tmp_path, None)
     with pytest.raises(CheckpointError, match=r"not a checkpoint that .* can read: the directory holds config\.json"):
         found.index  # noqa: B018
 
@@ -69,7 +69,7 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
 
 def test_a_weight_file_has_the_config_of_its_directory(tiny_model: Path) -> None:
     found = locate(tiny_model / "model.safetensors")
-    assert (found.directory, found.format) == (tiny_model, "huggingface")
+    assert (found.config_directory, found.format) == (tiny_model, "huggingface")
     assert found.index.file == tiny_model / "model.safetensors"
     assert set(found.model_files) == set(locate(tiny_model).model_files)
 
@@ -295,7 +295,7 @@ def test_a_tokenizer_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
     llama_config().save_pretrained(config)
     byte_tokenizer().save_pretrained(tokenizer)
     found = locate(alone, config=config / "config.json", tokenizer=tokenizer)
-    assert (found.directory, found.tokenizer) == (config, tokenizer)
+    assert (found.config_directory, found.tokenizer_directory) == (config, tokenizer)
     assert {*found.model_files} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
     states = found.file_states()
     (tokenizer / "tokenizer_config.json").write_text("{}")
@@ -303,7 +303,9 @@ def test_a_tokenizer_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=rf"tokenizer={config}: there are no files of a tokenizer in {config}"):
         locate(tiny_model, tokenizer=config).model_files  # noqa: B018
     byte_tokenizer().save_pretrained(alone.parent)
-    assert locate(alone, config=tiny_model).tokenizer == alone.parent, "theirs, rather than that of the config"
+    assert locate(alone, config=tiny_model).tokenizer_directory == alone.parent, (
+        "theirs, rather than that of the config"
+    )
 
 
 def test_what_is_named_is_used_instead_of_what_the_weights_have(tiny_model: Path, tmp_path: Path) -> None:
@@ -420,12 +422,12 @@ def test_side_files_that_lead_out_of_the_directory_are_refused(name: str, tiny_m
     reads: list[Callable[[], object]] = [
         lambda: load_dispatched(root),
         lambda: locate(root).index,
-        lambda: locate(root).tokenizer,
+        lambda: locate(root).tokenizer_directory,
         lambda: summarize_checkpoint(root),
         lambda: convert(root, tmp_path / "target"),
     ]
     if name != "adapter_config.json":
-        reads += [lambda: locate(root).directory, lambda: locate(tiny_model, tokenizer=root).tokenizer]
+        reads += [lambda: locate(root).config_directory, lambda: locate(tiny_model, tokenizer=root).tokenizer_directory]
     for read in reads:
         with pytest.raises(CheckpointError, match=f"{name} is a link to .*outside.* it is not followed"):
             read()
@@ -438,7 +440,7 @@ def test_links_of_a_hub_cache_are_followed_to_their_own_blobs(tiny_model: Path, 
     snapshot.mkdir(parents=True)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    assert locate(snapshot).tokenizer == snapshot
+    assert locate(snapshot).tokenizer_directory == snapshot
     assert verify(snapshot).problems == ()
     load_dispatched(snapshot)
 

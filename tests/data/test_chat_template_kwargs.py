@@ -92,7 +92,7 @@ def test_a_run_its_checkpoints_and_what_they_generate(given: list[str], tmp_path
     trained = run_recipe("finetune", tmp_path / "run", *given, variables, "train.steps=2")
     assert trained.status == 0, trained.err
     assert "today's date" not in trained.out + trained.err
-    saved = load_tokenizer(locate(trained.checkpoint).tokenizer)
+    saved = load_tokenizer(locate(trained.checkpoint).tokenizer_directory)
     assert render(saved) == "\n1 May 2026\n<user>a</s><assistant>[]".replace("</s>", str(saved.eos_token))
     resumed = run_recipe("finetune", tmp_path / "run", *given, variables, "train.steps=3")
     assert resumed.status == 0, resumed.err

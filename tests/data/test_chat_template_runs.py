@@ -34,7 +34,7 @@ def test_a_run_and_its_resumption(settings: list[str], tmp_path: Path, streaming
     given = [*settings, f"data.streaming={streaming}", "checkpoint.layout=gathered"]
     whole = run_recipe("finetune", tmp_path / "whole", *given, "train.steps=6")
     assert whole.status == 0, whole.err
-    assert load_tokenizer(locate(whole.checkpoint).tokenizer).chat_template == TEMPLATE
+    assert load_tokenizer(locate(whole.checkpoint).tokenizer_directory).chat_template == TEMPLATE
     assert run_recipe("finetune", tmp_path / "parts", *given, "train.steps=3", "launch.ranks=2").status == 0
     second = run_recipe("finetune", tmp_path / "parts", *given, "train.steps=6")
     assert second.status == 0, second.err
@@ -49,7 +49,7 @@ def test_the_template_lies_beside_an_adapter(settings: list[str], tmp_path: Path
     given = [*settings, "adapter=lora", "train.steps=2"]
     ended = run_recipe("finetune", tmp_path / "run", *given)
     assert ended.status == 0, ended.err
-    assert load_tokenizer(locate(ended.checkpoint).tokenizer).chat_template == TEMPLATE
+    assert load_tokenizer(locate(ended.checkpoint).tokenizer_directory).chat_template == TEMPLATE
     assert run_recipe("finetune", tmp_path / "run", *given, "train.steps=4").status == 0
     other = [name for name in settings if "chat_template" not in name]
     refused = run_recipe("finetune", tmp_path / "run", *other, "adapter=lora", "train.steps=6")
@@ -65,6 +65,6 @@ def test_the_name_of_a_template(settings: list[str], tmp_path: Path, tiny_model:
     given = [*settings, f"model.path={model}", "data.chat_template=short"]
     ended = run_recipe("finetune", tmp_path / "run", *given, "train.steps=2")
     assert ended.status == 0, ended.err
-    saved = load_tokenizer(locate(ended.checkpoint).tokenizer)
+    saved = load_tokenizer(locate(ended.checkpoint).tokenizer_directory)
     assert saved.chat_template == {"default": TEMPLATE, "short": TEMPLATE}
     assert run_recipe("finetune", tmp_path / "run", *given, "train.steps=4").status == 0

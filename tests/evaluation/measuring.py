@@ -21,7 +21,7 @@ from fsdp_shard.models import load_tokenizer
 def evaluation(model: Path, data: DataConfig, run_dir: Path, *, by: str = "windows", **settings: Any) -> Any:
     """The evaluation of `model` on `data`, ready to be measured."""
     given = EvaluateSettings(checkpoint=str(model), data=data, perplexity=PerplexityConfig(by=by), **settings)
-    return open_perplexity(EvaluationBase(given, run_dir, 0, load_tokenizer(given.source.tokenizer)))
+    return open_perplexity(EvaluationBase(given, run_dir, 0, load_tokenizer(given.source.tokenizer_directory)))
 
 
 def measure(

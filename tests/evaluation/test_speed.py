@@ -139,7 +139,9 @@ def test_a_pass_is_that_of_generate(tmp_path: Path) -> None:
 
     def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:
         reserved.append(kv_cache)
-        loaded = dispatch_model(source, load_config(source.directory), DispatchConfig("cpu"), kv_cache, on_plan=on_plan)
+        loaded = dispatch_model(
+            source, load_config(source.config_directory), DispatchConfig("cpu"), kv_cache, on_plan=on_plan
+        )
         loaded.register_forward_hook(record, with_kwargs=True)
         return loaded
 

@@ -48,7 +48,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _logits(context: DistributedContext, path: Path) -> tuple[torch.Tensor, int]:
     source = locate(path)
-    model = dispatch_model(source, load_config(source.directory), DispatchConfig(), context=context)
+    model = dispatch_model(source, load_config(source.config_directory), DispatchConfig(), context=context)
     held = sum(param.to_local().nbytes if hasattr(param, "to_local") else param.nbytes for param in model.parameters())
     with torch.inference_mode():
         return model(IDS).logits, held
@@ -58,7 +58,7 @@ def _logits(context: DistributedContext, path: Path) -> tuple[torch.Tensor, int]
 def test_logits_are_those_of_the_whole_model(name: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(name)
     source = locate(path)
-    whole = dispatch_model(source, load_config(source.directory), DispatchConfig())
+    whole = dispatch_model(source, load_config(source.config_directory), DispatchConfig())
     with torch.inference_mode():
         expected = whole(IDS).logits
     num_bytes = sum(param.nbytes for param in whole.parameters())

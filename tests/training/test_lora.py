@@ -240,15 +240,17 @@ def test_a_tokenizer_that_lies_beside_an_adapter_is_taken(
     """As trl saves one with tokens and a chat template of its own."""
     adapter = shutil.copytree(runs["fsdp2"].checkpoint, tmp_path / "adapter")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    assert locate(adapter).tokenizer == locate(tiny_model).directory
+    assert locate(adapter).tokenizer_directory == locate(tiny_model).config_directory
     tokenizer.chat_template = "its own"
     tokenizer.save_pretrained(adapter)
-    assert load_tokenizer(locate(adapter).tokenizer).chat_template == "its own"
+    assert load_tokenizer(locate(adapter).tokenizer_directory).chat_template == "its own"
     convert(adapter, tmp_path / "merged")
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "its own"
     assert (tmp_path / "merged" / "config.json").is_file()
     (adapter / "tokenizer.json").unlink()
-    assert locate(adapter).tokenizer == locate(tiny_model).directory, "settings without a tokenizer are none"
+    assert locate(adapter).tokenizer_directory == locate(tiny_model).config_directory, (
+        "settings without a tokenizer are none"
+    )
 
 
 def test_generate_and_evaluate_take_a_run_with_an_adapter(

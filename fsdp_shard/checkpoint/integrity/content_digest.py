@@ -67,7 +67,7 @@ def config_digest(directory: Path, name: str = "config.json") -> str:
 
 def describe_model(source: Location) -> dict[str, Any]:
     """Return `describe_weights` with the digest of the model's config, `config`."""
-    return describe_weights(source) | {"config": config_digest(source.directory)}
+    return describe_weights(source) | {"config": config_digest(source.config_directory)}
 
 
 def model_digests(model: Mapping[str, Any]) -> list[str]:

@@ -125,7 +125,7 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
             problems = [Problem(note) for note in merged.notes]
             changed = [name for name, entry in merged.tensors.items() if location.base.index.tensors.get(name) != entry]
             scan(merged, (), changed)
-            found, notes = compare_with_config(merged, location.model_directory)
+            found, notes = compare_with_config(merged, location.expected_config_directory)
     except (InputError, OSError) as error:
         return [Problem(str(error))], []
     return problems + found, notes

@@ -63,7 +63,7 @@ def under_model_names(
 
 def _models(locations: Sequence[Location]) -> tuple[PreTrainedModel, PreTrainedModel] | None:
     """Build the model of each checkpoint; None unless both have one, of the same class."""
-    homes = [location.model_directory for location in locations]
+    homes = [location.expected_config_directory for location in locations]
     configured = [home for home in homes if has_file(home, CONFIG)]
     if not configured:
         return None

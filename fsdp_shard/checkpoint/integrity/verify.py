@@ -259,13 +259,13 @@ class _Checkpoint:
         if location.is_adapter:
             self.checked.append(ADAPTER_CONFIG)
             found, notes = compare_with_base(location, index)
-        elif has_file(location.model_directory, CONFIG):
+        elif has_file(location.expected_config_directory, CONFIG):
             self.checked.append(CONFIG)
             try:
                 refuse_adapter_within(index)
             except CheckpointError as error:
                 self.problems.append(Problem(str(error)))
-            found, notes = compare_with_config(index, location.model_directory)
+            found, notes = compare_with_config(index, location.expected_config_directory)
         else:
             return
         self.problems += found

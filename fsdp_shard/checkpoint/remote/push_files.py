@@ -31,7 +31,7 @@ def model_to_push(location: Location) -> dict[str, Path]:
         CheckpointError: The weights are damaged, or a file is a link out of the directory.
         ModelError: There is no config.json.
     """
-    root = location.directory
+    root = location.config_directory
     files = {**location.model_files, **_weights(location)}
     others = [CARD, *(() if SINGLE_FILE in files else (INDEX_FILE,))]
     files |= {name: member(root, name) for name in others if has_file(root, name)}

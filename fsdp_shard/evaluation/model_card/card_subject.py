@@ -202,7 +202,7 @@ def _tokenizer_digest(location: Location) -> tuple[str | None, list[str]]:
     from fsdp_shard.models import load_tokenizer
 
     try:
-        return tokenizer_digest(load_tokenizer(location.tokenizer)), []
+        return tokenizer_digest(load_tokenizer(location.tokenizer_directory)), []
     except ModelError as error:  # such as one with code of its own, which only an evaluation is allowed to run
         return None, [f"whether evaluations had this tokenizer, as it cannot be loaded: {error}"]
 
@@ -223,13 +223,13 @@ def _weights_of(run: Run) -> Mapping[str, Any]:
 def _has_base(location: Location) -> bool:
     """Whether the base model of an adapter is on this machine, with its weights and config."""
     try:
-        return bool(location.base.index.tensors) and location.directory.is_dir()
+        return bool(location.base.index.tensors) and location.config_directory.is_dir()
     except InputError:
         return False
 
 
 def _architectures(location: Location) -> tuple[str, ...]:
-    config = read_json(location.directory / "config.json")
+    config = read_json(location.config_directory / "config.json")
     found = config.get("architectures") if isinstance(config, dict) else None
     names = found if isinstance(found, list) else []
     return tuple(name for name in names if isinstance(name, str) and name.isidentifier())

@@ -259,14 +259,14 @@ def open_perplexity(base: EvaluationBase) -> PerplexityEvaluation:
     """
     settings, tokenizer, ranks = base.settings, base.tokenizer, base.ranks
     trust = settings.dispatch.trust_remote_code
-    contexts = [context_length_of(load_config(source.directory, trust), trust) for source in settings.sources]
+    contexts = [context_length_of(load_config(source.config_directory, trust), trust) for source in settings.sources]
     lengths = dict.fromkeys(context_length.describe(settings.data.window_length) for context_length in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
     # Rank 0 tokenizes; other ranks read the tokens from the cache.
     first = run_on_all(ranks, lambda: opened(settings.data, settings.stride, tokenizer) if ranks.is_main else None)
     text = run_on_all(ranks, lambda: first or opened(settings.data, settings.stride, tokenizer))
     if settings.other_source is not None:
-        other = load_tokenizer(settings.other_source.tokenizer, trust)
+        other = load_tokenizer(settings.other_source.tokenizer_directory, trust)
         check_same_tokens(text.windows, tokenizer, other, settings.source, settings.other_source)
     return PerplexityEvaluation(**vars(base), text=text, lengths=tuple(lengths))
 
@@ -282,7 +282,7 @@ def settle_windows(settings: EvaluateSettings) -> None:
     def length_of(context_length: ContextLength) -> float:
         return math.inf if context_length.length is None else context_length.length
 
-    found = [load_context_length(source.directory, trust) for source in settings.sources]
+    found = [load_context_length(source.config_directory, trust) for source in settings.sources]
     for context_length in sorted(found, key=length_of):
         settle_length(settings.data, context_length)
     length, stride = settings.data.window_length, settings.stride

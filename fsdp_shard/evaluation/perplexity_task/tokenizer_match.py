@@ -36,9 +36,9 @@ def check_same_tokens(
     else:
         return
     raise ConfigError(
-        f"checkpoint={source} and against={other_source} have different tokenizers, {source.tokenizer} and "
-        f"{other_source.tokenizer}: {problem}. Their losses per token do not compare; evaluate each alone, and compare "
-        f"bits_per_byte in their result.json."
+        f"checkpoint={source} and against={other_source} have different tokenizers, {source.tokenizer_directory} and "
+        f"{other_source.tokenizer_directory}: {problem}. Their losses per token do not compare; evaluate each alone, "
+        f"and compare bits_per_byte in their result.json."
     )
 
 

@@ -72,7 +72,7 @@ def has_other_config(weights: Mapping[str, Any], source: Location) -> bool:
         ModelError: `source` has no usable config.
     """
     found = weights.get("config")
-    return isinstance(found, str) and found != config_digest(source.directory)
+    return isinstance(found, str) and found != config_digest(source.config_directory)
 
 
 def digests_in(weights: Mapping[str, Any]) -> Digests | None:

@@ -180,7 +180,7 @@ def open_classification(base: EvaluationBase) -> Classification:
         DataError: The data cannot be read, has no text with a label, or has a class unknown to the model.
     """
     settings = base.settings
-    config = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
+    config = load_config(settings.source.config_directory, settings.dispatch.trust_remote_code)
     task, length = classifier_task(settings)
     texts = open_labeled_texts(settings.data, base.tokenizer, task, base.ranks)
     named: dict[Any, str] = dict(config.id2label or {})
@@ -196,7 +196,7 @@ def check_classification(settings: EvaluateSettings) -> None:
         ConfigError: `data.sequence_length` exceeds the model's context.
     """
     trust = settings.dispatch.trust_remote_code
-    config: PretrainedConfig = load_config(settings.source.directory, trust)
+    config: PretrainedConfig = load_config(settings.source.config_directory, trust)
     try:
         check_model_task(config, SEQUENCE_CLASSIFICATION)
     except ModelError as error:

@@ -168,7 +168,7 @@ def open_generation(base: EvaluationBase) -> GeneratedAnswers:
     """
     settings = base.settings
     trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
-    config = load_config(settings.source.directory, trust)
+    config = load_config(settings.source.config_directory, trust)
     length = context_length_of(config, trust).length
     has_encoder = bool(config.is_encoder_decoder)
     room = None if length is None else length - (0 if has_encoder else most)
@@ -195,7 +195,7 @@ def check_answering(settings: EvaluateSettings) -> None:
         ConfigError: The data does not suit the model, or its context has no room.
     """
     trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
-    config = load_config(settings.source.directory, trust)
+    config = load_config(settings.source.config_directory, trust)
     check_generates(config)
     if config.is_encoder_decoder:
         check_task(SEQ2SEQ, settings.data)

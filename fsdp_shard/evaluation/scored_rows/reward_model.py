@@ -197,7 +197,7 @@ def check_rewards(settings: EvaluateSettings) -> None:
         ConfigError: `data.sequence_length` exceeds the model's context.
     """
     trust = settings.dispatch.trust_remote_code
-    config = load_config(settings.source.directory, trust)
+    config = load_config(settings.source.config_directory, trust)
     needs = f"task={REWARD} needs a reward model, which is a sequence classifier with one output"
     give = "give a checkpoint that was trained with objective=reward"
     try:

@@ -68,4 +68,5 @@ def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:
     """Return the task of the classifier in `settings.checkpoint`, and a note on text lengths and its context."""
     trust, source = settings.dispatch.trust_remote_code, settings.source
     task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
-    return task, context_length_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)
+    context_length = context_length_of(load_config(source.config_directory, trust), trust)
+    return task, context_length.describe(settings.data.window_length)

@@ -161,14 +161,15 @@ def open_speed(base: EvaluationBase) -> SpeedEvaluation:
         raise ConfigError(
             f"task=speed measures one process, and this run has {context.world_size} ranks; remove launch.ranks."
         )
-    config: PretrainedConfig = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
+    config: PretrainedConfig = load_config(settings.source.config_directory, settings.dispatch.trust_remote_code)
     sizes, unmeasured = sizes_within(settings.speed, context_length_of(config, settings.dispatch.trust_remote_code))
     return SpeedEvaluation(**vars(base), sizes=tuple(sizes), unmeasured=tuple(unmeasured))
 
 
 def check_sizes(settings: EvaluateSettings) -> None:
     """Raise ConfigError if the model's context has room for none of the sizes."""
-    sizes_within(settings.speed, load_context_length(settings.source.directory, settings.dispatch.trust_remote_code))
+    directory, trust = settings.source.config_directory, settings.dispatch.trust_remote_code
+    sizes_within(settings.speed, load_context_length(directory, trust))
 
 
 def sizes_within(speed: SpeedConfig, context_length: ContextLength) -> tuple[list[Size], list[UnmeasuredSize]]:

@@ -63,12 +63,12 @@ def complete_prompts(
     check(settings)
     source, is_main = settings.source, context is None or context.is_main
     log: Log = say if is_main else lambda text: None
-    sampling, trusted = settings.generation, settings.dispatch.trust_remote_code
-    config, tokenizer = load_config(source.directory, trusted), load_tokenizer(source.tokenizer, trusted)
+    sampling, trust = settings.generation, settings.dispatch.trust_remote_code
+    config, tokenizer = load_config(source.config_directory, trust), load_tokenizer(source.tokenizer_directory, trust)
     tokenizer = with_template_variables(tokenizer, settings.template_variables, "chat_template_kwargs")
     prompts = [] if settings.is_conversation else prompt_files.read_prompts(settings)
     encoded = tokenize_prompts(tokenizer, prompts, config, chat=settings.chat, system=settings.system)
-    room = context_length_of(config, trusted)
+    room = context_length_of(config, trust)
     if beyond := check_room(prompts, encoded, sampling.max_new_tokens, room, has_encoder=config.is_encoder_decoder):
         log(f"warning: {beyond}")
 

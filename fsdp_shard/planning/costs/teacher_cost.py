@@ -50,5 +50,5 @@ def with_teacher(cost: StepCost, run: PlannedRun, cache: PlanCache) -> StepCost:
 
 def _amounts(distill: DistillConfig, *, trust_remote_code: bool) -> tuple[ModelCosts | None, str | None]:
     """FLOPs of the teacher, or why they cannot be measured."""
-    config = load_config(distill.locate(fetch_weights=False).directory, trust_remote_code)
+    config = load_config(distill.locate(fetch_weights=False).config_directory, trust_remote_code)
     return measured_amounts(lambda: model_from_config(config, DispatchConfig(trust_remote_code=trust_remote_code)))

@@ -77,7 +77,7 @@ def _plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
     source, trust = distill.locate(fetch_weights=False), run.model.trust_remote_code
     settings = DispatchConfig(max_memory=_budgets(distill, run), trust_remote_code=trust)
     try:
-        config = load_config(source.directory, trust)
+        config = load_config(source.config_directory, trust)
         model = model_from_config(config, settings)
         devices = plan_dispatch(model, settings)[1]
     except InputError as error:

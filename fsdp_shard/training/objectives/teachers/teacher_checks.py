@@ -25,7 +25,7 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
     teacher, trust = distill.source, config.model.trust_remote_code
     named = f"objective.teacher={distill.teacher}"
     try:
-        own = models.load_config(teacher.directory, trust)
+        own = models.load_config(teacher.config_directory, trust)
         models.check_causal(own)
         models.check_left_to_right(own)
         checkpoint.check_loadable(teacher.model_index)
@@ -35,16 +35,16 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
         models.context_length_of(own, trust).check(
             f"data.sequence_length={config.data.window_length}", config.data.window_length, advice
         )
-        ids = models.load_tokenizer(teacher.tokenizer, trust, can_be_named=False).get_vocab()
+        ids = models.load_tokenizer(teacher.tokenizer_directory, trust, can_be_named=False).get_vocab()
     except InputError as error:
         raise type(error)(f"{named}: {error}") from error
-    sizes = [each.get_text_config().vocab_size for each in (own, models.load_config(source.directory, trust))]
+    sizes = [each.get_text_config().vocab_size for each in (own, models.load_config(source.config_directory, trust))]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"{named} has a vocabulary of {sizes[0]} tokens, and {config.model.path} one of {sizes[1]}: a student "
             f"learns from the probabilities of the same tokens. Choose a teacher of the same family."
         )
-    for token, number in models.load_tokenizer(source.tokenizer, trust).get_vocab().items():
+    for token, number in models.load_tokenizer(source.tokenizer_directory, trust).get_vocab().items():
         if (other := ids.get(token)) != number:
             has = f"does not have the token {token!r}" if other is None else f"has the token {token!r} as {other}"
             raise ConfigError(
@@ -68,7 +68,7 @@ def teacher_record(config: FinetuneSettings) -> dict[str, bytes]:
     source = config.objective.source
     path = source.path if source.step is None else str(source.weights)
     with replace(source).model_index as index:  # as it is stored; loading a teacher may change its index
-        values = checkpoint.computation(source.model_directory)
+        values = checkpoint.computation(source.expected_config_directory)
         return {checkpoint.TEACHER: checkpoint.BaseModel(path, checkpoint.fingerprint(index), config=values).to_json()}
 
 
@@ -85,13 +85,13 @@ def check_same_teacher(config: FinetuneSettings, step_directory: Path | None) ->
     if recorded is None:  # saved by an earlier version
         return
     with replace(source).model_index as index:
-        if not checkpoint.is_base_model(index, recorded, source.model_directory):
+        if not checkpoint.is_base_model(index, recorded, source.expected_config_directory):
             raise CheckpointError(
                 f"{step_directory} was trained with the teacher {recorded.path}, but objective.teacher="
                 f"{config.objective.teacher} holds other weights (names, dtypes, shapes or values differ). Give the "
                 f"teacher that it was trained with, or start a new run in another run_dir."
             )
-    if changes := checkpoint.config_changes(recorded, source.model_directory):
+    if changes := checkpoint.config_changes(recorded, source.expected_config_directory):
         raise CheckpointError(
             f"{step_directory} was trained with the teacher {recorded.path}, but config.json of objective.teacher="
             f"{config.objective.teacher} differs from its config.json: {', '.join(changes)}. Restore these values, or "

@@ -88,7 +88,7 @@ def num_tokens(distill: DistillConfig, config: FinetuneSettings) -> int:
     """Return how many of the teacher's tokens count for each prediction."""
     if distill.top_k is not None:
         return distill.top_k
-    text = load_config(distill.source.directory, config.model.trust_remote_code).get_text_config()
+    text = load_config(distill.source.config_directory, config.model.trust_remote_code).get_text_config()
     return int(text.vocab_size)
 
 
