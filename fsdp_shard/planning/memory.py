@@ -107,9 +107,9 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, step: SimulatedS
     """The memory of one rank; `staging` is the size of its copy for asynchronous saves."""
     is_offloaded = run.shard.cpu_offload
     total = state.parameters + state.gradients + state.optimizer + state.average
-    own = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
+    rank_bytes = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
     if run.saves_every and not run.on_gpu:  # one memory; a save that nothing follows touches no page of the copy
-        own["staging"] = staging
+        rank_bytes["staging"] = staging
     host = state.pinned + state.optimizer + state.average if is_offloaded else 0
     teacher = step.teacher
     host += 0 if teacher is None else teacher.host_bytes
@@ -126,14 +126,14 @@ def _rank_memory(rank: int, state: ShardState, run: PlannedRun, step: SimulatedS
         reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
         average_bytes=state.average,
         teacher_bytes=0 if teacher is None else teacher.held_bytes,
-        schedule=step.snapshots,
+        shared_snapshots=step.snapshots,
         highest_snapshots=step.highest_snapshots,
-        own={name: num for name, num in own.items() if num},
-        own_by_phase=_own_in_phases(state, run, step.directions[rank] if step.directions else 0),
+        rank_bytes={name: num for name, num in rank_bytes.items() if num},
+        rank_bytes_by_phase=_rank_bytes_by_phase(state, run, step.directions[rank] if step.directions else 0),
     )
 
 
-def _own_in_phases(state: ShardState, run: PlannedRun, directions: int) -> dict[str, dict[str, int]]:
+def _rank_bytes_by_phase(state: ShardState, run: PlannedRun, directions: int) -> dict[str, dict[str, int]]:
     """Bytes by phase and term that a rank holds in one phase only; `directions` are the bytes of `eva`."""
     found: dict[str, dict[str, int]] = {EVA: {DIRECTIONS: directions}} if directions else {}
     if run.shard.cpu_offload:

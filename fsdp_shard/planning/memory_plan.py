@@ -31,11 +31,11 @@ class RankMemory:
         reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
         teacher_bytes: Bytes that a teacher running alongside holds on the device.
-        schedule: The snapshots of a run without rank-specific bytes; shared by ranks.
-        highest_snapshots: The snapshots of `schedule` with the most bytes in their phase. What a rank adds is constant
-            within a phase, so its peak is one of them.
-        own: Bytes by term that this rank adds at each point from the first step on.
-        own_by_phase: The same for bytes in one phase only, by phase.
+        shared_snapshots: The snapshots of a run without rank-specific bytes; shared by ranks.
+        highest_snapshots: Those of them with the most bytes in their phase. What a rank adds is constant within a
+            phase, so its peak is one of them.
+        rank_bytes: Bytes by term that this rank adds at each point from the first step on.
+        rank_bytes_by_phase: The same for bytes in one phase only, by phase.
     """
 
     rank: int
@@ -50,10 +50,10 @@ class RankMemory:
     reference_bytes: int = 0
     average_bytes: int = 0
     teacher_bytes: int = 0
-    schedule: tuple[Snapshot, ...] = ()
+    shared_snapshots: tuple[Snapshot, ...] = ()
     highest_snapshots: tuple[Snapshot, ...] = ()
-    own: Mapping[str, int] = field(default_factory=dict)
-    own_by_phase: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    rank_bytes: Mapping[str, int] = field(default_factory=dict)
+    rank_bytes_by_phase: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def state_bytes(self) -> int:
@@ -63,7 +63,7 @@ class RankMemory:
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
         """The device memory at each point of a run."""
-        return tuple(self._complete(snapshot) for snapshot in self.schedule)
+        return tuple(self._complete(snapshot) for snapshot in self.shared_snapshots)
 
     @cached_property
     def peak(self) -> Snapshot | None:
@@ -82,8 +82,8 @@ class RankMemory:
 
     def _terms(self, snapshot: Snapshot) -> dict[str, int]:
         """Bytes by term at a point, including this rank's own."""
-        own = {} if snapshot.phase in ("load", EVA, "resume") else self.own
-        return {**own, **snapshot.terms, **self.own_by_phase.get(snapshot.phase, {})}
+        rank_bytes = {} if snapshot.phase in ("load", EVA, "resume") else self.rank_bytes
+        return {**rank_bytes, **snapshot.terms, **self.rank_bytes_by_phase.get(snapshot.phase, {})}
 
 
 @dataclass(frozen=True)

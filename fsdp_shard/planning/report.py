@@ -96,7 +96,7 @@ def _host_lines(plan: MemoryPlan) -> list[str]:
     most = max(rank.needed_host_bytes for rank in plan.per_rank)
     lines = []
     if staging:
-        where = "" if any("staging" in rank.own for rank in plan.per_rank) else ", not included in the peak"
+        where = "" if any("staging" in rank.rank_bytes for rank in plan.per_rank) else ", not included in the peak"
         lines.append(
             f"Asynchronous saves copy up to {format_size(staging)} per rank into host memory{where}; "
             f"checkpoint.asynchronous=false avoids the copy."
