@@ -12,9 +12,9 @@ from .config import (
 )
 from .context_parallel.attention import (
     attention_over as attention_over,
-    chosen_method as chosen_method,
-    divide_attention as divide_attention,
-    divided_by as divided_by,
+    context_method_of as context_method_of,
+    resolve_context_method as resolve_context_method,
+    use_context_parallel as use_context_parallel,
     without_context_parallel as without_context_parallel,
 )
 from .context_parallel.checks import check_context_parallel as check_context_parallel

@@ -22,7 +22,7 @@ from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.gradients import clip_grad_norm_over_meshes
 from fsdp_shard.sharding.module_shards import shards_of
 from fsdp_shard.sharding.prepare_model import prepare_model
-from fsdp_shard.sharding.routed_lists import alternatives, complete_gradients, is_within
+from fsdp_shard.sharding.routed_lists import complete_gradients, is_within, skippable_modules
 from fsdp_shard.utils import replace_tensors, reshard_over
 
 _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # from torch 2.13 on
@@ -133,7 +133,7 @@ def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> in
 
 def _units_run_in_part(model: nn.Module, units: Sequence[Unit]) -> list[str]:
     """FQNs of the units that hold, besides what always runs, modules that may run on some ranks only."""
-    may_run = set(alternatives(model)) - {unit.fqn for unit in units}
+    may_run = set(skippable_modules(model)) - {unit.fqn for unit in units}
     return [unit.fqn for unit in units if any(is_within(name, may_run) for name in unit.parameters)]
 
 

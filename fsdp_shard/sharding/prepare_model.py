@@ -19,7 +19,7 @@ from fsdp_shard.sharding.activation_checkpointing import (
     recomputed_fqns,
 )
 from fsdp_shard.sharding.config import ShardConfig, Unit
-from fsdp_shard.sharding.context_parallel.attention import chosen_method, divide_attention
+from fsdp_shard.sharding.context_parallel.attention import resolve_context_method, use_context_parallel
 from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.utils import give_back_free_memory, nearest, non_persistent_buffers, persistent_buffers
 
@@ -60,7 +60,7 @@ def _divide_sequences(model: nn.Module, shard: ShardConfig, context: Distributed
         )
     if shard.context_parallel > 1:
         assert isinstance(model, PreTrainedModel), "context_parallel is for finetune, whose models are transformers'"
-        divide_attention(model, chosen_method(shard, model.config))
+        use_context_parallel(model, resolve_context_method(shard, model.config))
 
 
 def complete_buffers(model: nn.Module, context: DistributedContext) -> None:

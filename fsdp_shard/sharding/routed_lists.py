@@ -23,7 +23,7 @@ def routed_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield fqn, module
 
 
-def alternatives(model: nn.Module) -> Iterator[str]:
+def skippable_modules(model: nn.Module) -> Iterator[str]:
     """Yield the FQN of each module in a plain list of similar modules, over which a user's module loops.
 
     That module may skip some of them. transformers models do so only in `routed_lists`.

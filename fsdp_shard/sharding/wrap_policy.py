@@ -19,7 +19,7 @@ from fsdp_shard.models import Block, no_split_blocks, quantized_weights, tied_na
 from fsdp_shard.sharding.config import Shape, ShardConfig, Unit, itemsize
 from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.mesh import num_shards
-from fsdp_shard.sharding.routed_lists import alternatives, is_within, routed_lists
+from fsdp_shard.sharding.routed_lists import is_within, routed_lists, skippable_modules
 from fsdp_shard.utils import format_size, format_table
 
 # A block outside of the layers (an embedding, a head) is a unit from this size; a final norm with its few kilobytes is
@@ -106,7 +106,7 @@ def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable
     """
     trace, layers = trace_forward(model), {block.fqn for block in blocks if block.repeated}
     routed = tuple(f"{fqn}." for fqn, _ in routed_lists(model))
-    may_run = {fqn for fqn in alternatives(model) if fqn not in layers and is_within(fqn, layers)}
+    may_run = {fqn for fqn in skippable_modules(model) if fqn not in layers and is_within(fqn, layers)}
 
     def can_gather(fqn: str) -> bool:
         module = model.get_submodule(fqn)

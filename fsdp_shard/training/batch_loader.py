@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset, Ints, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
-from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, divided_by, transformers_model
+from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, context_method_of, transformers_model
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loss.device_batch import DeviceBatch, OwnPart, PackedAnswers, own_label_positions
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
@@ -145,7 +145,7 @@ class BatchLoader:
 
 def context_ranks(model: nn.Module, context: DistributedContext) -> ContextRanks | None:
     """Return the ranks that divide the sequences of `model` with this one; None if it processes whole sequences."""
-    method = divided_by(model)
+    method = context_method_of(model)
     return None if method is None else ContextRanks.of(context, method)
 
 

@@ -29,7 +29,7 @@ from fsdp_shard.sharding import (
     ShardConfig,
     ShardedModel,
     attention_over,
-    chosen_method,
+    resolve_context_method,
 )
 from fsdp_shard.training import (
     OBJECTIVES,
@@ -202,7 +202,7 @@ def _passes(model: Any, context: DistributedContext, shard: ShardConfig, config:
     inputs: dict[str, Any] = {"input_ids": tokens}
     labels = tokens
     if shard.context_parallel > 1:
-        ranks = ContextRanks.of(context, chosen_method(shard, config))
+        ranks = ContextRanks.of(context, resolve_context_method(shard, config))
         part = ranks.own_part(inputs, tokens.astype(np.int64), masked=-100)
         inputs, labels, sequence = part.inputs, part.labels, part.sequence
     with attention_over(sequence):

@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.sharding import ContextRanks, attention_over
-from fsdp_shard.sharding.context_parallel.attention import divide_attention
+from fsdp_shard.sharding.context_parallel.attention import use_context_parallel
 from fsdp_shard.sharding.context_parallel.masks import SequenceMask
 from fsdp_shard.sharding.context_parallel.sequence_parts import WholeSequence, zigzag_chunks
 from tests.support.ranks import on_ranks
@@ -90,7 +90,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def in_parts(context: DistributedContext, model: Any, method: str, *, packed: bool) -> tuple[float, dict[str, Any]]:
     """The loss and the gradients of all ranks together; each rank computes its part of the sequences."""
     divided = copy.deepcopy(model)
-    divide_attention(divided, method)
+    use_context_parallel(divided, method)
     part = ContextRanks.of(context, method).own_part(*batch_of(packed=packed), masked=MASKED)
     with attention_over(part.sequence):
         loss = loss_of(divided, part.inputs, part.labels)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.sharding import ContextRanks, attention_over
-from fsdp_shard.sharding.context_parallel.attention import divide_attention
+from fsdp_shard.sharding.context_parallel.attention import use_context_parallel
 from fsdp_shard.utils import TorchDispatchMode
 from tests.support.ranks import on_ranks
 
@@ -96,7 +96,7 @@ def train_once(context: DistributedContext, model: Any, method: str, batch_size:
     tokens = np.random.default_rng(1).integers(3, 60, (batch_size, length))
     inputs, labels, sequence = {"input_ids": tokens}, tokens, None
     if context.world_size > 1:
-        divide_attention(model, method)
+        use_context_parallel(model, method)
         part = ContextRanks.of(context, method).own_part(inputs, labels, masked=-100)
         inputs, labels, sequence = part.inputs, part.labels, part.sequence
     with attention_over(sequence):

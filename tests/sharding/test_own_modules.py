@@ -19,7 +19,7 @@ from transformers import (
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, ModelError
-from fsdp_shard.sharding.routed_lists import alternatives, is_within
+from fsdp_shard.sharding.routed_lists import is_within, skippable_modules
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, save_model, token_batch
 
@@ -155,8 +155,8 @@ def test_fsdp1_shards_no_parameters_that_peft_adapts_one_by_one() -> None:
     on_ranks(1, shard)
 
 
-def test_experts_in_plain_lists_are_alternatives() -> None:
-    found = set(alternatives(Mixture()))
+def test_experts_in_plain_lists_are_skippable() -> None:
+    found = set(skippable_modules(Mixture()))
     layers = {"layers.0", "layers.1"}
     assert found == layers | {f"{layer}.experts.{number}" for layer in layers for number in range(4)}
     assert is_within("layers.1.experts.3.up.weight", found)

@@ -174,7 +174,7 @@ def _of_parts(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
     shard, num = run.shard, run.shard.context_parallel
     if num == 1 or facts.amounts is None:
         return
-    method = sharding.chosen_method(shard, facts.config)
+    method = sharding.resolve_context_method(shard, facts.config)
     num_chunks = num if method == "ulysses" else 2 * num
     part = -(-run.sequence_length // num_chunks) * num_chunks // num
     itemsize, tokens = sharding.itemsize(shard.param_dtype), run.num_micro_batches * run.num_rows * part

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, PADDED
 from fsdp_shard.planning.step.recording.recorder import Recorder
-from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
+from fsdp_shard.sharding import ContextRanks, WholeSequence, context_method_of
 from fsdp_shard.training import (
     LOSS_CHUNK_BYTES,
     CustomFunctions,
@@ -249,7 +249,7 @@ def _batch(model: PreTrainedModel, size: BatchSize) -> DeviceBatch:
     if "SequenceClassification" in type(model).__name__:
         labels = torch.zeros((num_rows,), dtype=torch.long)
     label_positions = torch.zeros(min(labels.numel(), size.num_trained_labels), dtype=torch.long)
-    method = divided_by(model)
+    method = context_method_of(model)
     if method is None:
         return DeviceBatch(inputs, labels, label_positions)
     ranks = _SilentRanks.of(SimpleNamespace(num_context_ranks=num_parts, rank=0, context_group=None), method)  # type: ignore[arg-type]  # as much of a context as it uses

@@ -115,7 +115,7 @@ class RecordedRun:
         )
         divide_model(model, shard)
         if shard.context_parallel > 1:
-            sharding.divide_attention(model, sharding.chosen_method(shard, config))
+            sharding.use_context_parallel(model, sharding.resolve_context_method(shard, config))
         return model, has_loss_head
 
     def _record(self, model: PreTrainedModel, has_loss_head: bool) -> Recordings:

@@ -30,7 +30,7 @@ _sequence: ContextVar[WholeSequence | None] = ContextVar("sequence", default=Non
 _before: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # previous attention of models
 
 
-def chosen_method(shard: ShardConfig, config: PretrainedConfig) -> str:
+def resolve_context_method(shard: ShardConfig, config: PretrainedConfig) -> str:
     """The method of `shard`; `auto` is Ulysses if the heads divide evenly over the ranks, else ring attention."""
     if shard.context_method != "auto":
         return shard.context_method
@@ -44,7 +44,7 @@ def num_query_heads(config: PretrainedConfig) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def divide_attention(model: PreTrainedModel, method: str) -> None:
+def use_context_parallel(model: PreTrainedModel, method: str) -> None:
     """Make `model` attend across the ranks that divide its sequences, with `ulysses` or `ring`."""
     AttentionInterface.register(ULYSSES, _attend_by_heads)
     AttentionInterface.register(RING, _attend_in_ring)
@@ -60,7 +60,7 @@ def divide_attention(model: PreTrainedModel, method: str) -> None:
     _before[model] = before
 
 
-def divided_by(model: nn.Module) -> str | None:
+def context_method_of(model: nn.Module) -> str | None:
     """The method with which `model`, or the model that it wraps, attends across ranks; None if it does not."""
     used = attention_implementations(model)
     return next((method for method in (ULYSSES, RING) if method in used), None)
@@ -78,8 +78,8 @@ def attention_over(sequence: WholeSequence | None) -> Iterator[None]:
 
 @contextmanager
 def without_context_parallel(model: nn.Module) -> Iterator[None]:
-    """Within the block, `model`, or the model that it wraps, attends as before `divide_attention`, to generate."""
-    method, inside = divided_by(model), transformers_model(model)
+    """Within the block, `model`, or the model that it wraps, attends as before `use_context_parallel`, to generate."""
+    method, inside = context_method_of(model), transformers_model(model)
     if method is None or inside is None:
         yield
         return

@@ -12,9 +12,9 @@ from fsdp_shard.models import CAUSAL, ModelConfig, attention_implementations, fr
 from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.context_parallel.attention import (
     attention_over,
-    chosen_method,
-    divide_attention,
     num_query_heads,
+    resolve_context_method,
+    use_context_parallel,
 )
 from fsdp_shard.sharding.context_parallel.sequence_parts import RING, ULYSSES, ContextRanks
 
@@ -56,7 +56,7 @@ def check_context_parallel(
             f"{given} cuts each sequence into {2 * ranks} parts, but data.sequence_length={sequence_length} is "
             f"shorter; use fewer ranks, or longer sequences."
         )
-    method = chosen_method(shard, config)
+    method = resolve_context_method(shard, config)
     _check_method(model, shard, method, given)
     _check_positions(config, given, sequence_length)
     _check_model(config, type(model), given)
@@ -128,7 +128,7 @@ def _is_same_in_parts(model: PreTrainedModel) -> bool:
     run: Any = partial(model, use_cache=False)
     with torch.no_grad():
         whole = run(input_ids=window).logits
-        divide_attention(model, RING)
+        use_context_parallel(model, RING)
         part = _MIXED.own_part({"input_ids": window.numpy()}, window.numpy(), masked=-100)
         with attention_over(part.sequence):
             mixed = run(**{name: torch.from_numpy(array) for name, array in part.inputs.items()}).logits
