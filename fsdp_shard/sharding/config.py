@@ -1,7 +1,7 @@
 """The shard settings common to all wrappers, and the interface of a wrapper.
 
 A wrapper consists of its settings, in `registry.py`, and a module of the same name with the functions `shard`,
-`local_shapes`, `chunk_length` and `check_supported`, which is imported on demand. This file imports no torch, so a
+`local_shapes`, `all_gather_numel` and `check_supported`, which is imported on demand. This file imports no torch, so a
 config can be checked without it.
 """
 
@@ -173,7 +173,7 @@ class ShardConfig:
         local: list[dict[str, Shape]] = self._module().local_shapes(shapes, units, num_shards)
         return local
 
-    def chunk_length(self, shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
+    def all_gather_numel(self, shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
         """Number of elements that a rank sends when a unit is gathered, including padding.
 
         Args:
@@ -181,7 +181,7 @@ class ShardConfig:
             dtype: The computation dtype of the unit.
             num_shards: Number of ranks over which one replica is sharded.
         """
-        return int(self._module().chunk_length(shapes, dtype, num_shards))
+        return int(self._module().all_gather_numel(shapes, dtype, num_shards))
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         """Shard `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled."""

@@ -55,7 +55,7 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
     return [dict(shapes) for _ in range(num_shards)]
 
 
-def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
+def all_gather_numel(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
     """The number of elements of all parameters, which are not divided."""
     return sum(map(prod, shapes.values()))
 

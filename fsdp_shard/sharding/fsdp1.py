@@ -96,7 +96,7 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
     return shards
 
 
-def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
+def all_gather_numel(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
     """The length of a unit's flattened parameters, divided evenly."""
     return -(-_flat_spans(shapes, dtype)[1] // num_shards)
 

@@ -126,7 +126,7 @@ def _rows(shape: Shape, num_shards: int, index: int) -> Shape:
     return (len(range(shape[0])[index * per_shard : (index + 1) * per_shard]), *shape[1:])
 
 
-def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
+def all_gather_numel(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
     """The rows of the first shard, to whose size all are padded; scalars are on every rank."""
     return sum(-(-shape[0] // num_shards) * prod(shape[1:]) for shape in shapes.values() if shape)
 

@@ -84,7 +84,7 @@ def _share(
     shapes = {name: _local_shape(facts, run, name) for name in names}
 
     def chunk(chosen: Mapping[str, tuple[int, ...]]) -> int:
-        return shard.chunk_length(chosen, unit.dtype, num_chunks)
+        return shard.all_gather_numel(chosen, unit.dtype, num_chunks)
 
     if shard.flattens_units:  # gradients cover all of a unit, even if only part of it is trained
         elements, stored = chunk(shapes), max((facts.params[name].itemsize for name in names), default=0)
