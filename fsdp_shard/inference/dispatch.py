@@ -203,13 +203,13 @@ def dispatch_model(
         device_map: dict[str, Any] = {"": str(context.device)}
     else:
         blocks, plan = plan_dispatch(model, settings, kv_cache, context)
-        available_memory.check_devices([*plan.devices.values(), plan.main])
+        available_memory.check_devices([*plan.devices.values(), plan.execution_device])
         log(f"{index.path}: {plan.describe()}")
         if on_plan is not None:
             on_plan(plan)
         cache = max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0)
         pages = PageBudget("cpu" in (settings.budgets or {}), cache)
-        quantizer = _quantizer(model, blocks, settings.quantize, plan.main, log)
+        quantizer = _quantizer(model, blocks, settings.quantize, plan.execution_device, log)
         stream = dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
         if stream.num_blocks:  # a model without streamed blocks can be copied and pickled
             schedule.keep_stream(model, stream)
@@ -220,14 +220,14 @@ def dispatch_model(
 
 
 def _quantizer(
-    model: PreTrainedModel, blocks: Sequence[Block], quantize: str, main: Device, log: Log
+    model: PreTrainedModel, blocks: Sequence[Block], quantize: str, execution_device: Device, log: Log
 ) -> quantization.Quantizer | None:
     """Return the quantizer for layers as they are loaded; None if nothing is quantized."""
     if (kind := QUANTIZATIONS.get(quantize)) is None:
         return None
     layers = quantization.quantized_layers(model, blocks, kind)
     log(f"quantize={quantize}: {quantization.describe(model, layers)}")
-    return kind.quantizer(model, layers, main)
+    return kind.quantizer(model, layers, execution_device)
 
 
 def plan_dispatch(

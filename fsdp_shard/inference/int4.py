@@ -32,13 +32,13 @@ class Int4(Quantization):
         # On the CPU, scales and zero points have the dtype of the weights; torch's kernel for GPUs takes bfloat16.
         return rows * (width // 2 + width // _GROUP_SIZE * 2 * (2 if on_gpu else layer.weight.element_size()))
 
-    def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
+    def quantizer(self, model: nn.Module, layers: Layers, execution_device: int | str) -> Quantizer:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
         from torchao.quantization import Int4WeightOnlyConfig
 
         common: Any = {"group_size": _GROUP_SIZE, "set_inductor_config": False}
-        if isinstance(main, int):
-            check_gpu(next((layer.weight.dtype for its in layers.values() for layer in its), None), main)
+        if isinstance(execution_device, int):
+            check_gpu(next((layer.weight.dtype for its in layers.values() for layer in its), None), execution_device)
             config: Any = Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d", **common)
         else:
             config = PrototypeInt4WeightOnlyConfig(**common)

@@ -19,13 +19,13 @@ class Int8(Quantization):
         rows, width = layer.weight.shape
         return rows * (width + layer.weight.element_size())
 
-    def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
+    def quantizer(self, model: nn.Module, layers: Layers, execution_device: int | str) -> Quantizer:
         from torchao.quantization import Int8WeightOnlyConfig
 
         from fsdp_shard.inference import int8_linear
 
         encode = torchao_encoder(Int8WeightOnlyConfig(set_inductor_config=False))
-        if main != "cpu":
+        if execution_device != "cpu":
             return Quantizer(layers, encode)
         replaced = int8_linear.use_int8_products(model, layers)
         return Quantizer(replaced, lambda layer: int8_linear.encode_in_rows(layer, encode))

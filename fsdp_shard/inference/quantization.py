@@ -54,8 +54,8 @@ class Quantization(ABC):
         """Bytes of the layer's quantized weight including scales, on a GPU or on the CPU."""
 
     @abstractmethod
-    def quantizer(self, model: nn.Module, layers: Layers, main: int | str) -> Quantizer:
-        """Prepare to quantize `layers` of `model`, which compute on `main`: a GPU number, or cpu."""
+    def quantizer(self, model: nn.Module, layers: Layers, execution_device: int | str) -> Quantizer:
+        """Prepare to quantize `layers` of `model`, which compute on `execution_device`: a GPU number, or cpu."""
 
 
 def quantized_layers(

@@ -168,7 +168,7 @@ def plan_generation(
     cached = dict(zip(repeated, passes.cached, strict=False))
     cached |= {fqn: cached.get(other, 0) for fqn, other in like.items() if fqn in repeated}
     simulator = _GenerationSimulator(
-        devices, buffers, cached, adapters, READ_BYTES if casts or devices.main != "cpu" else 0
+        devices, buffers, cached, adapters, READ_BYTES if casts or devices.execution_device != "cpu" else 0
     )
     simulator.replay(recording)
     return GenerationPlan(simulator.peaks(), uncounted=_uncounted(model, quantize))
@@ -192,13 +192,13 @@ class _GenerationSimulator:
         self, devices: DevicePlan, buffers: int, cached: Mapping[str, int], adapters: Mapping[str, int], read: int
     ) -> None:
         self._devices, self._cached = devices, cached
-        self._main = device_name(devices.main)
+        self._execution_device = device_name(devices.execution_device)
         self._snapshots: defaultdict[str, list[Snapshot]] = defaultdict(list)
         self._state: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for device, num_bytes in devices.resident_bytes.items():
             if device != "disk":
                 self._state[device_name(device)][WEIGHTS] = num_bytes
-        self._state[self._main] += Counter({WEIGHTS: buffers, IN_FLIGHT: devices.buffer_bytes})
+        self._state[self._execution_device] += Counter({WEIGHTS: buffers, IN_FLIGHT: devices.buffer_bytes})
         if devices.staging_bytes:
             self._state["cpu"][IN_FLIGHT] = devices.staging_bytes
         for fqn, num_bytes in adapters.items():
@@ -236,9 +236,9 @@ class _GenerationSimulator:
                 held[device] += self._cached[where]
 
     def _device_of(self, fqn: str) -> str:
-        """The device that computes a block; everything outside blocks runs on the main device."""
+        """The device that computes a block; everything outside blocks runs on the execution device."""
         if fqn not in self._devices.devices or self._devices.is_streamed(fqn):
-            return self._main
+            return self._execution_device
         return device_name(self._devices.devices[fqn])
 
     def _note(self, device: str, phase: str, where: str, activations: int, held: Counter[str]) -> None:

@@ -34,7 +34,7 @@ TIES = [["embed", "head"]]
 def test_everything_on_the_cpu_when_it_fits() -> None:
     plan = plan_device_map(MODEL, "auto", {"cpu": 81}, ties=TIES)
     assert places(plan) == ["cpu"] * 7
-    assert (plan.main, plan.buffer_bytes, plan.resident_bytes) == ("cpu", 0, {"cpu": 81})
+    assert (plan.execution_device, plan.buffer_bytes, plan.resident_bytes) == ("cpu", 0, {"cpu": 81})
 
 
 def test_what_does_not_fit_is_on_disk_and_the_buffer_has_room() -> None:
@@ -62,7 +62,7 @@ def test_sequential_fills_each_gpu_and_auto_shares_evenly() -> None:
 def test_gpus_then_cpu_then_disk_and_room_for_what_is_streamed() -> None:
     plan = plan_device_map(layers(*[10] * 8), "auto", {0: 30, 1: 20, "cpu": 20})
     assert places(plan) == [0, 0, 1, 1, "cpu", "disk", "disk", "disk"]
-    assert (plan.main, plan.buffer_bytes, plan.staging_bytes) == (0, 10, 10)
+    assert (plan.execution_device, plan.buffer_bytes, plan.staging_bytes) == (0, 10, 10)
     assert [plan.is_streamed(fqn) for fqn in plan.devices] == [False] * 4 + [True] * 4
 
 
@@ -108,7 +108,7 @@ def test_parameters_beside_the_layers_are_never_streamed() -> None:
 def test_parameters_beside_the_layers_are_where_the_inputs_are(strategy: str) -> None:
     last = block("norms", 40, direct=True)
     plan = plan_device_map([*layers(100, 100, 100), last], strategy, {0: 250, 1: 250})
-    assert (plan.main, plan.devices["norms"]) == (0, 0)
+    assert (plan.execution_device, plan.devices["norms"]) == (0, 0)
     assert set(plan.devices.values()) == {0, 1}, "nothing is streamed"
 
 
@@ -116,8 +116,8 @@ def test_a_mapping_takes_the_longest_name_and_tied_blocks_follow() -> None:
     mapping: dict[str, Device] = {"embed": "cpu", "layers": "disk", "layers.1": "cpu", "norm": "cpu"}
     plan = plan_device_map(MODEL, mapping, {}, ties=TIES)
     assert places(plan) == ["cpu", "disk", "cpu", "disk", "disk", "cpu", "cpu"]
-    assert plan.main == "cpu"
-    assert plan_device_map(MODEL, {"": "disk", "layers.0": 3}, {}, ties=TIES).main == 3
+    assert plan.execution_device == "cpu"
+    assert plan_device_map(MODEL, {"": "disk", "layers.0": 3}, {}, ties=TIES).execution_device == 3
 
 
 @pytest.mark.parametrize(
@@ -200,18 +200,18 @@ def test_every_plan_keeps_every_budget(
 ) -> None:
     blocks = layers(*sizes)
     tied = data.draw(st.lists(st.sampled_from([b.fqn for b in blocks]), max_size=3, unique=True))
-    main = min((device for device in budgets if device != "cpu"), default="cpu")
+    execution_device = min((device for device in budgets if device != "cpu"), default="cpu")
     try:
         plan = plan_device_map(blocks, strategy, budgets, ties=[tied] if len(tied) > 1 else [])
     except PlanError:
-        assert budgets[main] < max(sizes) or budgets.get("cpu", sys.maxsize) < max(sizes)
+        assert budgets[execution_device] < max(sizes) or budgets.get("cpu", sys.maxsize) < max(sizes)
         return
     assert list(plan.devices) == [b.fqn for b in blocks]
     assert len({plan.devices[fqn] for fqn in tied}) <= 1
     for device, budget in budgets.items():
         held = sum(b.num_bytes for b in blocks if plan.devices[b.fqn] == device)
         assert held == plan.resident_bytes.get(device, 0)
-        buffers = plan.buffer_bytes if device == plan.main else plan.staging_bytes if device == "cpu" else 0
+        buffers = plan.buffer_bytes if device == plan.execution_device else plan.staging_bytes if device == "cpu" else 0
         assert held + buffers <= budget
     streamed = [b.num_bytes for b in blocks if plan.is_streamed(b.fqn)]
     assert plan.buffer_bytes >= max(streamed, default=0)

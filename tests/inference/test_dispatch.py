@@ -358,7 +358,7 @@ def _budgets_of_ranks(context: DistributedContext, max_memory: dict[Any, str]) -
         _, plan = plan_dispatch(model_from_config(llama_config(layers=4), settings), settings, context=context)
     except ConfigError as error:
         return str(error), set()
-    return "", {*plan.devices.values(), plan.main}
+    return "", {*plan.devices.values(), plan.execution_device}
 
 
 def test_each_rank_uses_its_own_gpu_of_those_with_a_budget() -> None:

@@ -199,8 +199,8 @@ def sizes_within(speed: SpeedConfig, context_length: ContextLength) -> tuple[lis
 
 def _planned(plan: DevicePlan) -> dict[str, Any]:
     """The placement of weights, and the plan's other reservations, by device."""
-    streaming = {device_name(plan.main): plan.buffer_bytes, "cpu": plan.staging_bytes}
-    if plan.main == "cpu":
+    streaming = {device_name(plan.execution_device): plan.buffer_bytes, "cpu": plan.staging_bytes}
+    if plan.execution_device == "cpu":
         streaming["cpu"] = plan.buffer_bytes
     return {
         "weights_bytes": {device_name(device): num_bytes for device, num_bytes in plan.resident_bytes.items()},

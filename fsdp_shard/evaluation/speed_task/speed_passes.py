@@ -125,7 +125,9 @@ class TimedModel:
         for name in _ENDS:
             setattr(self._decoder.config, name, None)
         self._vocabulary = ordinary_tokens(model, tokenizer)
-        self.gpus = sorted(device for device in {*plan.devices.values(), plan.main} if isinstance(device, int))
+        self.gpus = sorted(
+            device for device in {*plan.devices.values(), plan.execution_device} if isinstance(device, int)
+        )
         self.cpu_memory_is_peak = reset_peak_resident_bytes()
 
     def measure(self, size: Size, count: Callable[[int], None]) -> SizeFigures:

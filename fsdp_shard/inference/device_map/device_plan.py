@@ -17,8 +17,8 @@ class DevicePlan:
 
     Attributes:
         devices: Block FQN -> device, in module order.
-        main: The device that streamed blocks compute on.
-        buffer_bytes: Bytes on `main` for `1 + prefetch` of the largest streamed block.
+        execution_device: The device that streamed blocks compute on.
+        buffer_bytes: Bytes on `execution_device` for `1 + prefetch` of the largest streamed block.
         resident_bytes: Bytes of the blocks assigned to each device.
         prefetch: Number of streamed blocks to fetch ahead.
         cache_bytes: Bytes of the KV cache, by computing device.
@@ -26,7 +26,7 @@ class DevicePlan:
     """
 
     devices: dict[str, Device]
-    main: Device
+    execution_device: Device
     buffer_bytes: int
     resident_bytes: dict[Device, int]
     prefetch: int = 0
@@ -34,8 +34,8 @@ class DevicePlan:
     staging_bytes: int = 0
 
     def is_streamed(self, fqn: str) -> bool:
-        """Whether the block's parameters are on the main device only while it runs."""
-        return is_streamed(self.devices[fqn], self.main)
+        """Whether the block's parameters are on the execution device only while it runs."""
+        return is_streamed(self.devices[fqn], self.execution_device)
 
     def table(self) -> str:
         """Return a line per run of neighboring blocks on one device."""
@@ -57,7 +57,8 @@ class DevicePlan:
         ]
         if self.buffer_bytes:
             blocks = f"{1 + self.prefetch} blocks" if self.prefetch else "one block"
-            parts.append(f"{format_size(self.buffer_bytes)} on {device_name(self.main)} for {blocks} in flight")
+            device_of_buffer = device_name(self.execution_device)
+            parts.append(f"{format_size(self.buffer_bytes)} on {device_of_buffer} for {blocks} in flight")
         if self.staging_bytes:
             parts.append(f"{format_size(self.staging_bytes)} on cpu for what is read from disk")
         for device, num_bytes in self.cache_bytes.items():
@@ -88,7 +89,7 @@ class TiedBlocks:
         return max(block.num_bytes for block in self.blocks)
 
     @property
-    def needs_main(self) -> bool:
+    def needs_execution_device(self) -> bool:
         """Whether the blocks cannot be streamed, because parameters that no layer owns are needed throughout a pass."""
         return any(block.direct for block in self.blocks)
 
@@ -109,7 +110,7 @@ def group_tied(
 def checked_plan(
     groups: Sequence[TiedBlocks],
     devices: Mapping[TiedBlocks, Device],
-    main: Device,
+    execution_device: Device,
     budgets: Mapping[Device, int],
     prefetch: int,
     *,
@@ -120,7 +121,7 @@ def checked_plan(
     Args:
         groups: The blocks.
         devices: The device of each group.
-        main: The device that computes.
+        execution_device: The device that computes.
         budgets: Bytes by device.
         prefetch: Maximum number of streamed blocks to prefetch.
         is_given: Whether the user chose the devices, so that a device map derived from the budgets may help.
@@ -128,19 +129,20 @@ def checked_plan(
     Raises:
         PlanError: A device needs more than its budget even without prefetch.
     """
-    streamed = [group for group in groups if is_streamed(devices[group], main)]
+    streamed = [group for group in groups if is_streamed(devices[group], execution_device)]
     block_bytes = max((group.largest_bytes for group in streamed), default=0)
     on_disk = [group.largest_bytes for group in streamed if devices[group] == "disk"]
-    staged_bytes = 0 if main == "cpu" else max(on_disk, default=0)
+    staged_bytes = 0 if execution_device == "cpu" else max(on_disk, default=0)
     resident: Counter[Device] = Counter()
     cache: Counter[Device] = Counter()
     for group in groups:
         resident[devices[group]] += group.num_bytes
         if group.cache_bytes:
-            cache[main if is_streamed(devices[group], main) else devices[group]] += group.cache_bytes
+            computes_on = execution_device if is_streamed(devices[group], execution_device) else devices[group]
+            cache[computes_on] += group.cache_bytes
     for ahead in range(min(prefetch, max(sum(len(group.blocks) for group in streamed) - 1, 0)), -1, -1):
         needed = resident + cache
-        needed[main] += (1 + ahead) * block_bytes
+        needed[execution_device] += (1 + ahead) * block_bytes
         needed["cpu"] += (1 + ahead) * staged_bytes
         lacking = [
             device for device in needed if device != "disk" and needed[device] > budgets.get(device, sys.maxsize)
@@ -149,14 +151,14 @@ def checked_plan(
             owners = {block.fqn: devices[group] for group in groups for block in group.blocks}
             return DevicePlan(
                 owners,
-                main,
+                execution_device,
                 buffer_bytes=(1 + ahead) * block_bytes,
                 resident_bytes=dict(resident),
                 prefetch=ahead,
                 cache_bytes=dict(cache),
                 staging_bytes=(1 + ahead) * staged_bytes,
             )
-    device = main if main in lacking else lacking[0]
+    device = execution_device if execution_device in lacking else lacking[0]
     need, budget = needed[device], budgets[device]
     raise PlanError(
         f"The device map needs {format_size(need)} on {device_name(device)}, where max_memory gives "
@@ -170,9 +172,9 @@ def device_name(device: Device) -> str:
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
-def is_streamed(device: Device, main: Device) -> bool:
-    """Whether a block assigned to `device` is copied to `main` each time it runs."""
-    return device == "disk" or (device == "cpu" and main != "cpu")
+def is_streamed(device: Device, execution_device: Device) -> bool:
+    """Whether a block assigned to `device` is copied to `execution_device` each time it runs."""
+    return device == "disk" or (device == "cpu" and execution_device != "cpu")
 
 
 def enough(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Streams blocks: their parameters are fetched to the main device shortly before they run, and released afterwards.
+"""Streams blocks: fetches their parameters to the execution device shortly before they run, and releases them after.
 
 While a block computes, threads fetch the following ones. Parameters that the CPU can use directly in a file stay in
 the module; only their pages are populated and, if memory is short, dropped. The others are on the meta device, and

@@ -65,12 +65,12 @@ def dispatch_blocks(
     Returns:
         The streamed blocks.
     """
-    main = torch.device(device_name(plan.main))
+    execution_device = torch.device(device_name(plan.execution_device))
     reader = TensorReader(index)
-    rebuild_buffers(model, main)
+    rebuild_buffers(model, execution_device)
     for owner, name, fqn, buffer in list(persistent_buffers(model)):
         if buffer.is_meta:
-            filled = torch.empty_like(buffer, device=main)
+            filled = torch.empty_like(buffer, device=execution_device)
             setattr(owner, name, filled)
             reader.fill(stored[fqn], filled)
     stream = _BlockLoader(model, plan, reader, stored, page_budget).load(blocks, quantizer)
@@ -78,7 +78,7 @@ def dispatch_blocks(
         index.remember_files()
     index.close()  # a later read opens its files again
     _move_inputs(model, blocks, plan)
-    offloaded_model.make_offloaded(model, main)
+    offloaded_model.make_offloaded(model, execution_device)
     return stream
 
 
@@ -97,15 +97,15 @@ class _BlockLoader:
         self._names = {id(param): self._stored[name] for name, param in self._model.named_parameters()}
         self._loaded: dict[int, torch.nn.Parameter] = {}  # by id of the parameter on meta, which `_metas` keeps alive
         self._metas = list(self._model.parameters())
-        self._mapped = mmap_tensors.MappedFiles(self._reader.index) if self._plan.main == "cpu" else None
+        self._mapped = mmap_tensors.MappedFiles(self._reader.index) if self._plan.execution_device == "cpu" else None
         self._pages = page_cache.PageReader()
         self._cache_left = self._budget.cache_bytes
 
     def load(self, blocks: Sequence[Block], quantizer: Quantizer | None) -> block_hooks.BlockStream:
         """Load, stream or quantize each block; return the streamed ones."""
-        ring = buffer_ring.Ring if self._plan.main == "cpu" else buffer_ring.GpuRing
-        main = torch.device(device_name(self._plan.main))
-        stream = block_hooks.BlockStream(ring(main, self._reader.fill_all), self._plan.prefetch)
+        ring = buffer_ring.Ring if self._plan.execution_device == "cpu" else buffer_ring.GpuRing
+        execution_device = torch.device(device_name(self._plan.execution_device))
+        stream = block_hooks.BlockStream(ring(execution_device, self._reader.fill_all), self._plan.prefetch)
         # The largest block is quantized first, when few others are in memory along with its original weights.
         for block in sorted(blocks, key=lambda block: -block.num_bytes) if quantizer else blocks:
             module, device = self._model.get_submodule(block.fqn), self._plan.devices[block.fqn]
@@ -181,7 +181,7 @@ class _BlockLoader:
         """Return pinned CPU memory with `content`, from which a GPU copies by itself."""
         memory = empty_pages(content.num_bytes)
         self._reader.fill_all(content.views(memory))
-        lock_pages(memory, torch.device(device_name(self._plan.main)))
+        lock_pages(memory, torch.device(device_name(self._plan.execution_device)))
         return memory
 
     def _drop(self, pages: Sequence[page_cache.FilePages]) -> Callable[[], None]:
@@ -212,10 +212,12 @@ def _params(model: torch.nn.Module, block: Block) -> Iterator[torch.nn.Parameter
 
 def _move_inputs(model: torch.nn.Module, blocks: Sequence[Block], plan: DevicePlan) -> None:
     """Move the inputs and buffers of each block to the device where it computes."""
-    computes = {block.fqn: plan.main if plan.is_streamed(block.fqn) else plan.devices[block.fqn] for block in blocks}
-    if plan.main != "cpu":
-        _move_inputs_of(model, torch.device(device_name(plan.main)))
-    if set(computes.values()) == {plan.main}:
+    computes = {
+        block.fqn: plan.execution_device if plan.is_streamed(block.fqn) else plan.devices[block.fqn] for block in blocks
+    }
+    if plan.execution_device != "cpu":
+        _move_inputs_of(model, torch.device(device_name(plan.execution_device)))
+    if set(computes.values()) == {plan.execution_device}:
         return
     for block in blocks:
         if not block.direct:

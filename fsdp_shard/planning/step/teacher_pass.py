@@ -89,12 +89,12 @@ def _plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
         taken, problem = _pass_bytes(model, run, top_k), None
     except CANNOT_RUN as error:
         taken, problem = 0, what_failed(error)
-    held = devices.resident_bytes.get(devices.main, 0) + devices.buffer_bytes + buffers
+    held = devices.resident_bytes.get(devices.execution_device, 0) + devices.buffer_bytes + buffers
     weights = sum(devices.resident_bytes.values())
-    if run.on_gpu and devices.main == "cpu":  # the teacher computes there
+    if run.on_gpu and devices.execution_device == "cpu":  # the teacher computes there
         return PlannedTeacher(0, 0, held + taken, problem, is_on_device=False, weights_bytes=weights)
     on_host = devices.resident_bytes.get("cpu", 0) + devices.staging_bytes if run.on_gpu else 0
-    streamed = weights - devices.resident_bytes.get(devices.main, 0) if run.on_gpu else 0
+    streamed = weights - devices.resident_bytes.get(devices.execution_device, 0) if run.on_gpu else 0
     return PlannedTeacher(held, taken, on_host, problem, weights_bytes=weights, streamed_bytes=streamed)
 
 
