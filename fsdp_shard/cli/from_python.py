@@ -176,7 +176,7 @@ def _run(
 
     try:
         with _running, _as_in_a_process_of_its_own():
-            jobs = run_jobs(COMMANDS[command], find, settings, command, is_program=False, settle=settle)
+            jobs = run_jobs(COMMANDS[command], find, settings, command, owns_process=False, settle=settle)
     except SystemExit as leaving:
         raise RunError("Another rank found an error, and reports it.") from leaving
     finally:

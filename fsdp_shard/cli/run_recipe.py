@@ -92,7 +92,7 @@ class Recipe(Generic[C]):
             with _importable(self.file.parent):
                 self._check(config)
 
-    def perform(self, config: C) -> None:
+    def run_on_rank(self, config: C) -> None:
         """Do the work of one rank. Raises RunError if its memory is exhausted."""
         with _importable(self.file.parent):
             try:
@@ -116,7 +116,7 @@ def run_jobs(
     arguments: Sequence[str],
     program: str,
     *,
-    is_program: bool = True,
+    owns_process: bool = True,
     settle: Callable[[C], None] = lambda config: None,
 ) -> list[configs.Job[C]]:
     """Run the jobs that `arguments` define for a recipe. A failed run of a sweep does not stop the others.
@@ -126,8 +126,8 @@ def run_jobs(
         find: Returns the recipe; called after the configs have been composed, so a wrong config does not import torch.
         arguments: Overrides and flags.
         program: Name of the program in messages.
-        is_program: Whether we own this process: of several ranks that find the same mistake, one reports it, and ranks
-            may be forked from it.
+        owns_process: Whether this process runs nothing else: of several ranks that find the same mistake, one reports
+            it, and ranks may be forked from it.
         settle: Called with each config before its check; may change settings left at their default.
 
     Returns:
@@ -136,7 +136,7 @@ def run_jobs(
     Raises:
         RunError: Runs of a sweep failed.
     """
-    report = _first_rank_reports if is_program else nullcontext
+    report = _first_rank_reports if owns_process else nullcontext
     if {"-h", "--help"} & set(arguments):
         # Hydra's own help takes seconds: it copies the whole ConfigStore for each group that it lists.
         print(configs.help_text(schema, program))
@@ -158,14 +158,14 @@ def run_jobs(
                 _check(find(), job.config)
         if len(jobs) > 1:
             refuse_other_sweep(jobs)
-    if is_program:
+    if owns_process:
         start_garbage_collection()
     if len(jobs) > 1:
         _run_sweep(find, jobs)
         return jobs
     for job in jobs:
         with report() if job in later else nullcontext():
-            _run(find(), job.config, may_fork=is_program)
+            _run_job(find(), job.config, may_fork=owns_process)
     return jobs
 
 
@@ -176,7 +176,7 @@ def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) ->
         settings = " ".join(f"{name}={value}" for name, value in changed.items())
         print(f"[{number}/{len(jobs)}] {settings} -> {job.config.run_dir}", flush=True)
         try:
-            _run(find(), job.config)
+            _run_job(find(), job.config)
         except FsdpShardError as error:
             if isinstance(error, Interrupted):
                 raise
@@ -245,15 +245,22 @@ def _refuse_training_run(config: configs.RunConfig) -> None:
         )
 
 
-def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
+def _run_job(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
+    """Run one job in its locked run directory; if it fails, its error is recorded there."""
     if recipe.file.parent != shipped_directory("recipes").resolve():
         config.own_recipe = recipe.file.name
+    with _recorded_failure(config), _lock(config):
+        _start_ranks(recipe, config, may_fork=may_fork)
+
+
+@contextmanager
+def _recorded_failure(config: configs.RunConfig) -> Iterator[None]:
+    """Write an error of the block to the run directory; remove the directory if the config was rejected at once."""
     named = config.run_dir
     missing = _missing_directories(Path(named).absolute())
     before = _last_write(config)
     try:
-        with _lock(config):
-            _perform(recipe, config, may_fork=may_fork)
+        yield
     except Interrupted:
         raise
     except Exception as error:
@@ -279,17 +286,18 @@ def _lock(config: configs.RunConfig) -> Iterator[None]:
         yield
 
 
-def _perform(recipe: Recipe[C], config: C, *, may_fork: bool) -> None:
+def _start_ranks(recipe: Recipe[C], config: C, *, may_fork: bool) -> None:
+    """Start the ranks of a job and wait for them; a recipe without ranks runs in this process."""
     if joined_rank() == 0:
         remove_error(config.run_dir)
     if config.rank_mode == "started":
         begin = partial(_make_run_dir, writes_config=recipe.writes_config)
         check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
-        launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)
+        launch(recipe.run_on_rank, config, check=check, begin=begin, may_fork=may_fork)
     else:
         if not recipe.writes_config:
             _make_run_dir(config)
-        recipe.perform(config)
+        recipe.run_on_rank(config)
 
 
 def _last_write(config: configs.RunConfig) -> int:

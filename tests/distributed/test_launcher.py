@@ -493,7 +493,7 @@ def test_a_recipe_can_be_sent_to_a_spawned_rank(tmp_path: Path) -> None:
     from fsdp_shard.cli import load_recipe
 
     found = load_recipe(OWN_RECIPE)
-    again = pickle.loads(pickle.dumps(found.perform))
+    again = pickle.loads(pickle.dumps(found.run_on_rank))
     assert again.__self__.file == OWN_RECIPE
     assert again.__self__.work.__name__ == "main"
 

@@ -43,7 +43,7 @@ def _spend_token(place: Path, texts: Path, path: str) -> str:
         write_config(job.config)
         try:
             recipe.check(job.config)
-            recipe.perform(job.config)
+            recipe.run_on_rank(job.config)
         except FsdpShardError as error:
             print_error(error, debug=True)
     return out.getvalue()

@@ -246,7 +246,7 @@ def _run(root: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         recipe = load_recipe(RECIPES / "finetune.py")
         recipe.check(job.config)
-        recipe.perform(job.config)
+        recipe.run_on_rank(job.config)
     (root / "result.json").unlink()
 
 

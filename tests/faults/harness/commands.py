@@ -93,7 +93,7 @@ def _recipe(command: str, setting: str, arguments: list[str]) -> Command:
         if command == "convert":
             config.target = str(place / "target")
         recipe.check(config)
-        recipe.perform(config)
+        recipe.run_on_rank(config)
 
     return run
 
@@ -109,7 +109,7 @@ def _resume() -> Command:
         config: Any = copy.deepcopy(job.config)
         config.run_dir = str(path)
         recipe.check(config)
-        recipe.perform(config)
+        recipe.run_on_rank(config)
 
     return run
 
