@@ -27,8 +27,8 @@ from fsdp_shard.utils import set_environment
 _SECONDS_TO_END = 5.0  # for ranks that have lost another one to notice and report it
 _SECONDS_TO_SAVE = 30.0
 _SECONDS_TO_START = 10.0
-_SECONDS_BETWEEN_LOOKS = 0.05
-_SILENT_PART = 0.75  # of launch.timeout_seconds, after which NCCL would end the ranks that wait for the frozen one
+_POLL_SECONDS = 0.05
+_SILENT_FRACTION = 0.75  # of launch.timeout_seconds, after which NCCL would end the ranks that wait for the frozen one
 
 
 class Heartbeats:
@@ -75,9 +75,9 @@ class Agent(OverridableAgent):
         # State of the last attempt: the rank that died first, its exit status as in Python, the frozen ranks, and
         # process ids by rank.
         self._first_death: tuple[int, int] | None = None
-        self._death_seen: float | None = None
+        self._death_noticed_at: float | None = None
         self._frozen: set[int] = set()
-        self._said: dict[int, str] = {}  # from ranks that raised an error before they began their work
+        self._early_errors: dict[int, str] = {}  # from ranks that raised an error before they began their work
         self._pids: dict[int, int] = {}
         self._started, self._waited_for = time.monotonic(), list[int]()
 
@@ -98,8 +98,8 @@ class Agent(OverridableAgent):
         if status < 0:
             hint = "; the machine may have run out of memory" if -status == signal.SIGKILL else ""
             return rank, f"was killed by {signal.Signals(-status).name}{hint}"
-        if rank in self._said:
-            return rank, f"ended with exit status {status}, before its work began: {self._said[rank]}"
+        if rank in self._early_errors:
+            return rank, f"ended with exit status {status}, before its work began: {self._early_errors[rank]}"
         has_begun = self._attempt.heartbeat(rank).exists()
         return (
             rank,
@@ -108,10 +108,10 @@ class Agent(OverridableAgent):
 
     @property
     def _silent_seconds(self) -> float:
-        return _SILENT_PART * self._settings.timeout_seconds
+        return _SILENT_FRACTION * self._settings.timeout_seconds
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        self._first_death, self._frozen, self._death_seen, self._said = None, set(), None, {}
+        self._first_death, self._frozen, self._death_noticed_at, self._early_errors = None, set(), None, {}
         self._started, self._waited_for = time.monotonic(), []
         group: Any = worker_group  # torch annotates the fields only as they are before the rendezvous
         attempt = bytes(group.store.get(ATTEMPT_KEY)).decode()
@@ -130,28 +130,28 @@ class Agent(OverridableAgent):
         pids = {int(worker.global_rank): int(worker.id) for worker in worker_group.workers}
         self._kill_frozen(pids)
         died = {rank: status for rank, pid in pids.items() if (status := _exit_status(pid)) not in (None, 0)}
-        if died and self._death_seen is None:
+        if died and self._death_noticed_at is None:
             self._note_first_death(died, pids)
             _send(signal.SIGTERM, [pid for rank, pid in pids.items() if rank not in died])
-        if self._death_seen is not None:
+        if self._death_noticed_at is not None:
             # torch's own way of detecting a dead rank blocks until all have ended.
             running = [pid for pid in pids.values() if _exit_status(pid) is None]
-            if running and time.monotonic() - self._death_seen < _SECONDS_TO_END:
+            if running and time.monotonic() - self._death_noticed_at < _SECONDS_TO_END:
                 return RunResult(state=WorkerState.HEALTHY)
             _send(signal.SIGKILL, running)
         result = super().monitor_workers(worker_group)
         for rank, failure in result.failures.items():
             self._note_message(rank, failure.message)
-        if self._death_seen is None and result.failures:  # a rank has died since we looked
+        if self._death_noticed_at is None and result.failures:  # a rank has died since we looked
             self._note_first_death({rank: failure.exitcode for rank, failure in result.failures.items()}, pids)
         return result
 
     def _note_first_death(self, died: Mapping[int, int | None], pids: Mapping[int, int]) -> None:
         """Record the rank that died first, and forbid restarts if the same cause would end it again."""
-        self._death_seen = time.monotonic()
+        self._death_noticed_at = time.monotonic()
         statuses = {rank: 1 if status is None else status for rank, status in died.items()}
         self._first_death = min(statuses.items(), key=lambda death: death[1] >= 0)  # killed ranks come first
-        is_late = self._death_seen - self._started > self._settings.timeout_seconds
+        is_late = self._death_noticed_at - self._started > self._settings.timeout_seconds
         if self._first_death[1] == -signal.SIGABRT and is_late:
             self._waited_for = sorted(pids.keys() - died)
         # Wrong input would fail again. A fixed number of machines cannot continue after one was asked to stop.
@@ -162,7 +162,7 @@ class Agent(OverridableAgent):
     def _note_message(self, rank: int, message: Any) -> None:
         """Record an error that torch wrote down, from its own code around our work, which reports its own errors."""
         if isinstance(message, dict):  # else torch knows of none
-            self._said[rank] = str(message["message"]).rstrip(".")
+            self._early_errors[rank] = str(message["message"]).rstrip(".")
             self._first_death = rank, 1
 
     def end_ranks(self, number: signal.Signals, timeout_seconds: int) -> None:
@@ -172,7 +172,7 @@ class Agent(OverridableAgent):
         deadline = time.monotonic() + timeout_seconds
         while self._running_pids() and time.monotonic() < deadline:
             _send(signal.SIGTERM, self._running_pids(self._attempt.finished()))
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(_POLL_SECONDS)
 
     def _running_pids(self, among: Collection[int] | None = None) -> list[int]:
         """Return the running processes of the last attempt, of all ranks or of those in `among`."""
@@ -182,7 +182,7 @@ class Agent(OverridableAgent):
     def stop_workers(self, worker_group: WorkerGroup) -> None:
         # Healthy ranks are stopped because a machine joined or left, and may save first. But if that machine died
         # during a collective, they would hang.
-        is_healthy = self._death_seen is None
+        is_healthy = self._death_noticed_at is None
         seconds = min(self._settings.grace_seconds, _SECONDS_TO_SAVE) if is_healthy else _SECONDS_TO_END
         self.shut_down(int(seconds))
         # Processes that a rank started end with it: they could hold files and locks that the next attempt needs.
