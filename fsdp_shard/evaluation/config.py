@@ -17,7 +17,7 @@ from fsdp_shard.data import (
 )
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
-from fsdp_shard.inference import DispatchConfig, LocatedCheckpoint
+from fsdp_shard.inference import CheckpointSettings, DispatchConfig
 from fsdp_shard.models import CAUSAL, SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import Parsed, non_default_settings, refuse_changed, require_package, setting
 
@@ -150,7 +150,7 @@ class SpeedConfig:
 
 
 @dataclass
-class EvaluateSettings(LocatedCheckpoint):
+class EvaluateSettings(CheckpointSettings):
     """The settings of `evaluate`: the model, the metric, and the text or questions."""
 
     # Required settings that another setting makes unnecessary.

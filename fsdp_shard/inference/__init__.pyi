@@ -3,10 +3,10 @@ from .compare_logits import diff_logits as diff_logits
 from .config import (
     BATCH_MAJOR as BATCH_MAJOR,
     SCHEDULES as SCHEDULES,
+    CheckpointSettings as CheckpointSettings,
     DispatchConfig as DispatchConfig,
     GenerateSettings as GenerateSettings,
     GenerationSettings as GenerationSettings,
-    LocatedCheckpoint as LocatedCheckpoint,
     locate_adapters as locate_adapters,
     parse_adapters as parse_adapters,
     parse_budgets as parse_budgets,

@@ -241,7 +241,7 @@ class GenerationSettings:
 
 
 @dataclass
-class LocatedCheckpoint(SourceSettings):
+class CheckpointSettings(SourceSettings):
     """The checkpoint that `generate` or `evaluate` reads."""
 
     checkpoint: str = setting(
@@ -255,7 +255,7 @@ class LocatedCheckpoint(SourceSettings):
 
 
 @dataclass
-class GenerateSettings(LocatedCheckpoint):
+class GenerateSettings(CheckpointSettings):
     """The settings of `generate`: the model, the prompts, and the output."""
 
     prompt: str | None = free_text("Text to continue; - reads it from standard input, without the newline at its end.")
