@@ -1,5 +1,4 @@
 from .activation_checkpointing import (
-    clean_fqn as clean_fqn,
     recompute_blocks as recompute_blocks,
     recomputed_fqns as recomputed_fqns,
 )
@@ -41,6 +40,7 @@ from .mesh import (
 from .module_shards import (
     ModuleShards as ModuleShards,
     bare_module as bare_module,
+    clean_fqn as clean_fqn,
     fill_copied_buffers as fill_copied_buffers,
     free_gathered as free_gathered,
     modules_with_extra_state as modules_with_extra_state,

@@ -21,9 +21,6 @@ from fsdp_shard.utils import is_costly_operator, version, view_base
 
 _Forward = Callable[..., Any]
 
-# Prefixes that wrappers add to parameter names, which must not enter a checkpoint.
-_WRAPPER_LEVELS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
-
 
 def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]:
     """Replace the forward of the repeated blocks of `model` with one that keeps less.
@@ -67,13 +64,6 @@ def recomputed_fqns(blocks: Sequence[str], kind: bool | int | str) -> list[str]:
         return list(blocks) if kind in (True, "all", "selective") else []
     assert isinstance(kind, int)
     return list(blocks[kind - 1 :: kind])
-
-
-def clean_fqn(name: str) -> str:
-    """The FQN in the unwrapped model of the parameter `name` in a wrapped one."""
-    for level in _WRAPPER_LEVELS:
-        name = name.replace(level, "")
-    return name
 
 
 class _Offload:

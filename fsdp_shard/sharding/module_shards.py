@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import ModelError
-from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.sharding.config import ShardedModel
 from fsdp_shard.utils import (
     flat_parameter_shards,
@@ -27,6 +26,9 @@ from fsdp_shard.utils import (
     restore_frozen_parameters,
     uncompiled,
 )
+
+# Prefixes that wrappers add to parameter names, which must not enter a checkpoint.
+_WRAPPER_LEVELS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
 class ModuleShards(NamedTuple):
@@ -41,6 +43,13 @@ class ModuleShards(NamedTuple):
     shards: dict[str, LocalShard]
     aliases: dict[str, str]
     replicated: Sequence[str] = ()
+
+
+def clean_fqn(name: str) -> str:
+    """The FQN in the unwrapped model of the parameter `name` in a wrapped one."""
+    for level in _WRAPPER_LEVELS:
+        name = name.replace(level, "")
+    return name
 
 
 def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleShards:

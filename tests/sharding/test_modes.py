@@ -17,13 +17,9 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding import check_accumulation, check_ranks, check_shardable, unit_tree
-from fsdp_shard.sharding.activation_checkpointing import (
-    _SavedTensor,
-    clean_fqn,
-    offload_blocks,
-    recompute_blocks,
-)
+from fsdp_shard.sharding.activation_checkpointing import _SavedTensor, offload_blocks, recompute_blocks
 from fsdp_shard.sharding.config import ShardConfig
+from fsdp_shard.sharding.module_shards import clean_fqn
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.utils import is_costly_operator
