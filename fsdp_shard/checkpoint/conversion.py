@@ -341,7 +341,7 @@ def plan_conversion(index: TensorIndex, settings: ConvertSettings) -> Conversion
         step=index.step,
         aliases=aliases,
         nest=settings.nest,
-        phases={spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)},
+        source_offsets={spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)},
         metadata=metadata,
     )
     target = writer(settings.format).plan(specs, request)

@@ -47,7 +47,11 @@ def read(path: Path) -> TensorIndex:
 def plan(specs: Sequence[TensorSpec], request: file_plan.WriteRequest) -> file_plan.TargetPlan:
     """Plan a directory with `model.safetensors`, or with several files of at most `max_shard_bytes` and their index."""
     files, index = file_plan.plan_gathered(
-        specs, request.max_shard_bytes, request.aliases, phases=request.phases, metadata=request.metadata
+        specs,
+        request.max_shard_bytes,
+        request.aliases,
+        source_offsets=request.source_offsets,
+        metadata=request.metadata,
     )
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
     extents = {spec.name: (file_plan.Extent(0, spec.num_bytes, *starts[spec.name]),) for spec in specs}

@@ -241,15 +241,15 @@ def _check_layout(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], 
 
 
 def build_header(
-    specs: Sequence[TensorSpec], metadata: Mapping[str, str], phase: int = 0
+    specs: Sequence[TensorSpec], metadata: Mapping[str, str], page_offset: int = 0
 ) -> tuple[bytes, dict[str, int]]:
     """Build the header of a file.
 
     Args:
         specs: Its tensors, in file order.
         metadata: The `__metadata__` of the file.
-        phase: In a file of PAGED_BYTES or more, the first tensor begins this many bytes after a multiple of PAGE_BYTES.
-            With the same page alignment as in the source file, a copy takes two thirds of the time.
+        page_offset: In a file of PAGED_BYTES or more, the first tensor begins this many bytes after a multiple of
+            PAGE_BYTES. With the same page alignment as in the source file, a copy takes two thirds of the time.
 
     Returns:
         The first bytes of the file, and the absolute offset of each tensor, a multiple of 8.
@@ -261,6 +261,6 @@ def build_header(
         document[spec.name], relative[spec.name] = entry, position
         position = end
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * ((phase // 8 * 8 - 8 - len(text)) % (PAGE_BYTES if position >= PAGED_BYTES else 8))
+    text += b" " * ((page_offset // 8 * 8 - 8 - len(text)) % (PAGE_BYTES if position >= PAGED_BYTES else 8))
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, {name: start + offset for name, offset in relative.items()}

@@ -58,7 +58,7 @@ class WriteRequest:
     """The data to write; each format uses the fields that apply, and `ConvertSettings.check` rejects the others.
 
     `ranks` is None if the user gave no number. `nest` holds the keys under which tensors are nested (`app.model`).
-    `phases` holds the offset in the source file of each tensor that is copied unchanged (see `build_header`).
+    `source_offsets` holds the offset in the source file of each tensor that is copied unchanged (see `build_header`).
     `metadata` holds entries for the headers of format=huggingface.
     """
 
@@ -67,7 +67,7 @@ class WriteRequest:
     step: int | None
     aliases: Mapping[str, str]
     nest: str | None = None
-    phases: Mapping[str, int] = field(default_factory=dict)
+    source_offsets: Mapping[str, int] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -92,7 +92,7 @@ def plan_gathered(
     max_shard_bytes: int | None,
     aliases: Mapping[str, str] | None = None,
     single_file: str = SINGLE_FILE,
-    phases: Mapping[str, int] | None = None,
+    source_offsets: Mapping[str, int] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[list[FilePlan], bytes | None]:
     """Plan the files of a Hugging Face directory.
@@ -103,7 +103,7 @@ def plan_gathered(
             for one file.
         aliases: {tied name: kept name}, for the metadata, as safetensors' `save_model` writes them.
         single_file: Name of the file if there is only one.
-        phases: See `WriteRequest`.
+        source_offsets: See `WriteRequest`.
         metadata: More entries for the header of each file.
 
     Returns:
@@ -115,7 +115,7 @@ def plan_gathered(
         name = single_file if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         kept = {spec.name for spec in group}
         tied = {alias: target for alias, target in (aliases or {}).items() if target in kept}
-        plans.append(_plan_file(name, group, {**(metadata or {}), "format": "pt", **tied}, phases or {}))
+        plans.append(_plan_file(name, group, {**(metadata or {}), "format": "pt", **tied}, source_offsets or {}))
     if len(plans) == 1:
         return plans, None
     weight_map = {name: plan.name for plan in plans for name in plan.tensors}
@@ -144,12 +144,12 @@ def _entry_bytes(spec: TensorSpec) -> int:
 
 
 def _plan_file(
-    name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str], phases: Mapping[str, int]
+    name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str], source_offsets: Mapping[str, int]
 ) -> FilePlan:
     # Placing wide types first aligns every tensor to its element size; otherwise, the order is kept.
     ordered = sorted(specs, key=lambda spec: -itemsize(spec.dtype))
-    phase = phases.get(ordered[0].name, 0) if ordered else 0
-    header, offsets = build_header(ordered, metadata, phase)
+    page_offset = source_offsets.get(ordered[0].name, 0) if ordered else 0
+    header, offsets = build_header(ordered, metadata, page_offset)
     end = offsets[ordered[-1].name] + ordered[-1].num_bytes if ordered else len(header)
     return FilePlan(name, ((0, header),), offsets, end)
 
