@@ -34,4 +34,5 @@ from .generation_checks import check_checkpoint as check_checkpoint, check_gener
 from .named_adapters import inject_adapters as inject_adapters
 from .offload.mmap_tensors import MappedFiles as MappedFiles
 from .offload.tensor_reader import READ_BYTES as READ_BYTES
+from .registry import QUANTIZATIONS as QUANTIZATIONS
 from .schedule import Schedule as Schedule, plan_schedule as plan_schedule, stream_of as stream_of

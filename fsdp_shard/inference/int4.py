@@ -22,6 +22,8 @@ _TILE = (8, 1024)  # rows and columns on a GPU are filled up to multiples of the
 class Int4(Quantization):
     """torchao's weight-only int4; `_GROUP_SIZE` weights of a row share a scale and a zero point."""
 
+    bits = 4
+
     def takes(self, layer: nn.Linear) -> bool:
         return layer.in_features % _GROUP_SIZE == 0 and layer.out_features % _ROWS == 0
 

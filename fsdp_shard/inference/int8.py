@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class Int8(Quantization):
     """torchao's weight-only int8, with this package's matrix product on CPUs."""
 
+    bits = 8
     takes_head = True
 
     def num_bytes(self, layer: nn.Linear, *, on_gpu: bool) -> int:

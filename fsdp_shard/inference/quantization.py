@@ -38,6 +38,9 @@ class Quantizer:
 class Quantization(ABC):
     """A way to hold the weights of linear layers in few bits."""
 
+    bits: ClassVar[int]
+    """Bits per weight, without scales."""
+
     takes_head: ClassVar[bool] = False
     """Whether the output head is quantized too, if it is not the embedding."""
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fsdp_shard import models
+from fsdp_shard.inference import QUANTIZATIONS
 from fsdp_shard.planning.step.snapshot import EVA, Snapshot
 from fsdp_shard.planning.step.unit_holdings import UnitHolding, UnitShards
 
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+_BITS = {"float32": 32, "bfloat16": 16, **{name: quantization.bits for name, quantization in QUANTIZATIONS.items()}}
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class MemoryPlan:
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
         """Bytes of all parameters, for each of several dtypes."""
-        return {name: -(-self.num_params * bits // 8) for name, bits in BITS.items()}
+        return {name: -(-self.num_params * bits // 8) for name, bits in _BITS.items()}
 
     @property
     def balance(self) -> float:
