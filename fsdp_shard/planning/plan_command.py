@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_shard.checkpoint import CHECKPOINTS, Store
+from fsdp_shard.checkpoint import CHECKPOINTS, StepStore
+from fsdp_shard.data import LABELED, PAIRS
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import check_model_config
 from fsdp_shard.planning.plan_result import PlannedModel, PlannedSettings, PlanResult
@@ -171,8 +172,8 @@ def _objective_line(run: PlannedRun) -> str:
     if objective.name == "sft":
         return ""
     sample = "a sample is one sequence of pairs that share prompts" if run.is_packed else "a sample is two sequences"
-    parts = [sample] if objective.samples == "pairs" else []
-    parts += ["a sample is two sequences, one of them without gradients"] if objective.samples == "labeled" else []
+    parts = [sample] if objective.samples == PAIRS else []
+    parts += ["a sample is two sequences, one of them without gradients"] if objective.samples == LABELED else []
     if run.reference_kind is not None:
         parts.append(
             "a frozen reference alongside it" if run.has_sharded_reference else "no second model while it trains"

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from fsdp_shard import models, sharding
+from fsdp_shard.data import PAIRS, ROWS
 from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, PADDED
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
@@ -138,12 +139,12 @@ class PlannedRun:
 
         A packed sequence holds several pairs.
         """
-        return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" and not self.is_packed else 1)
+        return self.train.micro_batch_size * (2 if self.objective.samples == PAIRS and not self.is_packed else 1)
 
     @property
     def num_read_rows(self) -> int:
         """Number of sequences in a micro-batch; a sample that is compared or has another answer counts as two."""
-        is_one = self.objective.samples == "rows" or (self.objective.samples == "pairs" and self.is_packed)
+        is_one = self.objective.samples == ROWS or (self.objective.samples == PAIRS and self.is_packed)
         return self.train.micro_batch_size * (1 if is_one else 2)
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fsdp_shard.data import LABELED, PAIRS
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, PADDED
 from fsdp_shard.planning.step.recording.recorder import Recorder
@@ -170,7 +171,7 @@ class BatchSize:
             run.padded_length,
             num_parts,
             run.rows,
-            shares_prompts=run.is_packed and run.objective.samples == "pairs",
+            shares_prompts=run.is_packed and run.objective.samples == PAIRS,
             keeps_whole=num_parts > 1 and run.objective.compares_whole_sequences,
             num_targets=num_targets,
             has_targets=isinstance(run.objective, DistillConfig) and run.objective.is_precomputed,
@@ -225,7 +226,7 @@ def planned_batch(
         batch.inputs["attention_mask"] = torch.ones((size.num_rows, size.length), dtype=torch.long)
     if size.shares_prompts:
         batch = _with_pairs(batch)
-    if objective.samples == "labeled":
+    if objective.samples == LABELED:
         batch.extras["desirable"] = torch.zeros(size.num_rows // 2)
         if size.rows == PACKED:
             batch = _with_an_answer_a_row(batch)

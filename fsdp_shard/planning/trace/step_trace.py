@@ -406,7 +406,7 @@ class _Samples(data.Dataset):
         self._decodes = bool(getattr(config, "is_encoder_decoder", False))
 
     def sample(self, position: int) -> data.Sample:
-        length, compares = self.sequence_length, self._run.objective.samples != "rows"
+        length, compares = self.sequence_length, self._run.objective.samples != data.ROWS
         if compares and self._run.is_packed:
             return self._packed_pair()
         rows = (2,) if compares else ()

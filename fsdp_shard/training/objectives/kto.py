@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from fsdp_shard.data import LABELED
 from fsdp_shard.training.objectives.answer_pairs import add_metrics
 from fsdp_shard.training.objectives.objective import ForwardPass, Reference, ReferenceConfig
 from fsdp_shard.utils import setting
@@ -35,7 +36,7 @@ class KtoConfig(ReferenceConfig):
     """
 
     name: ClassVar[str] = "kto"
-    samples: ClassVar[str] = "labeled"
+    samples: ClassVar[str] = LABELED
     headline: ClassVar[tuple[str, ...]] = ("rewards/chosen", "rewards/rejected", "kl")
 
     beta: float = setting(0.1, "How strongly the model is kept near the reference.", above=0.0)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from fsdp_shard.data import PAIRS, ROWS
 from fsdp_shard.models import CAUSAL, MASKED_LM, SEQ2SEQ, SEQUENCE_CLASSIFICATION
 from fsdp_shard.utils import setting
 
@@ -71,7 +72,7 @@ class ObjectiveConfig:
 
     Attributes:
         name: Its name in `objective=`.
-        samples: Required shape of the samples: `rows`, `pairs` or `labeled` (`data/task.py`).
+        samples: Required shape of the samples: ROWS, PAIRS or LABELED (`data/kinds/kind.py`).
         tasks: Supported values of `model.task`.
         num_terms: Number of means whose sum is the loss.
         headline: Metrics shown in a progress line; if empty, all are shown.
@@ -82,7 +83,7 @@ class ObjectiveConfig:
     """
 
     name: ClassVar[str] = "sft"
-    samples: ClassVar[str] = "rows"
+    samples: ClassVar[str] = ROWS
     tasks: ClassVar[tuple[str, ...]] = (CAUSAL, SEQ2SEQ, MASKED_LM, SEQUENCE_CLASSIFICATION)
     num_terms: ClassVar[int] = 1
     headline: ClassVar[tuple[str, ...]] = ()
@@ -158,7 +159,7 @@ class ObjectiveConfig:
 class PreferenceConfig(ObjectiveConfig):
     """The base of objectives that learn from preferences."""
 
-    samples: ClassVar[str] = "pairs"
+    samples: ClassVar[str] = PAIRS
     tasks: ClassVar[tuple[str, ...]] = (CAUSAL,)
     headline: ClassVar[tuple[str, ...]] = ("rewards/margins", "rewards/accuracies")
     is_cross_entropy: ClassVar[bool] = False
