@@ -169,11 +169,11 @@ class _BlockLoader:
         pages = [] if self._mapped is None else self._mapped.pages(in_place)
         # Only an embedding's looked-up rows are needed, and touching them reads them.
         ahead = [] if isinstance(module, torch.nn.Embedding) else pages
-        for these in ahead:
-            these.advise_huge()
-        parts = [part for these in ahead for part in these.parts()]
+        for file_pages in ahead:
+            file_pages.advise_huge()
+        parts = [part for file_pages in ahead for part in file_pages.parts()]
         populate = partial(self._pages.populate, parts, is_unmapped=self._budget.is_strict)
-        num_bytes = content.num_bytes + sum(these.num_bytes for these in ahead)
+        num_bytes = content.num_bytes + sum(file_pages.num_bytes for file_pages in ahead)
         params = partial(_params, self._model, block) if shown else tuple
         return block_hooks.StreamedBlock(module, shown, content, populate, self._drop(pages), num_bytes, params)
 
@@ -186,14 +186,14 @@ class _BlockLoader:
 
     def _drop(self, pages: Sequence[page_cache.FilePages]) -> Callable[[], None]:
         """Return the action for a block's pages after its pass."""
-        num_bytes = sum(these.num_bytes for these in pages)
+        num_bytes = sum(file_pages.num_bytes for file_pages in pages)
         from_cache = num_bytes > self._cache_left
         self._cache_left -= 0 if from_cache else num_bytes
         dropped = pages if from_cache or self._budget.is_strict else ()
 
         def drop() -> None:
-            for these in dropped:
-                these.drop(from_cache=from_cache)
+            for file_pages in dropped:
+                file_pages.drop(from_cache=from_cache)
 
         return drop
 
