@@ -188,7 +188,9 @@ def dispatch_model(
         CheckpointError: The checkpoint cannot be read, or does not match the model.
         PlanError: The blocks do not fit.
     """
-    if source.is_adapter and log is not None:
+    warn = log or partial(warnings.warn, stacklevel=3)  # at the caller of load_dispatched
+    log = log or (lambda text: None)
+    if source.is_adapter:
         log(f"adapter {source.weights} on {source.base}")
     index = source.model_index
     checkpoint.check_loadable(index)
@@ -196,8 +198,7 @@ def dispatch_model(
     checkpoint.untie(model, index)
     matched = checkpoint.match_names(model, index)
     if matched.note:
-        (log or partial(warnings.warn, stacklevel=3))(one_line(matched.note))  # at the caller of load_dispatched
-    log = log or (lambda text: None)
+        warn(one_line(matched.note))
     if context is not None and context.num_tensor_ranks > 1:
         tensor_parallel_dispatch.load_divided(model, index, matched.stored, context, log)
         device_map: dict[str, Any] = {"": str(context.device)}
