@@ -173,14 +173,14 @@ def measure_save(work: Path, model: str, ranks: int) -> dict[str, Any]:
     import torch
     from simulated_ranks import NUM_MEASURED, SimulatedRank, simulate
 
-    from fsdp_shard.checkpoint import StepContent, Store, save_step
+    from fsdp_shard.checkpoint import StepContent, StepStore, save_step
     from fsdp_shard.distributed import LocalShard
 
     shapes = thin_shapes_of(model, work)
     states = {name: shape for name, shape in states_of(shapes).items() if not name.endswith(SLOTS[1])}
     root = work / f"saved-{model}-{ranks}"
     shutil.rmtree(root, ignore_errors=True)
-    store = Store(root)
+    store = StepStore(root)
 
     @cache
     def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:

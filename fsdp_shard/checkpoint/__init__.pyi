@@ -150,7 +150,7 @@ from .steps.step_store import (
     OPTIMIZER as OPTIMIZER,
     RUN_CONFIG as RUN_CONFIG,
     TRAINER as TRAINER,
-    Store as Store,
+    StepStore as StepStore,
     has_optimizer as has_optimizer,
     parse_step as parse_step,
     recorded_command as recorded_command,

@@ -36,7 +36,7 @@ from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
 from fsdp_shard.checkpoint.steps.step_reference import choose_step, split_reference
-from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, Store
+from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, StepStore
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 from fsdp_shard.utils import is_remote
@@ -444,5 +444,5 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         return root
     if not root.is_dir():
         raise CheckpointError(f"{path} names a step of the run {root}, but there is no such directory.")
-    store = Store(root / CHECKPOINTS if (root / CHECKPOINTS).is_dir() else root)
+    store = StepStore(root / CHECKPOINTS if (root / CHECKPOINTS).is_dir() else root)
     return store.path(choose_step(wanted, store.steps(), store.best(), run))

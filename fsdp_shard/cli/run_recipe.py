@@ -237,7 +237,7 @@ def _check(recipe: Recipe[C], config: C) -> None:
 
 
 def _refuse_training_run(config: configs.RunConfig) -> None:
-    latest = checkpoint.Store(Path(config.run_dir) / checkpoint.CHECKPOINTS).latest()
+    latest = checkpoint.StepStore(Path(config.run_dir) / checkpoint.CHECKPOINTS).latest()
     if latest is not None:
         raise ConfigError(
             f"run_dir={config.run_dir} is the directory of a training run, with checkpoints up to step {latest}, and "

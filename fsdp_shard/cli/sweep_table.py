@@ -44,7 +44,7 @@ def refuse_other_sweep(jobs: Sequence[Job[Any]]) -> None:
     """
     for job, settings in zip(jobs, varied_settings(jobs), strict=True):
         config = job.config
-        store = checkpoint.Store(Path(config.run_dir) / checkpoint.CHECKPOINTS)
+        store = checkpoint.StepStore(Path(config.run_dir) / checkpoint.CHECKPOINTS)
         if not isinstance(config, configs.FinetuneConfig) or not config.writes or (step := store.latest()) is None:
             continue
         changes = training.settings_changed_since(config, store.path(step)) or []

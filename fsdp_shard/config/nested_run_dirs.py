@@ -22,6 +22,7 @@ def _around(run_dir: Path, *, is_default: bool) -> Iterator[str]:
         is_own = directory == run_dir
         if checkpoint.is_checkpoint(directory, sealed=is_default or is_own):
             yield f"the checkpoint {directory}"
-        is_run = checkpoint.recorded_command(directory) or checkpoint.Store(directory / checkpoint.CHECKPOINTS).steps()
+        store = checkpoint.StepStore(directory / checkpoint.CHECKPOINTS)
+        is_run = checkpoint.recorded_command(directory) or store.steps()
         if is_run and not is_own:
             yield f"the directory of another run, {directory}"

@@ -13,14 +13,14 @@ if TYPE_CHECKING:  # it imports torch, which commands that only inspect a run av
 T = TypeVar("T")
 
 
-def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
+def run_on_all(ranks: Communicator, work: Callable[[], T]) -> T:
     """Call `work` on every rank, and raise an error of any rank on all ranks. A collective.
 
     Only errors of this package and of the operating system are raised on all ranks; any other is a bug and ends its
     rank.
 
     Args:
-        context: The ranks.
+        ranks: The ranks.
         work: This rank's work.
 
     Returns:
@@ -36,20 +36,20 @@ def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
     except FsdpShardError as raised:
         error = raised
     except OSError as raised:
-        error = StorageError(f"Rank {context.rank}: {os_error_text(raised)}.")
+        error = StorageError(f"Rank {ranks.rank}: {os_error_text(raised)}.")
     # Even with a thousand ranks, each receives only one number unless a rank has failed.
-    if context.all_reduce([float(error is not None)], "max")[0]:
-        raise next(found for found in context.all_gather_object(error) if found is not None)
+    if ranks.all_reduce([float(error is not None)], "max")[0]:
+        raise next(found for found in ranks.all_gather_object(error) if found is not None)
     return value  # type: ignore[return-value]  # no error, so work() returned it
 
 
-def run_on_main(context: Communicator, work: Callable[[], T]) -> T:
+def run_on_main(ranks: Communicator, work: Callable[[], T]) -> T:
     """Call `work` on rank 0 and return its result on every rank. A collective.
 
     Use it to inspect a disk, which may change between the reads of two ranks.
 
     Args:
-        context: The ranks.
+        ranks: The ranks.
         work: The work of rank 0; its result must be a small picklable object.
 
     Returns:
@@ -58,5 +58,5 @@ def run_on_main(context: Communicator, work: Callable[[], T]) -> T:
     Raises:
         FsdpShardError: As in `run_on_all`, on every rank.
     """
-    value: T = context.broadcast_object(run_on_all(context, lambda: work() if context.is_main else None))
+    value: T = ranks.broadcast_object(run_on_all(ranks, lambda: work() if ranks.is_main else None))
     return value

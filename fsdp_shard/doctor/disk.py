@@ -14,7 +14,7 @@ from shutil import disk_usage
 from tempfile import TemporaryDirectory
 
 from fsdp_shard import sharding, training
-from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, Store
+from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, StepStore
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.doctor.findings import Finding, ok, problem, warning
 from fsdp_shard.doctor.run_checks import DataFunction, PlanFunction
@@ -76,7 +76,7 @@ def check_disk_space(
         )
     optimizer = sum(rank.optimizer_bytes for rank in replica) * config.checkpoint.optimizer
     step = 0 if resumed is None else training.read_trainer(resumed).step
-    num_saved = len(Store(Path(config.run_dir) / CHECKPOINTS).steps())
+    num_saved = len(StepStore(Path(config.run_dir) / CHECKPOINTS).steps())
     count = max_num_checkpoints(train, config.checkpoint, step, num_saved)
     with_optimizer = min(count, (config.checkpoint.keep_optimizer_last or count) + 1)
     needed = count * weights + with_optimizer * optimizer

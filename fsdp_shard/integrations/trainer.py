@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.import_utils import is_peft_available
 
-from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, RemoteStore, Store, fetch_latest
+from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, RemoteStore, StepStore, fetch_latest
 from fsdp_shard.distributed import run_on_main, temporary_ranks
 from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError
 from fsdp_shard.integrations.resumption import (
@@ -244,7 +244,7 @@ class CheckpointerCallback(TrainerCallback):
 
     def _find(self) -> dict[str, Any] | None:
         """The Trainer state of the last step."""
-        store = Store(self._path / CHECKPOINTS)
+        store = StepStore(self._path / CHECKPOINTS)
         if (remote := self._settings.get("remote")) is not None:
             fetch_latest(RemoteStore(remote), store)
         if (step := store.latest()) is None:

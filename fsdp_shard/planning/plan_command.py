@@ -189,7 +189,7 @@ def planned_model(config: PlannedSettings) -> PlannedModel:
     Raises:
         ConfigError, CheckpointError: `run_dir` holds a run of another model, or a run that cannot be resumed.
     """
-    if Store(Path(config.run_dir) / CHECKPOINTS).latest() is None:
+    if StepStore(Path(config.run_dir) / CHECKPOINTS).latest() is None:
         return PlannedModel(config.source)
     from fsdp_shard.training import check_base_model, check_continues, find_step, model_source
 

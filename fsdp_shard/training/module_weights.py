@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import StepContent, Store, TensorIndex, locate
+from fsdp_shard.checkpoint import StepContent, StepStore, TensorIndex, locate
 from fsdp_shard.distributed import Communicator, run_on_all, run_on_main, temporary_ranks
 from fsdp_shard.errors import ConfigError, SaveError, StorageError
 from fsdp_shard.sharding import (
@@ -147,7 +147,7 @@ def save_pretrained(
 
 def _save(target: Path, state: StepContent, size: int, ranks: Communicator) -> None:
     """Write a model beside `target`, then rename it."""
-    store = Store(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # rank 0's is used
+    store = StepStore(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # rank 0's is used
     try:
         step = checkpoint.save_step(ranks, store, 0, state, layout="gathered", max_shard_bytes=size)
         run_on_main(ranks, lambda: _rename(step, target))

@@ -24,7 +24,7 @@ from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import atomicity
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.checkpoint.steps.manifest import Manifest, read_manifest
-from fsdp_shard.checkpoint.steps.step_store import Store
+from fsdp_shard.checkpoint.steps.step_store import StepStore
 from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.models import ModelConfig
@@ -159,7 +159,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 
 def run_dir(root: Path, model_dir: Path) -> Path:
     """A run with two steps, as training leaves them."""
-    store = Store(root / "checkpoints")
+    store = StepStore(root / "checkpoints")
     for step in (5, 10):
         convert(model_dir, root / "saved", format="sharded", ranks=2, overwrite=True)
         manifest = read_manifest(root / "saved")
@@ -281,14 +281,14 @@ def test_only_what_a_killed_conversion_left_is_removed(tmp_path: Path, model_dir
 def test_a_step_that_is_deleted_while_it_is_read(tmp_path: Path, model_dir: Path, monkeypatch: Any) -> None:
     run = tmp_path / "run"
     for step in (1, 2):
-        convert(model_dir, Store(run / "checkpoints").path(step))
+        convert(model_dir, StepStore(run / "checkpoints").path(step))
     copied, deleted = convert_module.copy_model_files, []
 
     def delete(*arguments: Any, **named: Any) -> list[str]:
         """As the retention of a running training does, at the first of these calls."""
         if not deleted:
-            deleted.append(latest := Store(run / "checkpoints").latest())
-            Store(run / "checkpoints").delete(latest)
+            deleted.append(latest := StepStore(run / "checkpoints").latest())
+            StepStore(run / "checkpoints").delete(latest)
         return copied(*arguments, **named)
 
     monkeypatch.setattr(convert_module, "copy_model_files", delete)
@@ -304,12 +304,12 @@ def test_a_step_that_is_deleted_while_it_is_read(tmp_path: Path, model_dir: Path
 def test_a_step_that_is_deleted_while_it_is_verified(tmp_path: Path, model_dir: Path, monkeypatch: Any) -> None:
     run, scans = tmp_path / "run", verification.scan
     for step in (1, 2):
-        convert(model_dir, Store(run / "checkpoints").path(step))
+        convert(model_dir, StepStore(run / "checkpoints").path(step))
     doomed = [2]
 
     def delete(*arguments: Any) -> Any:
         if doomed:
-            Store(run / "checkpoints").delete(doomed.pop())
+            StepStore(run / "checkpoints").delete(doomed.pop())
         return scans(*arguments)
 
     monkeypatch.setattr(verification, "scan", delete)
@@ -322,7 +322,7 @@ def test_a_step_that_is_deleted_while_it_is_verified(tmp_path: Path, model_dir: 
 def test_a_step_that_loses_its_optimizer_while_it_is_verified(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, digest = Store(tmp_path / "checkpoints"), verification.file_digest
+    store, digest = StepStore(tmp_path / "checkpoints"), verification.file_digest
     for step in (1, 2):
         convert(model_dir, step_directory := store.path(step))
         (step_directory / "optimizer").mkdir()

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from fsdp_shard.checkpoint import Store, convert, location, summarize_checkpoint, verify
+from fsdp_shard.checkpoint import StepStore, convert, location, summarize_checkpoint, verify
 from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
@@ -87,7 +87,7 @@ def test_other_processes_get_the_location_and_open_the_files_themselves(tiny_mod
 def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the steps 2, 4 and 400, of which 4 is the best; the weights of step 4 are those of `tiny_model`."""
     directory = tmp_path_factory.mktemp("reference") / "run"
-    store = Store(directory / "checkpoints")
+    store = StepStore(directory / "checkpoints")
     store.root.mkdir(parents=True)
     other = save_model(directory.parent / "other", seed=1)
     for step, model in ((2, other), (4, tiny_model), (400, other)):

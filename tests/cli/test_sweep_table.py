@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import CHECKPOINTS, MANIFEST, RUN_CONFIG, Store
+from fsdp_shard.checkpoint import CHECKPOINTS, MANIFEST, RUN_CONFIG, StepStore
 from fsdp_shard.cli.sweep_table import refuse_other_sweep, refuse_shared, sweep_table
 from fsdp_shard.config import (
     ConvertConfig,
@@ -43,7 +43,7 @@ def test_a_run_of_another_sweep_is_not_continued(tmp_path: Path) -> None:
         return compose_jobs(FinetuneConfig, [*given, f"optim.lr={rates}"], "finetune")
 
     for job in (first := jobs("0.1,0.01", 2)):
-        step = Store(Path(job.config.run_dir) / CHECKPOINTS).path(2)
+        step = StepStore(Path(job.config.run_dir) / CHECKPOINTS).path(2)
         step.mkdir(parents=True)
         (step / MANIFEST).touch()
         (step / RUN_CONFIG).write_text(job.config.to_yaml())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import FAULTS, Store, read_manifest, verify
+from fsdp_shard.checkpoint import FAULTS, StepStore, read_manifest, verify
 from fsdp_shard.distributed import rendezvous
 from tests.faults.counts import count
 from tests.faults.saves import LONG
@@ -21,7 +21,7 @@ _STEPS = 60
 
 def _world_sizes(run_dir: Path) -> list[int]:
     """How many ranks saved each step, in order."""
-    store = Store(run_dir / "checkpoints")
+    store = StepStore(run_dir / "checkpoints")
     return [manifest.world_size for step in store.steps() if (manifest := read_manifest(store.path(step)))]
 
 

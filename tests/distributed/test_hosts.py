@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import Store, read_manifest, verify
+from fsdp_shard.checkpoint import StepStore, read_manifest, verify
 from tests.support.commands import FSDP_SHARD, OWN_RECIPE
 from tests.support.hosts import hosts, why_no_hosts
 
@@ -63,7 +63,7 @@ _STEPS = 12
 
 def _world_sizes(run_dir: Path) -> list[int]:
     """How many ranks saved each step, in order, without repetitions."""
-    store = Store(run_dir / "checkpoints")
+    store = StepStore(run_dir / "checkpoints")
     sizes = [manifest.world_size for step in store.steps() if (manifest := read_manifest(store.path(step)))]
     return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from fsdp_shard import verify
-from fsdp_shard.checkpoint import Store
+from fsdp_shard.checkpoint import StepStore
 from tests.support.commands import hear_signals
 
 _FORK = multiprocessing.get_context("fork")
@@ -132,7 +132,7 @@ def kill_at_random(
     while found.number < number:
         runs += 1
         name, seen = f"killed-{runs}", dict[int, str]()
-        store = Store(place / name / "checkpoints")
+        store = StepStore(place / name / "checkpoints")
         while found.number < number:
             began, moment, in_save = time.time(), moments.uniform(0.2, 1.0) * seconds, found.number % 2 == 0
             script = start(name)
@@ -156,14 +156,14 @@ def kill_at_random(
     return found
 
 
-def _is_saving(store: Store, since: float) -> bool:
+def _is_saving(store: StepStore, since: float) -> bool:
     """Whether a step is being written, or was when its writer was killed; what an earlier kill has left is older."""
     with suppress(FileNotFoundError):  # it may just be committed
         return any(path.stat().st_ctime >= since for path in store.root.glob(".*.partial"))
     return False
 
 
-def _problems(store: Store, before: int | None) -> list[str]:
+def _problems(store: StepStore, before: int | None) -> list[str]:
     """What breaks the promise once everything is killed, where `before` was the last complete step."""
     found = [] if (store.latest() or 0) >= (before or 0) else [f"step {before} is gone"]
     return found + [f"step {step} is damaged" for step in store.steps() if not verify(store.path(step)).is_sound]

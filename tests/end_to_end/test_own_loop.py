@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import Store
+from fsdp_shard.checkpoint import StepStore
 from tests.end_to_end.killed_scripts import ForkedScript, kill_at_random, losses
 from tests.support.commands import FSDP_SHARD, ROOT, run
 from tests.support.tiny import save_model
@@ -71,7 +71,7 @@ def test_it_stops_when_it_is_asked_to_and_goes_on_with_other_ranks(place: Path, 
         assert line, head
     process.send_signal(signal.SIGTERM)
     seen = losses(head + process.communicate(timeout=120)[0])
-    assert Store(place / "asked" / "checkpoints").latest() == max(seen), "the step at which it was asked"
+    assert StepStore(place / "asked" / "checkpoints").latest() == max(seen), "the step at which it was asked"
     again = losses(start(place, "asked", ranks=3).communicate(timeout=120)[0])
     assert sorted(again) == list(range(max(seen) + 1, _STEPS + 1))
     assert [float(again[step]) for step in again] == pytest.approx([float(whole[step]) for step in again], abs=1e-5)

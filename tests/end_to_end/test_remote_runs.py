@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import RemoteStore, Store, convert, local_copy, run_id_of, verify
+from fsdp_shard.checkpoint import RemoteStore, StepStore, convert, local_copy, run_id_of, verify
 from fsdp_shard.cli import run_command
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, RemoteError
@@ -129,7 +129,7 @@ def test_an_upload_that_fails_counts_as_a_save_that_fails(tmp_path: Path) -> Non
     assert "Step 3 could not be uploaded" in lines[3]
     assert lines[4:] == ["uploaded URL/step-00000004, which was in the run directory only"]
     assert RemoteStore(address).steps() == [2, 4]
-    assert Store(tmp_path / "run" / "checkpoints").steps() == [3, 4], "retention here does not wait for elsewhere"
+    assert StepStore(tmp_path / "run" / "checkpoints").steps() == [3, 4], "retention here does not wait for elsewhere"
 
 
 def best_not_uploaded(context: DistributedContext, run_dir: Path, address: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from fsdp_shard.checkpoint import Store, convert, open_checkpoint
+from fsdp_shard.checkpoint import StepStore, convert, open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from tests.support.digests import digest_tensor, tensor_digests
 from tests.support.ranks import on_ranks
@@ -53,7 +53,7 @@ def test_the_chain_keeps_every_bit(tiny_model: Path, tmp_path: Path) -> None:
     plain.load_state_dict(assembled(held, {n: p.shape for n, p in plain.named_parameters()}), strict=False)
     wanted = plain.eval()(token_batch(5)).logits
 
-    step = Store(tmp_path / "run" / "sharded").path(1)
+    step = StepStore(tmp_path / "run" / "sharded").path(1)
     convert(step, tmp_path / "dcp" / MODEL, format="dcp", ranks=3, nest="model")
     on_ranks(2, load_and_save_with_accelerate, tmp_path / "dcp", tmp_path / "accelerate")
     convert(tmp_path / "accelerate", tmp_path / "bare")

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import fsdp_shard as fs
-from fsdp_shard.checkpoint import Store, open_checkpoint
+from fsdp_shard.checkpoint import StepStore, open_checkpoint
 from fsdp_shard.training import StepReport, TrainingRun
 from tests.support.digests import tensor_digests
 from tests.support.event_files import scalars
@@ -138,7 +138,7 @@ def test_ranks_whose_launcher_was_killed_save_and_end(settings: list[str], tmp_p
     for rank in alive:
         rank.kill()
     assert (len(ranks), alive) == (2, [])
-    steps = Store(tmp_path / "checkpoints")
+    steps = StepStore(tmp_path / "checkpoints")
     assert steps.latest() == metrics.read_text().count("\n") > 0
     given[given.index("train.steps=100000")] = f"train.steps={(steps.latest() or 0) + 1}"
     again = run_recipe("finetune", tmp_path, *given)

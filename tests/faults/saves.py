@@ -26,7 +26,7 @@ from fsdp_shard.checkpoint import (
     TRAINER,
     Staging,
     StepContent,
-    Store,
+    StepStore,
     open_checkpoint,
     save_step,
     verify,
@@ -78,7 +78,7 @@ def save_on(
     saved: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Save `steps` one after the other, and delete old ones; `saved(step)` is called when one is said to be safe."""
-    store, state, staging = Store(root), State(context.rank, small=small), Staging()
+    store, state, staging = StepStore(root), State(context.rank, small=small), Staging()
     beside = context.with_new_group(20)  # gloo may not notice at once that a rank was killed
     run_on_main(context, store.clean_leftovers)
 
@@ -183,7 +183,7 @@ def _rank_main(rank: int, meeting: Path, function: Callable[..., None], args: An
 
 def problems(root: Path, at_least: int = 0) -> list[str]:
     """What breaks the promise: a committed step that is not whole or not of one save, or a step that was lost."""
-    store, found = Store(root), []
+    store, found = StepStore(root), []
     steps = store.steps()
     if max(steps, default=0) < at_least:
         found.append(f"step {at_least} was said to be safe, but of it only {steps} are there")

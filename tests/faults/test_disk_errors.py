@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import Store, save_step
+from fsdp_shard.checkpoint import StepStore, save_step
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import SaveError
 from tests.faults.counts import count
@@ -30,7 +30,7 @@ def _failing_saves(place: Path, layout: str, victim: int) -> list[list[Outcome]]
     root = place / "checkpoints"
 
     def work(context: DistributedContext) -> None:
-        store, state, outcomes = Store(root), State(context.rank, small=True), []
+        store, state, outcomes = StepStore(root), State(context.rank, small=True), []
         save_step(context, store, 1, state.set(1), layout=layout)
         for wanted in range(1000):
             seen, failed = 0, ("", "")
@@ -85,7 +85,7 @@ def test_a_real_limit_on_the_size_of_files(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
 
     def work(context: DistributedContext) -> None:
-        store, state = Store(root), State(context.rank, small=True)
+        store, state = StepStore(root), State(context.rank, small=True)
         save_step(context, store, 1, state.set(1), layout="sharded")
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if context.rank == 1:
@@ -103,7 +103,7 @@ def test_a_real_limit_on_the_size_of_files(tmp_path: Path) -> None:
         raised = (tmp_path / f"raised-{rank}").read_text()
         assert "EFBIG" in raised
         assert "shard-00001-of-00002.safetensors" in raised
-    assert Store(root).steps() == [1, 3]
+    assert StepStore(root).steps() == [1, 3]
     assert not problems(root, at_least=3)
     count("real EFBIG")
 
@@ -118,7 +118,7 @@ def test_a_disk_that_is_really_full(layout: str, tmp_path: Path) -> None:
         pytest.skip("no file system can be mounted here")
 
     def work(context: DistributedContext) -> None:
-        store, state = Store(root), State(context.rank)
+        store, state = StepStore(root), State(context.rank)
         for step in range(1, 10):
             try:
                 save_step(context, store, step, state.set(step), layout=layout)
@@ -128,7 +128,7 @@ def test_a_disk_that_is_really_full(layout: str, tmp_path: Path) -> None:
 
     try:
         assert Ranks(tmp_path, work).wait(60) == [0, 0]
-        assert Store(root).steps() == [1, 2]
+        assert StepStore(root).steps() == [1, 2]
         assert not problems(root, at_least=2)
         assert "ENOSPC" in (tmp_path / "raised-0").read_text()
         assert (tmp_path / "raised-0").read_text() == (tmp_path / "raised-1").read_text()

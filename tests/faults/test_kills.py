@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import POINTS, Store
+from fsdp_shard.checkpoint import POINTS, StepStore
 from fsdp_shard.distributed import DistributedContext
 from tests.faults.counts import count
 from tests.faults.saves import LONG, Ranks, kill_at, problems, save_on
@@ -29,7 +29,7 @@ _SECONDS_TO_END = 40.0  # more than the timeout of the group that saves
 def _trial(place: Path, layout: str, asynchronous: bool, kill: Callable[[Ranks, Path], None]) -> list[str]:
     """Save from the last step on until `kill` has done its work; what is then wrong."""
     root, told = place / "checkpoints", place / "told"
-    first = (Store(root).latest() or 0) + 1
+    first = (StepStore(root).latest() or 0) + 1
 
     def say(step: int) -> None:
         descriptor = os.open(told, os.O_CREAT | os.O_WRONLY | os.O_APPEND)

@@ -16,7 +16,7 @@ import pytest
 from fsdp_shard.checkpoint import (
     REMOTE_POINTS,
     RemoteStore,
-    Store,
+    StepStore,
     catch_up,
     fetch_latest,
     fetch_step,
@@ -34,7 +34,7 @@ _KEEP_LAST = 2
 
 def save_and_upload(context: DistributedContext, root: Path, url: str) -> None:
     """Save and upload steps for ever, from the last one there is on."""
-    store, remote, state = Store(root), RemoteStore(url), State(context.rank, small=True)
+    store, remote, state = StepStore(root), RemoteStore(url), State(context.rank, small=True)
     beside = context.with_new_group(60)
     run_on_main(context, lambda: [store.clean_leftovers(), fetch_latest(remote, store)])
     catch_up(beside, remote, store)
@@ -62,7 +62,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def read_back(url: str, place: Path) -> list[int]:
     """The steps that readers find, each of which must be whole and of one save."""
     shutil.rmtree(place, ignore_errors=True)
-    remote, copies = RemoteStore(url), Store(place)
+    remote, copies = RemoteStore(url), StepStore(place)
     for step in remote.steps():
         fetch_step(remote, step, copies.path(step), replace=False)
     assert problems(place) == []

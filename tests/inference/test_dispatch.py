@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, RwkvConfig
 
-from fsdp_shard.checkpoint import StepContent, Store, convert, locate, save_step
+from fsdp_shard.checkpoint import StepContent, StepStore, convert, locate, save_step
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
@@ -72,7 +72,7 @@ def _save(context: DistributedContext, directory: Path, model_dir: Path) -> None
     files = collect_model_files(locate(model_dir), ModelConfig(dtype="float32"), DataConfig())
     state = StepContent(model.local_shards(), tied_names(llama()), model_files=files)
     for layout in ("sharded", "gathered"):
-        save_step(context, Store(directory / layout / "checkpoints"), 1, state, layout=layout)
+        save_step(context, StepStore(directory / layout / "checkpoints"), 1, state, layout=layout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": model.module.state_dict()}, checkpoint_id=directory / "dcp")

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from fsdp_shard import convert, verify
-from fsdp_shard.checkpoint import Store
+from fsdp_shard.checkpoint import StepStore
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError
 from fsdp_shard.integrations import AcceleratorCheckpointer
@@ -62,7 +62,7 @@ def loop(
 
 
 def _stop(run_dir: Path, step: int) -> None:
-    while (Store(run_dir / "checkpoints").latest() or 0) < step:
+    while (StepStore(run_dir / "checkpoints").latest() or 0) < step:
         time.sleep(0.002)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -92,7 +92,7 @@ def whole(place: Path) -> dict[int, str]:
 def test_nothing_is_lost_when_it_is_killed(place: Path) -> None:
     expected: dict[int, str] = on_ranks(2, loop, place / "dropout-whole", "dropout")[0]
     run_dir = place / "killed"
-    store = Store(run_dir / "checkpoints")
+    store = StepStore(run_dir / "checkpoints")
     process = start_script(_SCRIPT, run_dir, "dropout", "text.txt", cwd=place)
     while (store.latest() or 0) < 6:
         assert process.poll() is None
@@ -117,7 +117,7 @@ def test_it_stops_when_it_is_asked_to_and_goes_on_with_other_ranks(
 ) -> None:
     run_dir = place / f"asked-{ranks}"
     head: dict[int, str] = on_ranks(2, partial(loop, stop_after=6), run_dir, "model")[0]
-    assert Store(run_dir / "checkpoints").latest() == max(head), "the step at which it was asked"
+    assert StepStore(run_dir / "checkpoints").latest() == max(head), "the step at which it was asked"
     again: dict[int, str] = on_ranks(ranks, loop, run_dir, "model")[0]
     assert sorted(again) == list(range(max(head) + 1, _LAST + 1))
     assert [float(again[step]) for step in again] == pytest.approx([float(whole[step]) for step in again], abs=1e-6)

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from fsdp_shard import verify
-from fsdp_shard.checkpoint import Store
+from fsdp_shard.checkpoint import StepStore
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.integrations import LightningCheckpoint, ResumableLoader
 from tests.support.commands import FSDP_SHARD, ROOT, run
@@ -78,7 +78,7 @@ def test_nothing_is_lost_when_all_ranks_are_killed(place: Path, whole: dict[int,
     head = until(process, "step 7 ")
     kill_all(process.pid)
     seen = losses(head + process.communicate()[0])
-    store = Store(place / "killed" / "checkpoints")
+    store = StepStore(place / "killed" / "checkpoints")
     assert store.steps(), "a step is saved within each epoch"
     seen |= losses(start(place, "killed").communicate(timeout=120)[0])
     assert seen == whole, "each step of each part has the loss that it has without a kill"
@@ -98,7 +98,7 @@ def test_it_stops_when_asked_and_goes_on_with_another_strategy_and_number_of_ran
     seen = losses(output)
     assert process.returncode != 0
     assert "The run was asked to stop" in output
-    assert Store(place / "asked" / "checkpoints").latest() == max(seen) < _STEPS
+    assert StepStore(place / "asked" / "checkpoints").latest() == max(seen) < _STEPS
     again = losses(start(place, "asked", ranks=3, strategy="ddp").communicate(timeout=120)[0])
     assert sorted(again) == list(range(max(seen) + 1, _STEPS + 1))
     assert [float(again[step]) for step in again] == pytest.approx([float(whole[step]) for step in again], rel=1e-6)
@@ -198,7 +198,7 @@ def figures(*models: _Noisy) -> dict[int, Any]:
 
 
 def steps(run_dir: Path) -> list[int]:
-    return Store(run_dir / "checkpoints").steps()
+    return StepStore(run_dir / "checkpoints").steps()
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_callbacks_keep_their_state(tmp_path: Path) -> None:
 def test_a_step_has_the_metrics_of_its_own_weights(tmp_path: Path) -> None:
     """Epochs of four steps, after which is a validation; every third step is saved."""
     fit(tmp_path, loader(), every=3, monitor="held_out")
-    store = Store(tmp_path / "checkpoints")
+    store = StepStore(tmp_path / "checkpoints")
     metrics = {
         step: json.loads((store.path(step) / "checkpointer.json").read_text())["metrics"] for step in steps(tmp_path)
     }
@@ -323,7 +323,7 @@ def test_settings_are_checked_when_they_are_given(tmp_path: Path) -> None:
 def test_a_run_without_a_best_step_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, loader(), monitor="held_ou", max_epochs=1)
     assert "has no best step: none that was saved has held_ou; evaluate at steps that are saved" in caplog.text
-    assert Store(tmp_path / "checkpoints").best() is None
+    assert StepStore(tmp_path / "checkpoints").best() is None
 
 
 def test_wrong_use_is_one_error(tmp_path: Path) -> None:

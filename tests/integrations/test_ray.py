@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("ray.train", reason="ray[train] is not installed; scripts/peers makes an environment that has it")
 
 from fsdp_shard import verify
-from fsdp_shard.checkpoint import Store
+from fsdp_shard.checkpoint import StepStore
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.integrations import ray_finetune
 from tests.support.commands import FSDP_SHARD, ROOT, environment, run
@@ -29,7 +29,7 @@ def _losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def _kill_a_worker(process: subprocess.Popen[str], store: Store) -> int:
+def _kill_a_worker(process: subprocess.Popen[str], store: StepStore) -> int:
     """SIGKILL for one worker once a step is saved; returns the step."""
     deadline = time.monotonic() + 200
     while store.latest() is None:
@@ -58,7 +58,7 @@ def test_a_worker_that_is_lost_costs_no_step(tmp_path: Path, tiny_model: Path, t
         stderr=subprocess.STDOUT,
         text=True,
     )
-    store = Store(tmp_path / "ray" / "run" / "checkpoints")
+    store = StepStore(tmp_path / "ray" / "run" / "checkpoints")
     try:
         killed_at = _kill_a_worker(process, store)
         output = process.communicate(timeout=250)[0]

@@ -16,7 +16,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from fsdp_shard import convert, verify
-from fsdp_shard.checkpoint import Store
+from fsdp_shard.checkpoint import StepStore
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.integrations import CheckpointerCallback
@@ -29,8 +29,8 @@ _SCRIPT = ROOT / "examples" / "trainer.py"
 _LAST = 15
 
 
-def store(run_dir: Path) -> Store:
-    return Store(run_dir / "checkpoints")
+def store(run_dir: Path) -> StepStore:
+    return StepStore(run_dir / "checkpoints")
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from transformers import Trainer, TrainingArguments
 
-from fsdp_shard.checkpoint import Store
+from fsdp_shard.checkpoint import StepStore
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.integrations import CheckpointerCallback
@@ -178,7 +178,7 @@ def scored(context: DistributedContext, place: Path) -> str:
 
 def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     assert "eval_score is nan, which is not finite" in on_ranks(1, scored, tmp_path)[0]
-    store = Store(tmp_path / "run/checkpoints")
+    store = StepStore(tmp_path / "run/checkpoints")
     assert (store.steps(), store.best()) == ([3, 4], 3)
 
 

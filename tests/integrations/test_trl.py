@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("trl", reason="trl is not installed; scripts/peers makes an environment that has it")
 
 from fsdp_shard import verify
-from fsdp_shard.checkpoint import Store
+from fsdp_shard.checkpoint import StepStore
 from tests.support.commands import ROOT
 from tests.support.torchrun import kill_all, start_script
 
@@ -31,7 +31,7 @@ def train(place: Path, run_dir: str, trained: str, text: Path, *, ranks: int = 2
 
 def losses(run_dir: Path) -> list[float]:
     """The loss of each step, as the state of the Trainer in the last one has them."""
-    path = Store(run_dir / "checkpoints").path(_LAST) / "trainer_state.json"
+    path = StepStore(run_dir / "checkpoints").path(_LAST) / "trainer_state.json"
     logged = [entry for entry in json.loads(path.read_text())["log_history"] if "loss" in entry]
     assert [entry["step"] for entry in logged] == list(range(1, _LAST + 1))
     return [entry["loss"] for entry in logged]
@@ -48,7 +48,7 @@ def test_what_is_killed_goes_on_as_if_nothing_had_been(
     assert whole[-1] < whole[0] - 0.01, "it learns"
 
     process = start_script(_SCRIPT, "killed", "model", text, trained, cwd=tmp_path)
-    store = Store(tmp_path / "killed" / "checkpoints")
+    store = StepStore(tmp_path / "killed" / "checkpoints")
     while (store.latest() or 0) < 6:
         assert process.poll() is None
         time.sleep(0.002)

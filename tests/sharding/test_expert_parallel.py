@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdp_shard.checkpoint import StepContent, Store, locate, open_checkpoint, save_step, verify
+from fsdp_shard.checkpoint import StepContent, StepStore, locate, open_checkpoint, save_step, verify
 from fsdp_shard.data import ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
@@ -116,7 +116,7 @@ def trained_divided(context: DistributedContext, root: Path, mesh: str) -> dict[
         )
         reports = list(train(run))
         shards = loaded.model.local_shards()
-        save_step(context, Store(root / mesh / family), 1, StepContent(shards, {}), layout="sharded")
+        save_step(context, StepStore(root / mesh / family), 1, StepContent(shards, {}), layout="sharded")
         held = sum(part.data.numel() for name, part in shards.items() if "experts" in name)
         found[family] = {
             "before": before,
@@ -155,11 +155,11 @@ def test_divided_experts_train_like_whole_ones(plain: dict[str, dict[str, Any]],
             assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
             assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
             assert found["before"] == pytest.approx(results[0][family]["before"])
-        report = verify(Store(root / mesh / family).path(1))
+        report = verify(StepStore(root / mesh / family).path(1))
         assert report.is_sound, report.problems
         assert report.content_checked
         before = dict(fresh(family).named_parameters())
-        with open_checkpoint(Store(root / mesh / family).path(1)) as index:
+        with open_checkpoint(StepStore(root / mesh / family).path(1)) as index:
             for name, weight in wanted["weights"].items():
                 torch.testing.assert_close(index.read(name), weight, rtol=0, atol=2e-6)
                 assert not torch.allclose(weight, before[name], rtol=0, atol=1e-5), "it was trained"

@@ -16,7 +16,7 @@ from transformers import CLIPConfig, CLIPModel
 
 from fsdp_shard.checkpoint import (
     CheckpointConfig,
-    Store,
+    StepStore,
     create_state,
     load_shards,
     open_checkpoint,
@@ -200,7 +200,7 @@ def load(context: DistributedContext, run_dir: Path) -> dict[str, float]:
     model = sharded_model(context)
     optimizer = build_optimizer(optim_of("adamw"), model, context)
     create_state(optimizer)
-    step = Store(run_dir / "checkpoints").path(1)
+    step = StepStore(run_dir / "checkpoints").path(1)
     shards = model.local_shards()
     with open_checkpoint(step) as weights, open_checkpoint(step / "optimizer") as states:
         load_shards(weights, shards)

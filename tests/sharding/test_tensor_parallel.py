@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaForCausalLM, MixtralConfig, PhiConfig
 
-from fsdp_shard.checkpoint import StepContent, Store, load_shards, open_checkpoint, save_step, verify
+from fsdp_shard.checkpoint import StepContent, StepStore, load_shards, open_checkpoint, save_step, verify
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
@@ -138,7 +138,7 @@ def save_columns(context: DistributedContext, root: Path) -> bool:
     mine = WHOLE[:, first : (333 if context.rank == 0 else 1000)].contiguous()
     shard = LocalShard(mine, mine.view(-1), first, (700, 1000), True, box=((0, first), tuple(mine.shape)))
     for layout in ("sharded", "gathered"):
-        directory = save_step(context, Store(root / layout), 1, StepContent({"w": shard}, {}), layout=layout)
+        directory = save_step(context, StepStore(root / layout), 1, StepContent({"w": shard}, {}), layout=layout)
         empty = replace(shard, data=torch.zeros_like(shard.data))
         with open_checkpoint(directory) as index:
             load_shards(index, {"w": empty})
@@ -149,7 +149,7 @@ def save_columns(context: DistributedContext, root: Path) -> bool:
 def test_columns_are_saved_and_hashed_in_both_layouts(tmp_path: Path) -> None:
     assert all(on_ranks(2, save_columns, tmp_path))
     for layout in ("sharded", "gathered"):
-        directory = Store(tmp_path / layout).path(1)
+        directory = StepStore(tmp_path / layout).path(1)
         report = verify(directory)
         assert report.is_sound, report.problems
         assert report.content_checked

@@ -10,7 +10,7 @@ import torch
 from fsdp_shard.checkpoint import (
     CheckpointConfig,
     StepContent,
-    Store,
+    StepStore,
     load_shards,
     locate,
     open_checkpoint,
@@ -30,7 +30,7 @@ class Training:
     """A tiny model that is trained and saved; `told` is what a user would see."""
 
     def __init__(self, context: DistributedContext, run_dir: Path, wrapper: str = "fsdp2", **settings: Any) -> None:
-        self.context, self.told, self.store = context, list[str](), Store(run_dir / "checkpoints")
+        self.context, self.told, self.store = context, list[str](), StepStore(run_dir / "checkpoints")
         self.model = sharded(WRAPPERS[wrapper](param_dtype="float32"), context)
         self.optimizer = torch.optim.AdamW(self.model.module.train().parameters(), lr=1e-2)
         self.state = TrainerState(0, "none")
@@ -98,5 +98,5 @@ def train_and_save(context: DistributedContext, config: ShardConfig, root: Path,
     )
     for layout in ("sharded", "gathered"):
         size = 40_000 if layout == "gathered" else None
-        save_step(context, Store(root / layout), 1, state, layout=layout, max_shard_bytes=size)
+        save_step(context, StepStore(root / layout), 1, state, layout=layout, max_shard_bytes=size)
     return {"shards": {name: (s.start, s.data.clone(), s.writes) for name, s in shards.items()}}

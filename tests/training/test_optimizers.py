@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint import (
     StepContent,
-    Store,
+    StepStore,
     check_slots,
     create_state,
     load_shards,
@@ -144,7 +144,7 @@ def train_and_resume(context: DistributedContext, shard: ShardConfig, root: Path
         state = StepContent(
             shards, {"lm_head.weight": "model.embed_tokens.weight"}, optimizer_shards(optimizer, shards)
         )
-        step = save_step(context, Store(root / name), HALF, state, layout="sharded")
+        step = save_step(context, StepStore(root / name), HALF, state, layout="sharded")
         losses += go(context, model, optimizer, range(HALF, STEPS))
         found[name] = {"losses": losses, "resumed": resume(context, shard, config, step)}
     return found
@@ -165,7 +165,7 @@ def resume(context: DistributedContext, shard: ShardConfig, config: OptimConfig,
 
 
 def resume_all(context: DistributedContext, shard: ShardConfig, root: Path) -> dict[str, list[float]]:
-    return {name: resume(context, shard, config, Store(root / name).path(HALF)) for name, config in CONFIGS.items()}
+    return {name: resume(context, shard, config, StepStore(root / name).path(HALF)) for name, config in CONFIGS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_with_ddp_every_rank_has_all_of_an_update(saved: Any, tmp_path: Path) ->
 def test_8_bit_state_is_kept_in_8_bits(saved: Any) -> None:
     pytest.importorskip("torchao")
     root, _ = saved("fsdp2")
-    with open_checkpoint(Store(root / "adamw8bit").path(HALF) / "optimizer") as index:
+    with open_checkpoint(StepStore(root / "adamw8bit").path(HALF) / "optimizer") as index:
         query = "model.layers.0.self_attn.q_proj.weight"
         assert index.dtypes[f"{query}.exp_avg.codes"] == "U8"
         assert index.shapes[f"{query}.exp_avg.scale"] == (64 * 64 // 256,)

@@ -17,7 +17,7 @@ import torch
 
 from fsdp_shard.checkpoint import (
     FAULTS,
-    Store,
+    StepStore,
     check_content,
     verify,
 )
@@ -120,7 +120,7 @@ def test_a_full_disk_stops_training_only_when_it_stays_full(tmp_path: Path) -> N
     told = on_ranks(2, failing, tmp_path)
     assert told[0] == told[1]
     assert sum("Training continues (failure 1 of checkpoint.max_failures=2 in a row)" in line for line in told[0]) == 2
-    assert all(verify(Store(tmp_path / "checkpoints").path(step)).is_sound for step in (1, 3))
+    assert all(verify(StepStore(tmp_path / "checkpoints").path(step)).is_sound for step in (1, 3))
 
 
 def step_of(context: DistributedContext, run_dir: Path, layout: str) -> None:
@@ -154,18 +154,18 @@ def test_a_step_that_lacks_any_file_is_not_resumed_from(saved_run: Path, tmp_pat
 
 @pytest.mark.parametrize("resume", ["never", "PATH"])
 def test_a_run_that_is_started_again_goes_on_from_its_own_steps(resume: str, saved_run: Path, tmp_path: Path) -> None:
-    run, own = tmp_path / "run", Store(saved_run / "checkpoints")
+    run, own = tmp_path / "run", StepStore(saved_run / "checkpoints")
     resume = resume.replace("PATH", str(saved_run))
     begun = None if resume == "never" else own.path(own.latest() or 0)
     assert find_step(resume, str(run), is_again=True) == begun, "nothing of its own is there yet"
     shutil.copytree(saved_run, run)
-    assert find_step(resume, str(run), is_again=True) == Store(run / "checkpoints").path(own.latest() or 0)
+    assert find_step(resume, str(run), is_again=True) == StepStore(run / "checkpoints").path(own.latest() or 0)
     with pytest.raises(ConfigError, match="already holds"):
         find_step(resume, str(run))
 
 
 def test_a_flipped_bit_anywhere_is_found_before_resuming(saved_run: Path) -> None:
-    step = Store(saved_run / "checkpoints").path(1)
+    step = StepStore(saved_run / "checkpoints").path(1)
     files = sorted(path for path in step.rglob("*") if path.is_file())
     drawn = random.Random(0)
     for number in range(150):
@@ -224,7 +224,7 @@ def slimming(context: DistributedContext, run_dir: Path) -> None:
 
 def test_older_steps_stay_as_weights_and_new_ones_are_read_back(tmp_path: Path) -> None:
     on_ranks(2, slimming, tmp_path)
-    store = Store(tmp_path / "checkpoints")
+    store = StepStore(tmp_path / "checkpoints")
     assert store.clean_leftovers() == ["step-00000002/optimizer"]
     for step in (1, 2):
         assert verify(store.path(step)).is_sound

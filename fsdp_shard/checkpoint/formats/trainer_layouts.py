@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.io import has_file
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
-from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, Store, parse_step
+from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, StepStore, parse_step
 from fsdp_shard.errors import CheckpointError
 
 IsCheckpoint = Callable[[Path], bool]
@@ -181,7 +181,7 @@ def latest_step_directory(path: Path) -> Path:
         path = path / CHECKPOINTS
     elif not any(parse_step(entry.name) is not None for entry in path.iterdir()):
         return path
-    store = Store(path)
+    store = StepStore(path)
     latest = store.latest()
     if latest is None and any(is_numbered(entry.name) for entry in path.iterdir()):
         return given  # steps of another training stack: ours get their manifest before their name

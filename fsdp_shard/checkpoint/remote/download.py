@@ -18,12 +18,12 @@ from fsdp_shard.checkpoint.remote.same_run import check_same_run
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, parse_manifest
 from fsdp_shard.checkpoint.steps.step_reference import choose_step
-from fsdp_shard.checkpoint.steps.step_store import Store, parse_step, step_name
+from fsdp_shard.checkpoint.steps.step_store import StepStore, parse_step, step_name
 from fsdp_shard.errors import CheckpointError, RemoteError, SaveError
 from fsdp_shard.utils import format_size, fsync_path, read_bounded, user_cache, write_file
 
 
-def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
+def fetch_latest(remote: RemoteStore, store: StepStore) -> int | None:
     """Download the latest step of a remote store unless `store` has it or a later one; return the remote's step.
 
     The best step comes too, and first: without it, the next step would be the best, and retention would delete it.

@@ -7,14 +7,14 @@ from typing import Any
 from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, parse_manifest, read_manifest
-from fsdp_shard.checkpoint.steps.step_store import TRAINER, Store
+from fsdp_shard.checkpoint.steps.step_store import TRAINER, StepStore
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import parse_json, read_bounded
 
 RUN_ID = "run_id.json"  # in each step of a run; steps of earlier versions have none
 
 
-def check_same_run(remote: RemoteStore, store: Store) -> None:
+def check_same_run(remote: RemoteStore, store: StepStore) -> None:
     """Raise ConfigError if both have steps, of different runs.
 
     A common step must have the same weights in both. Without one, as when each keeps different steps, the ids of the
@@ -59,7 +59,7 @@ def new_run_id() -> bytes:
     return f"{json.dumps({'run_id': uuid.uuid4().hex})}\n".encode()
 
 
-def run_id_of(store: Store) -> bytes | None:
+def run_id_of(store: StepStore) -> bytes | None:
     """Content of `run_id.json` in the latest step of a run; None if there is none."""
     latest = store.latest()
     if latest is None or not has_file(store.path(latest), RUN_ID):
@@ -78,7 +78,7 @@ def _described(content: bytes, where: str) -> dict[str, Any]:
     return {name: state.get(name) if isinstance(state, dict) else None for name in ("seed", "data")}
 
 
-def _another_run(remote: RemoteStore, uploaded: int, store: Store, step: int, why: str) -> ConfigError:
+def _another_run(remote: RemoteStore, uploaded: int, store: StepStore, step: int, why: str) -> ConfigError:
     return ConfigError(
         f"{remote.address(uploaded)} is of another run than {store.path(step)}: {why}. Give another checkpoint.remote, "
         f"or the run_dir of that run."

@@ -9,16 +9,16 @@ from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.remote.same_run import check_same_run
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, parse_manifest
-from fsdp_shard.checkpoint.steps.step_store import Store, steps_to_delete
+from fsdp_shard.checkpoint.steps.step_store import StepStore, steps_to_delete
 from fsdp_shard.distributed import Communicator, run_on_all, run_on_main
 from fsdp_shard.utils import balanced_partition
 
 
-def upload_step(context: Communicator, remote: RemoteStore, step: int, directory: Path) -> None:
+def upload_step(ranks: Communicator, remote: RemoteStore, step: int, directory: Path) -> None:
     """Upload a committed step; a collective.
 
     Args:
-        context: The ranks.
+        ranks: The ranks.
         remote: The store.
         step: The step.
         directory: Its local directory.
@@ -27,20 +27,20 @@ def upload_step(context: Communicator, remote: RemoteStore, step: int, directory
         RemoteError: The store fails, on any rank.
         SaveError: The store has another step of this number.
     """
-    content = run_on_all(context, (directory / MANIFEST).read_bytes)
+    content = run_on_all(ranks, (directory / MANIFEST).read_bytes)
     manifest = parse_manifest(content, str(directory / MANIFEST))
     sizes = {name: record.size for name, record in manifest.files.items()}
-    if not run_on_main(context, lambda: remote.begin(step, content)):
+    if not run_on_main(ranks, lambda: remote.begin(step, content)):
         return
-    files = balanced_partition(sorted(sizes), context.world_size, sizes.__getitem__)[context.rank]
+    files = balanced_partition(sorted(sizes), ranks.world_size, sizes.__getitem__)[ranks.rank]
     fault_point("uploading")
-    run_on_all(context, lambda: remote.put(step, directory, files))
+    run_on_all(ranks, lambda: remote.put(step, directory, files))
     fault_point("uploaded")
-    run_on_main(context, lambda: remote.commit(step, content, sizes))
+    run_on_main(ranks, lambda: remote.commit(step, content, sizes))
     fault_point("remote-committed")
 
 
-def catch_up(context: Communicator, remote: RemoteStore, store: Store) -> int | None:
+def catch_up(ranks: Communicator, remote: RemoteStore, store: StepStore) -> int | None:
     """Upload the latest step of a run if its upload was interrupted, and mark it if it is the best; a collective.
 
     Returns:
@@ -55,10 +55,10 @@ def catch_up(context: Communicator, remote: RemoteStore, store: Store) -> int | 
         local, uploaded = store.latest(), remote.latest()
         return local if local is not None and (uploaded is None or uploaded < local) else None
 
-    step = run_on_main(context, missing_step)
+    step = run_on_main(ranks, missing_step)
     if step is not None:
-        upload_step(context, remote, step, store.path(step))
-        run_on_main(context, lambda: remote.set_best(step) if store.best() == step else None)
+        upload_step(ranks, remote, step, store.path(step))
+        run_on_main(ranks, lambda: remote.set_best(step) if store.best() == step else None)
     return step
 
 

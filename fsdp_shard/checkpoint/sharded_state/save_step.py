@@ -19,7 +19,7 @@ from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
 from fsdp_shard.checkpoint.steps.file_plan import SINGLE_FILE
 from fsdp_shard.checkpoint.steps.manifest import Manifest, TensorRecord
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, build_shard_index
-from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER, TRAINER, Store
+from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER, TRAINER, StepStore
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError
 
@@ -43,8 +43,8 @@ class StepContent:
 
 
 def save_step(
-    context: Communicator,
-    store: Store,
+    ranks: Communicator,
+    store: StepStore,
     step: int,
     state: StepContent,
     *,
@@ -54,7 +54,7 @@ def save_step(
     """Write `state` as step `step` of `store` and commit it; a collective.
 
     Args:
-        context: The ranks that save.
+        ranks: The ranks that save.
         store: The checkpoints of the run; rank 0's counts.
         step: The step, which must not exist yet.
         state: This rank's part of the state.
@@ -68,37 +68,37 @@ def save_step(
         StorageError: A disk is full or fails, on any rank.
         SaveError: The step exists already. In both cases earlier steps are kept, and nothing of this one.
     """
-    root, save = context.broadcast_object((str(store.root), uuid.uuid4().hex))
-    store = Store(Path(root))
-    who = (context.rank, context.world_size, step, save)
+    root, save = ranks.broadcast_object((str(store.root), uuid.uuid4().hex))
+    store = StepStore(Path(root))
+    who = (ranks.rank, ranks.world_size, step, save)
     target = write_plan.Target(*who, max_shard_bytes, state.aliases, state.single_file)
     # A rank may hold none of them.
-    has_folder = context.all_reduce([float(bool(part)) for part in (state.optimizer, state.average)], "max")
+    has_folder = ranks.all_reduce([float(bool(part)) for part in (state.optimizer, state.average)], "max")
     plans = _plan(state, target, layout, [flag > 0 for flag in has_folder])
     own_bytes = sum(plan.num_bytes for plan in plans)
-    planned = context.gather_object((own_bytes, *(plan.report for plan in plans)))
-    indexes = run_on_all(context, lambda: _indexes(target, planned))  # none but on rank 0
+    planned = ranks.gather_object((own_bytes, *(plan.report for plan in plans)))
+    indexes = run_on_all(ranks, lambda: _indexes(target, planned))  # none but on rank 0
     plans = plans._replace(weights=plans.weights.with_files(indexes))
     num_bytes = sum(size for size, *_ in planned) + sum(map(len, indexes.values()))
-    directory = Path(run_on_main(context, lambda: _begin(store, step, num_bytes)))
+    directory = Path(run_on_main(ranks, lambda: _begin(store, step, num_bytes)))
     parts = (state.weights, (state.optimizer, state.average), state.reading)
     try:
-        run_on_all(context, lambda: write_shards.create_files(directory, plans))
-        written = run_on_all(context, lambda: write_shards.write_ranges(directory, plans, *parts))
-        run_on_all(context, lambda: write_shards.hash_shared_chunks(directory, plans.weights, state.weights, written))
-        everyone = context.gather_object(written.without_empty())
+        run_on_all(ranks, lambda: write_shards.create_files(directory, plans))
+        written = run_on_all(ranks, lambda: write_shards.write_ranges(directory, plans, *parts))
+        run_on_all(ranks, lambda: write_shards.hash_shared_chunks(directory, plans.weights, state.weights, written))
+        everyone = ranks.gather_object(written.without_empty())
         manifest = Manifest(
             layout=layout,
             step=step,
-            world_size=context.world_size if layout == "sharded" else 1,
-            mesh=context.mesh_shape,
+            world_size=ranks.world_size if layout == "sharded" else 1,
+            mesh=ranks.mesh_shape,
             files={name: record for one in everyone for name, record in sorted(one.records.items())},
-            tensors=_tensor_records(state.weights, everyone) if context.is_main else {},
+            tensors=_tensor_records(state.weights, everyone) if ranks.is_main else {},
             aliases=dict(state.aliases),
         )
-        run_on_main(context, lambda: _commit(store, directory, step, manifest))
+        run_on_main(ranks, lambda: _commit(store, directory, step, manifest))
     except FsdpShardError:  # on all ranks: all have finished writing
-        if context.is_main:
+        if ranks.is_main:
             store.discard(step)
         raise
     return store.path(step)
@@ -119,13 +119,13 @@ def _plan(
     return write_shards.RankPlans(weights, *others)
 
 
-def _begin(store: Store, step: int, num_bytes: int) -> str:
+def _begin(store: StepStore, step: int, num_bytes: int) -> str:
     directory = store.begin(step, num_bytes)
     fault_point("begun")
     return str(directory)
 
 
-def _commit(store: Store, directory: Path, step: int, manifest: Manifest) -> None:
+def _commit(store: StepStore, directory: Path, step: int, manifest: Manifest) -> None:
     store.commit(directory, step, manifest)
     store.set_latest(step)
     fault_point("pointed")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
-from fsdp_shard.checkpoint.steps.step_store import BEST, LATEST, Store
+from fsdp_shard.checkpoint.steps.step_store import BEST, LATEST, StepStore
 from fsdp_shard.errors import CheckpointError
 
 _NUMBER = re.compile(r"(?:step-)?(\d+)")
@@ -19,7 +19,7 @@ def split_reference(path: str) -> tuple[str, str | None]:
     An existing path is used as is, even with an @ in its name; only a pointer stands for the step to which it points.
     """
     local = Path(path).expanduser()
-    if local.name in (LATEST, BEST) and Store(local.parent).pointer(local.name) is not None:
+    if local.name in (LATEST, BEST) and StepStore(local.parent).pointer(local.name) is not None:
         return str(local.parent), local.name
     run, _, wanted = path.rpartition("@")
     if not run or os.path.lexists(local):

@@ -50,7 +50,7 @@ def recorded_command(run_dir: Path) -> list[str]:
     return first.removeprefix(CONFIG_START).split() if first.startswith(CONFIG_START) else []
 
 
-class Store:
+class StepStore:
     """The checkpoints of one run, in `root` (RUN_DIR/checkpoints)."""
 
     def __init__(self, root: Path) -> None:

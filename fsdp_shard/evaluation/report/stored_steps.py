@@ -11,7 +11,16 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path
 
-from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, Manifest, Store, locate, member, parse_shard_name, read_manifest
+from fsdp_shard.checkpoint import (
+    MANIFEST,
+    OPTIMIZER,
+    Manifest,
+    StepStore,
+    locate,
+    member,
+    parse_shard_name,
+    read_manifest,
+)
 from fsdp_shard.errors import FsdpShardError, InputError
 from fsdp_shard.utils import read_bounded
 
@@ -58,7 +67,7 @@ def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> 
         settings: The settings of the run, which define retention.
         problems: Receives sentences about unreadable data.
     """
-    store, found = Store(root), []
+    store, found = StepStore(root), []
     try:
         steps = store.steps()
     except OSError as error:
@@ -76,7 +85,7 @@ def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> 
     return found
 
 
-def _reasons(store: Store, steps: Sequence[int], step: int, settings: Mapping[str, str]) -> tuple[str, ...]:
+def _reasons(store: StepStore, steps: Sequence[int], step: int, settings: Mapping[str, str]) -> tuple[str, ...]:
     reasons = ["latest"] if step == steps[-1] else []
     if step == store.best():
         reasons.append("best")

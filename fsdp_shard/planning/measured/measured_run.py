@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint import (
     CONFIG_FILE,
     OPTIMIZER,
     Manifest,
-    Store,
+    StepStore,
     member,
     parse_shard_name,
     read_manifest,
@@ -128,7 +128,7 @@ def _counts(values: Any) -> list[int]:
 
 def _latest_step(path: Path) -> tuple[Path, Manifest | None]:
     """The directory of the latest checkpoint of a run, and its manifest; without a checkpoint there is none."""
-    store = Store(path / CHECKPOINTS)
+    store = StepStore(path / CHECKPOINTS)
     if (latest := store.latest()) is None:
         return path, None
     step = store.path(latest)

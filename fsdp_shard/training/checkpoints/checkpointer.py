@@ -25,7 +25,7 @@ from fsdp_shard.checkpoint import (
     RUN_CONFIG,
     CheckpointConfig,
     RemoteStore,
-    Store,
+    StepStore,
 )
 from fsdp_shard.distributed import Communicator, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
@@ -165,7 +165,7 @@ class Checkpointer:
         self.path, self._config = Path(path).expanduser().absolute(), check_settings(settings, mode)
         self._monitor, self._sign, self._processor = monitor, 1 if mode == "min" else -1, processor
         self._ranks = current_ranks(self._config.timeout_seconds)
-        self._store = Store(self.path / CHECKPOINTS)
+        self._store = StepStore(self.path / CHECKPOINTS)
         with ExitStack() as opening:
             lock = opening.enter_context(run_lock(os.fspath(self.path), self._ranks))
             run_on_main(self._ranks, self._store.recover)

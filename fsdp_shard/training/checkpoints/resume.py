@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint import (
     TRAINER,
     CheckpointConfig,
     RemoteStore,
-    Store,
+    StepStore,
     read_manifest,
 )
 from fsdp_shard.data import Dataset
@@ -52,7 +52,7 @@ def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again:
         CheckpointError: The step cannot be resumed from.
         RemoteError: The remote store cannot be read.
     """
-    store = Store(Path(run_dir) / checkpoint.CHECKPOINTS)
+    store = StepStore(Path(run_dir) / checkpoint.CHECKPOINTS)
     _refuse_missing_manifests(store)
     above = None if remote is None else RemoteStore(remote)
     if is_again and store.latest() is not None:
@@ -78,7 +78,7 @@ def _find_other(resume: str) -> Path:
     if not path.exists():
         raise CheckpointError(f"resume={resume} does not exist; give a run directory, a step directory, auto or never.")
     for root in (path, path / checkpoint.CHECKPOINTS):
-        _refuse_missing_manifests(Store(root))
+        _refuse_missing_manifests(StepStore(root))
     return _check_complete(checkpoint.latest_step_directory(path))
 
 
@@ -252,7 +252,7 @@ def _has_updated(step_directory: Path) -> bool:
     return state.num_skipped < state.step
 
 
-def _refuse_missing_manifests(store: Store) -> None:
+def _refuse_missing_manifests(store: StepStore) -> None:
     """Raise an error for a later step without a manifest: the manifest is written before the step gets its name."""
     latest = store.latest()
     for entry in sorted(store.root.iterdir()) if store.root.is_dir() else ():

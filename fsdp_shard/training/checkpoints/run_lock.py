@@ -65,10 +65,10 @@ class RunLock:
 
 
 @contextmanager
-def run_lock(run_dir: str, context: Communicator) -> Iterator[RunLock]:
+def run_lock(run_dir: str, ranks: Communicator) -> Iterator[RunLock]:
     """Lock `run_dir` against other runs within the block; raise ConfigError on all ranks if another run holds it."""
     path = Path(run_dir).absolute()
-    handle = run_on_all(context, lambda: _acquire(Path(run_dir)) if context.is_main else None)
+    handle = run_on_all(ranks, lambda: _acquire(Path(run_dir)) if ranks.is_main else None)
     lock = RunLock(path / LOCK, handle)
     try:
         yield lock

@@ -50,7 +50,7 @@ class Saver(StepSaver):
         model_files: Mapping[str, bytes],
         log: SaveLog,
     ) -> None:
-        store = checkpoint.Store(Path(run_dir) / checkpoint.CHECKPOINTS)
+        store = checkpoint.StepStore(Path(run_dir) / checkpoint.CHECKPOINTS)
         run_on_main(context, lambda: _begin(store, model_files))
         committer = StepCommitter(context, store, config, is_adapter=loaded.adapter is not None)
         if (error := committer.apply_retention()) is not None:
@@ -74,7 +74,7 @@ class Saver(StepSaver):
             SaveError: This save or the previous one failed, and the run has to stop for it.
         """
         self.wait()
-        is_best = run_on_main(self._context, lambda: self._is_best(state))
+        is_best = run_on_main(self._ranks, lambda: self._is_best(state))
         run_state, in_background = self._run_state(state), self._config.asynchronous
         self.save_step(state.step, run_state, is_best=is_best, in_background=in_background)
 
@@ -93,7 +93,7 @@ class Saver(StepSaver):
             return state
         return replace(
             state,
-            weights=adapter.to_save(shards, self._context),
+            weights=adapter.to_save(shards, self._ranks),
             aliases={},
             single_file=adapter.FILE,
             average=adapter.stored(state.average) if state.average else {},
@@ -110,7 +110,7 @@ class Saver(StepSaver):
 
     def note_best(self, state: TrainerState) -> None:
         """Mark the step that the run resumed from as the best, if its belated evaluation shows that."""
-        run_on_main(self._context, lambda: self._mark_if_best(state))
+        run_on_main(self._ranks, lambda: self._mark_if_best(state))
 
     def _mark_if_best(self, state: TrainerState) -> None:
         if self._is_best(state):
@@ -135,7 +135,7 @@ class Saver(StepSaver):
         return loss < before.held_out_loss
 
 
-def _begin(store: checkpoint.Store, model_files: Mapping[str, bytes]) -> None:
+def _begin(store: checkpoint.StepStore, model_files: Mapping[str, bytes]) -> None:
     """Delete what an interrupted save left, and write the newest step's settings, or this run's, to config.yaml."""
     if store.recover() is None and (settings := model_files.get(checkpoint.RUN_CONFIG)) is not None:
         store.set_config(settings)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore, StepContent, Store
+from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore, StepContent, StepStore
 from fsdp_shard.distributed import Communicator, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
 
@@ -25,7 +25,7 @@ class StepCommitter:
     process group lets a thread call them during training. Nothing here logs.
 
     Args:
-        context: The ranks.
+        ranks: The ranks.
         store: The checkpoints of the run.
         config: The settings `checkpoint.*`.
         is_adapter: The weights are an adapter, which peft reads from one file only.
@@ -36,19 +36,19 @@ class StepCommitter:
         not_fetched: The latest step there, if there was none in the run directory when `upload_missing` was called.
     """
 
-    def __init__(self, context: Communicator, store: Store, config: CheckpointConfig, *, is_adapter: bool) -> None:
-        self._context = context.with_new_group(config.timeout_seconds)
+    def __init__(self, ranks: Communicator, store: StepStore, config: CheckpointConfig, *, is_adapter: bool) -> None:
+        self._ranks = ranks.with_new_group(config.timeout_seconds)
         self.store, self._config = store, config
         self.remote = None if config.remote is None else RemoteStore(config.remote)
         self._layout = "gathered" if is_adapter else config.layout
         self._max_shard_bytes = None if is_adapter else config.max_shard_bytes
-        self._best: dict[Store | RemoteStore, int] = {}  # of the steps that this process has committed
+        self._best: dict[StepStore | RemoteStore, int] = {}  # of the steps that this process has committed
         self.not_fetched: int | None = None
         self._run_id: bytes | None = None
 
     def close(self) -> None:
         """Destroy the group of the saves, after the last one."""
-        self._context.destroy_group()
+        self._ranks.destroy_group()
 
     def commit(self, step: int, state: StepContent, *, is_best: bool) -> SavedStep:
         """Commit a step, apply retention (`checkpoint.keep_*`), then upload the step and do the same there.
@@ -63,16 +63,16 @@ class StepCommitter:
             StorageError: A disk is full or fails; nothing was committed.
             SaveError: The step could not be committed for another reason, or does not read back as it was written.
         """
-        self._run_id = run_on_main(self._context, self._current_run_id)
+        self._run_id = run_on_main(self._ranks, self._current_run_id)
         state = replace(state, model_files={**state.model_files, checkpoint.RUN_ID: self._run_id})
         directory = checkpoint.save_step(
-            self._context, self.store, step, state, layout=self._layout, max_shard_bytes=self._max_shard_bytes
+            self._ranks, self.store, step, state, layout=self._layout, max_shard_bytes=self._max_shard_bytes
         )
         if self._config.verify:
             self._read_back(step, directory)
         error = self._try_on_main(lambda: self._prune(step, is_best=is_best))
         if (remote := self.remote) is not None:
-            checkpoint.upload_step(self._context, remote, step, directory)
+            checkpoint.upload_step(self._ranks, remote, step, directory)
             error = self._try_on_main(lambda: self._prune_remote(remote, step, is_best=is_best)) or error
         return SavedStep(directory, error)
 
@@ -85,8 +85,8 @@ class StepCommitter:
             latest = remote.latest() if self.store.latest() is None else None
             return latest, None if latest is None else checkpoint.remote_run_id(remote, latest)
 
-        self.not_fetched, self._run_id = run_on_main(self._context, not_fetched)
-        return checkpoint.catch_up(self._context, remote, self.store)
+        self.not_fetched, self._run_id = run_on_main(self._ranks, not_fetched)
+        return checkpoint.catch_up(self._ranks, remote, self.store)
 
     def apply_retention(self) -> StorageError | None:
         """Delete the steps that `checkpoint.keep_*` do not keep, after a run was stopped, perhaps by a full disk.
@@ -109,17 +109,17 @@ class StepCommitter:
     def _try_on_main(self, work: Callable[[], None]) -> StorageError | None:
         """Run work that the checkpoint does not depend on, and return the error if it fails."""
         try:
-            run_on_main(self._context, work)
+            run_on_main(self._ranks, work)
         except StorageError as error:
             return error
         return None
 
     def _read_back(self, step: int, directory: Path) -> None:
         """Compare the files on disk with the manifest; each rank reads a part."""
-        context = self._context
+        ranks = self._ranks
         try:
-            run_on_all(context, lambda: checkpoint.drop_cache(directory, context.rank))
-            run_on_all(context, lambda: checkpoint.check_content(directory, context.rank, context.world_size))
+            run_on_all(ranks, lambda: checkpoint.drop_cache(directory, ranks.rank))
+            run_on_all(ranks, lambda: checkpoint.check_content(directory, ranks.rank, ranks.world_size))
         except CheckpointError as error:
             raise SaveError(f"Step {step} was saved, but does not read back as it was written. {error}") from error
         checkpoint.fault_point("verified")
@@ -141,7 +141,7 @@ class StepCommitter:
             self._replace_best(remote, step)
         checkpoint.prune_remote(remote, step, self._config.keep_last, self._config.keep_every)
 
-    def _replace_best(self, store: Store | RemoteStore, step: int) -> None:
+    def _replace_best(self, store: StepStore | RemoteStore, step: int) -> None:
         """Make `best` point to a better step, and delete the previous one if it was saved only for being the best.
 
         Steps of an earlier part of the run are kept: one of them may be the step that it ended with.

@@ -70,7 +70,7 @@ class StepSaver:
     background save, unless a second signal asks to end at once. A save that goes on keeps the run's lock.
 
     Args:
-        context: The ranks.
+        ranks: The ranks.
         config: The settings `checkpoint.*`.
         committer: Commits a step.
         log: Reports saves.
@@ -82,13 +82,13 @@ class StepSaver:
 
     def __init__(
         self,
-        context: Communicator,
+        ranks: Communicator,
         config: CheckpointConfig,
         committer: StepCommitter,
         log: SaveLog,
         prefix: str = "checkpoint.",
     ) -> None:
-        self._context, self._config, self._committer, self._log = context, config, committer, log
+        self._ranks, self._config, self._committer, self._log = ranks, config, committer, log
         self.lock = RunLock()
         self._prefix = prefix
         self._staging = checkpoint.Staging()
@@ -130,7 +130,7 @@ class StepSaver:
         Raises:
             SaveError: The save failed, and the run must stop.
         """
-        if self._running is not None and self._context.all_reduce([float(self._running.outcome.done())], "min")[0]:
+        if self._running is not None and self._ranks.all_reduce([float(self._running.outcome.done())], "min")[0]:
             self.wait()
 
     def wait(self) -> None:
@@ -186,7 +186,7 @@ class StepSaver:
     def _conclude(self, step: int, result: Callable[[], SavedStep]) -> None:
         """Act on the outcome of a save on which all ranks agree."""
         try:
-            saved = run_on_all(self._context, lambda: self._result_or_save_error(step, result))
+            saved = run_on_all(self._ranks, lambda: self._result_or_save_error(step, result))
         except StorageError as error:
             self._num_failures += 1
             what = "uploaded, and is in the run directory only" if isinstance(error, RemoteError) else "saved"

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.remote.same_run import check_same_run
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.remote.upload import prune_remote, upload_step
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, FileRecord, Manifest, read_manifest
-from fsdp_shard.checkpoint.steps.step_store import Store
+from fsdp_shard.checkpoint.steps.step_store import StepStore
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, RemoteError, SaveError
 from fsdp_shard.utils import check
@@ -54,7 +54,7 @@ def test_what_cannot_be_had_with_a_remote_store_says_so() -> None:
 
 def save(context: DistributedContext, root: Path, url: str) -> None:
     """Two steps, both uploaded; the second one once more, to no effect, and another one of its number."""
-    store, remote = Store(root), RemoteStore(url)
+    store, remote = StepStore(root), RemoteStore(url)
     save_on(context, root, range(1, 3), layout="sharded", small=True)
     for step in (1, 2, 2):
         upload_step(context, remote, step, store.path(step))
@@ -88,7 +88,7 @@ def test_steps_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step-00000003 has no finished checkpoint"):
         local_copy(f"{url}/step-00000003")
 
-    saved = Store(tmp_path / "checkpoints").path(2)
+    saved = StepStore(tmp_path / "checkpoints").path(2)
     size = (saved / "trainer.json").stat().st_size
     remote.put(4, saved, ["trainer.json"])
     assert remote.steps() == [1, 2], "a step without a manifest is not there"
@@ -199,13 +199,13 @@ def _rewrite_trainer(step: Path, **values: object) -> None:
 def _save_runs(context: DistributedContext, place: Path, url: str) -> None:
     """Three steps of a run, of which the second is uploaded."""
     save_on(context, place / "run", range(1, 4), layout="sharded", small=True)
-    upload_step(context, RemoteStore(url), 2, Store(place / "run").path(2))
+    upload_step(context, RemoteStore(url), 2, StepStore(place / "run").path(2))
 
 
 def test_steps_of_another_run_are_neither_fetched_nor_added_to(tmp_path: Path) -> None:
     url = shelf(tmp_path) + "/run"
     on_ranks(WORLD_SIZE, _save_runs, tmp_path, url)
-    remote, store = RemoteStore(url), Store(tmp_path / "run")
+    remote, store = RemoteStore(url), StepStore(tmp_path / "run")
     check_same_run(remote, store)
     store.delete(2)
     check_same_run(remote, store)  # each keeps other steps
@@ -228,7 +228,7 @@ def test_steps_of_another_run_are_neither_fetched_nor_added_to(tmp_path: Path) -
 def _upload_two(context: DistributedContext, place: Path, url: str) -> None:
     save_on(context, place / "run", range(1, 4), layout="sharded", small=True)
     for step in (2, 3):
-        upload_step(context, RemoteStore(url), step, Store(place / "run").path(step))
+        upload_step(context, RemoteStore(url), step, StepStore(place / "run").path(step))
 
 
 @pytest.mark.parametrize(("best", "fetched"), [(3, [3]), (2, [2, 3]), (1, [3])], ids=["latest", "earlier", "gone"])
@@ -236,7 +236,7 @@ def test_the_best_step_is_fetched_with_the_latest(tmp_path: Path, best: int, fet
     url = shelf(tmp_path) + "/run"
     on_ranks(WORLD_SIZE, _upload_two, tmp_path, url)
     RemoteStore(url).set_best(best)
-    store = Store(tmp_path / "other")
+    store = StepStore(tmp_path / "other")
     assert fetch_latest(RemoteStore(url), store) == 3
     assert (store.steps(), store.latest()) == (fetched, 3)
     assert store.best() == (best if best in fetched else None)

@@ -16,7 +16,7 @@ from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.checkpoint.sharded_state.load_shards import load_shards
 from fsdp_shard.checkpoint.sharded_state.optimizer_state import create_state, optimizer_shards
 from fsdp_shard.checkpoint.sharded_state.save_step import StepContent, save_step
-from fsdp_shard.checkpoint.steps.step_store import Store
+from fsdp_shard.checkpoint.steps.step_store import StepStore
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import CheckpointError, SaveError
@@ -42,7 +42,7 @@ def test_every_reader_sees_the_training_state(
     plain.load_state_dict(assembled(held, {n: p.shape for n, p in plain.named_parameters()}), strict=False)
     wanted = plain.eval()(token_batch(5)).logits
 
-    directories = {layout: Store(tmp_path / layout).path(1) for layout in ("sharded", "gathered")}
+    directories = {layout: StepStore(tmp_path / layout).path(1) for layout in ("sharded", "gathered")}
     assert len(list(directories["gathered"].glob("model-*.safetensors"))) > 2
     convert(directories["sharded"], tmp_path / "one")
     convert(directories["sharded"], tmp_path / "pieces", max_shard_size="50KB")
@@ -77,7 +77,7 @@ def test_optimizer_state_moves_between_wrappers_and_ranks(
     wrapper: str, to: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     on_ranks(3, train_and_save, WRAPPERS[wrapper](param_dtype="float32"), tmp_path, tiny_model)
-    step = Store(tmp_path / "sharded").path(1)
+    step = StepStore(tmp_path / "sharded").path(1)
     held = on_ranks(2, restore, WRAPPERS[to](param_dtype="float32"), step)
     with open_checkpoint(step / "optimizer") as index:
         moments = [name for name in index.names if index.shapes[name]]
@@ -102,7 +102,7 @@ def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -
         TEMPLATE: b"{{ messages }}"
     }
     state = StepContent(model.local_shards(), tied_names(llama()), model_files=beside)
-    store = Store(root)
+    store = StepStore(root)
     save_step(context, store, 1, state, layout="sharded")
     if context.rank == 1:
         real = os.fsync
@@ -127,7 +127,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_harms_nothing(tiny_model
     assert "Rank 1" in told[0][0]
     assert "No space left on device" in told[0][0]
     assert told[0][1:] == ["step 1"]
-    step = Store(tmp_path).path(1)
+    step = StepStore(tmp_path).path(1)
     assert verify(step).is_sound
     assert (step / TEMPLATE).read_bytes() == b"{{ messages }}"
     (step / TEMPLATE).write_bytes(b"{{ message }}")
@@ -138,7 +138,7 @@ def test_a_missing_optimizer_state_is_named(tiny_model: Path, tmp_path: Path) ->
     from fsdp_shard.checkpoint.sharded_state.optimizer_state import check_slots
 
     on_ranks(1, train_and_save, WRAPPERS["fsdp2"](param_dtype="float32"), tmp_path, tiny_model)
-    with open_checkpoint(Store(tmp_path / "sharded").path(1) / "optimizer") as index:
+    with open_checkpoint(StepStore(tmp_path / "sharded").path(1) / "optimizer") as index:
         with pytest.raises(CheckpointError, match=r"has model\.norm\.weight\.step, which this optimizer does not keep"):
             check_slots(index, {}, ["model.norm.weight.step"])
         data = torch.zeros(1)

@@ -26,7 +26,7 @@ from fsdp_shard.checkpoint.steps.file_plan import SHARD_KEY, chunk_rows, plan_sh
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST
 from fsdp_shard.checkpoint.steps.shard_headers import has_described_headers
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, read_shard_index
-from fsdp_shard.checkpoint.steps.step_store import Store
+from fsdp_shard.checkpoint.steps.step_store import StepStore
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import CheckpointError
 from tests.faults.corpus.edits import seal
@@ -76,12 +76,12 @@ def shards_of(rank: int, ranks: int, division: Division, *, columns: bool = Fals
 def save(context: DistributedContext, root: Path, division: Division, columns: bool) -> None:
     weights = shards_of(context.rank, context.world_size, division, columns=columns)
     states = {f"{name}.exp_avg": shard for name, shard in weights.items()}
-    save_step(context, Store(root), 1, StepContent(weights, {}, states), layout="sharded")
+    save_step(context, StepStore(root), 1, StepContent(weights, {}, states), layout="sharded")
 
 
 def saved(root: Path, ranks: int = 4, division: Division = rows, *, columns: bool = False) -> Path:
     on_ranks(ranks, save, root, division, columns)
-    return Store(root).path(1)
+    return StepStore(root).path(1)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def resume(context: DistributedContext, root: Path) -> dict[str, list[str]]:
 
     save(context, root, rows, False)
     found["save"] = since()
-    step = Store(root).path(1)
+    step = StepStore(root).path(1)
     for what, columns in (("rows", False), ("columns", True)):
         wanted = shards_of(context.rank, context.world_size, rows, columns=columns)
         shards = {
@@ -171,7 +171,7 @@ def load_column_of_columns(context: DistributedContext, root: Path) -> list[str]
     part = LocalShard(
         torch.zeros_like(wanted.data), torch.zeros_like(wanted.data), wanted.start, wanted.shape, True, wanted.box
     )
-    with open_checkpoint(Store(root).path(1)) as index:
+    with open_checkpoint(StepStore(root).path(1)) as index:
         load_shards(index, {"a.weight": part})
     assert torch.equal(part.data, wanted.data)
     return sorted(set(opens.names))
@@ -194,7 +194,7 @@ def save_frugally(context: DistributedContext, root: Path) -> None:
 
 def test_no_rank_receives_what_all_others_hold(tmp_path: Path) -> None:
     on_ranks(3, save_frugally, tmp_path)
-    assert verify(Store(tmp_path).path(1)).is_sound
+    assert verify(StepStore(tmp_path).path(1)).is_sound
 
 
 def swap_offsets(document: dict[str, Any]) -> None:

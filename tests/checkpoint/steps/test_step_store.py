@@ -9,7 +9,7 @@ import pytest
 from fsdp_shard.checkpoint.formats.trainer_layouts import latest_step_directory
 from fsdp_shard.checkpoint.io import atomicity
 from fsdp_shard.checkpoint.steps.manifest import FileRecord, Manifest, TensorRecord, read_manifest
-from fsdp_shard.checkpoint.steps.step_store import Store
+from fsdp_shard.checkpoint.steps.step_store import StepStore
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
 
 MANIFEST = Manifest(
@@ -23,14 +23,14 @@ MANIFEST = Manifest(
 )
 
 
-def save(store: Store, step: int, content: str = "x") -> Path:
+def save(store: StepStore, step: int, content: str = "x") -> Path:
     temporary = store.begin(step)
     (temporary / "data").write_text(content)
     return store.commit(temporary, step, Manifest("gathered", step, files={"data": FileRecord(len(content))}))
 
 
 def test_a_step_is_there_only_once_committed(tmp_path: Path) -> None:
-    store = Store(tmp_path / "checkpoints")
+    store = StepStore(tmp_path / "checkpoints")
     assert store.steps() == []
     assert store.latest() is None
     temporary = store.begin(3)
@@ -44,7 +44,7 @@ def test_a_step_is_there_only_once_committed(tmp_path: Path) -> None:
 
 
 def test_a_committed_step_is_never_written_over(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = StepStore(tmp_path)
     path = save(store, 3, "old")
     with pytest.raises(SaveError, match="step-00000003 exists already"):
         save(store, 3, "new")
@@ -52,7 +52,7 @@ def test_a_committed_step_is_never_written_over(tmp_path: Path) -> None:
 
 
 def test_pointers_and_what_they_mean(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = StepStore(tmp_path)
     for step in (1, 2, 3):
         save(store, step)
     assert store.latest() == 3
@@ -66,7 +66,7 @@ def test_pointers_and_what_they_mean(tmp_path: Path) -> None:
 
 
 def test_prune_keeps_the_last_each_nth_and_what_pointers_name(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = StepStore(tmp_path)
     for step in range(1, 8):
         save(store, step)
     store.set_latest(7)
@@ -77,7 +77,7 @@ def test_prune_keeps_the_last_each_nth_and_what_pointers_name(tmp_path: Path) ->
 
 
 def test_leftovers_of_crashes_are_cleaned(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = StepStore(tmp_path)
     save(store, 1, "old")
     store.begin(2)
     (tmp_path / ".step-00000009.deleted").mkdir()
@@ -88,7 +88,7 @@ def test_leftovers_of_crashes_are_cleaned(tmp_path: Path) -> None:
 
 
 def test_links_with_the_names_of_leftovers_are_kept(tmp_path: Path) -> None:
-    store = Store(tmp_path / "checkpoints")
+    store = StepStore(tmp_path / "checkpoints")
     save(store, 1)
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (elsewhere / "mine").touch()
@@ -114,12 +114,12 @@ def test_directories_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_step_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="free, but step 1 takes"):
-        Store(tmp_path).begin(1, 1 << 60)
+        StepStore(tmp_path).begin(1, 1 << 60)
     assert not list(tmp_path.iterdir())
 
 
 def test_steps_that_lack_something_do_not_count(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = StepStore(tmp_path)
     for step in range(1, 5):
         save(store, step)
     (store.path(4) / "data").unlink()
@@ -131,11 +131,11 @@ def test_steps_that_lack_something_do_not_count(tmp_path: Path) -> None:
 def test_commit_to_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(SaveError, match="nothing was saved"):
-        Store(tmp_path / "checkpoints").begin(1)
+        StepStore(tmp_path / "checkpoints").begin(1)
 
 
 def test_resolve_leads_to_the_weights(tmp_path: Path) -> None:
-    store = Store(tmp_path / "checkpoints")
+    store = StepStore(tmp_path / "checkpoints")
     step = save(store, 4)
     for path in (tmp_path, store.root, step):
         assert latest_step_directory(path) == step
