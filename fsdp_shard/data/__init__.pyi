@@ -43,7 +43,7 @@ from .questions import (
 )
 from .samples.batch import (
     CHOSEN_PART as CHOSEN_PART,
-    MASKED as MASKED,
+    IGNORE_INDEX as IGNORE_INDEX,
     NO_WINDOW as NO_WINDOW,
     NUM_PARTS as NUM_PARTS,
     PROMPT_PART as PROMPT_PART,

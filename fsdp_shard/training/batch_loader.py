@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset, Ints, MapDataset
+from fsdp_shard.data import IGNORE_INDEX, NO_WINDOW, Batch, Dataset, Ints, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
 from fsdp_shard.sharding import ContextRanks, SequencePart, WholeSequence, context_method_of, transformers_model
@@ -164,7 +164,7 @@ def own_part(batch: Batch, ranks: ContextRanks | None, *, keeps_whole: bool = Fa
     """
     if ranks is None:
         return batch
-    part = ranks.own_part(batch.inputs, batch.labels, MASKED)
+    part = ranks.own_part(batch.inputs, batch.labels, IGNORE_INDEX)
     if not keeps_whole:
         return PartBatch(part.inputs, part.labels, sequence=part.sequence)
     token_positions = ranks.own_tokens(part.sequence.length)
@@ -231,7 +231,10 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         return {name: copy_to(device, torch.from_numpy(array)) for name, array in arrays.items()}
 
-    labels, label_positions = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
+    labels, label_positions = (
+        torch.from_numpy(batch.labels),
+        torch.from_numpy(np.flatnonzero(batch.labels != IGNORE_INDEX)),
+    )
     inputs = to_tensors(batch.inputs)
     extras = to_tensors(batch.extras)
     values = to_tensors(batch.token_values)

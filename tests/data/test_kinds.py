@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fsdp_shard.data.config import DataConfig, kind_of
-from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import open_source
 from fsdp_shard.data.tokenized.token_cache import tokenize
@@ -156,11 +156,11 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     )
     batch = samples.train.dataset.batch([0, 1, NO_WINDOW])
     assert batch.input_ids[:2].tolist() == [[*b"aaa\nbcde"], [*b"a\nb", 0, 0, 0, 0, 0]]
-    masked = MASKED
+    ignored = IGNORE_INDEX
     assert batch.labels.tolist() == [
-        [masked] * 3 + [*b"bcdef"],
-        [masked, ord("b"), END, *[masked] * 5],
-        [masked] * 8,
+        [ignored] * 3 + [*b"bcdef"],
+        [ignored, ord("b"), END, *[ignored] * 5],
+        [ignored] * 8,
     ]
     assert samples.train.dataset.num_predictions == 7
     with pytest.raises(DataError, match=r"nothing is left to train on. Increase data\.sequence_length"):

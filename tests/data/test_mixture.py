@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from fsdp_shard.config import FinetuneConfig, compose_jobs, write_config
 from fsdp_shard.data.config import DataConfig, mixture_of, sources_of
 from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
-from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
 from fsdp_shard.data.samples.mixture_schedule import (
     LONGEST_ROUND,
@@ -185,7 +185,7 @@ def test_what_is_hidden_differs_between_epochs(tmp_path: Path) -> None:
     num = 8 * (samples.train.num_samples or 0)
     batch = samples.train.batch(range(num))
     assert batch.input_ids.shape == (num, 16)
-    whole = np.where(batch.labels == MASKED, batch.input_ids, batch.labels)
+    whole = np.where(batch.labels == IGNORE_INDEX, batch.input_ids, batch.labels)
     assert len({row.tobytes() for row in whole}) <= num // 8
     assert len({row.tobytes() for row in batch.input_ids}) > num // 2
 

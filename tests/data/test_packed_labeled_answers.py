@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_shard.data.kinds.kind import LABELED
-from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW, Batch
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW, Batch
 from fsdp_shard.data.samples.packed_labeled_answers import PackedLabeledAnswers
 from fsdp_shard.data.samples.preferences import with_extras
 from tests.data.preference_rows import opened, random_rows, source
@@ -45,12 +45,12 @@ def test_documents_are_those_without_packing(tmp_path: Path) -> None:
     for number, desirable in enumerate(apart.extras["desirable"].tolist()):
         texts = []
         for ids, labels in zip(apart.input_ids[2 * number :][:2], apart.labels[2 * number :][:2], strict=True):
-            end = int(np.flatnonzero(labels != MASKED)[-1]) + 1
+            end = int(np.flatnonzero(labels != IGNORE_INDEX)[-1]) + 1
             texts.append((ids[:end].tolist(), labels[:end].tolist()))
         expected.append((*texts, desirable))
     assert sorted(found) == sorted(expected)
     assert len(answers) < len(rows), "windows have several answers"
-    sizes = [[sum(label != MASKED for label in labels) for _, labels in pair[:2]] for pair in found]
+    sizes = [[sum(label != IGNORE_INDEX for label in labels) for _, labels in pair[:2]] for pair in found]
     assert batch.answer_sizes.tolist() == sizes
 
 
@@ -60,7 +60,7 @@ def test_values_go_with_their_answers(tmp_path: Path) -> None:
     batch = answers.batch([4, NO_WINDOW, 2])
     numbers = [*answers.pairs_of(4), *answers.pairs_of(2)]
     assert batch.extras["twice"].tolist() == [[2 * number, 2 * number + 1] for number in numbers]
-    assert (batch.labels[2:4] == MASKED).all()
+    assert (batch.labels[2:4] == IGNORE_INDEX).all()
     assert batch.answer_sizes.shape == (len(numbers), 2)
     part = answers.slice(3, 7)
     assert part.identity != answers.identity

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fsdp_shard.data.kinds.kind import LABELED, PAIRS
-from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW
 from fsdp_shard.data.samples.packed_pairs import PackedCompared, PackedPairs, fitting_pairs
 from fsdp_shard.data.samples.preferences import RewardRows, with_extras
 from fsdp_shard.data.samples.rows import Cut
@@ -19,7 +19,7 @@ from fsdp_shard.models import SEQUENCE_CLASSIFICATION
 from tests.data.conftest import END
 from tests.data.preference_rows import opened, random_rows, source
 
-M = MASKED
+X = IGNORE_INDEX
 
 
 def packed(tmp_path: Path, rows: Any, **settings: Any) -> PackedPairs:
@@ -32,7 +32,7 @@ def test_a_pair_is_its_prompt_and_both_answers(tmp_path: Path) -> None:
     sample = packed(tmp_path, [{"prompt": "abc", "chosen": "d", "rejected": "efg"}], sequence_length=12).sample(0)
     # The last token of the prompt predicts the first one of either answer.
     assert sample.inputs["input_ids"].tolist() == [*b"ab", *b"cd", *b"cefg", 0, 0, 0, 0]
-    assert sample.labels.tolist() == [M, M, *b"d", END, *b"efg", END, M, M, M, M]
+    assert sample.labels.tolist() == [X, X, *b"d", END, *b"efg", END, X, X, X, X]
     assert sample.inputs["position_ids"].tolist() == [0, 1, 2, 3, 2, 3, 4, 5, 0, 1, 2, 3]
     assert sample.segments is not None
     assert sample.segments.tolist() == [1, 1, 2, 2, 3, 3, 3, 3, 0, 0, 0, 0]
@@ -42,7 +42,7 @@ def test_a_reward_model_reads_the_last_token_of_each_answer(tmp_path: Path) -> N
     rows = [{"prompt": "abc", "chosen": "d", "rejected": "efg", "gap": 2}]
     sample = packed(tmp_path, rows, task=SEQUENCE_CLASSIFICATION, margin_column="gap", sequence_length=12).sample(0)
     assert sample.inputs["input_ids"].tolist() == [*b"ab", *b"cd", END, *b"cefg", END, 7, 7]
-    assert sample.labels.tolist() == [M, M, M, M, 0, M, M, M, M, 0, M, M]
+    assert sample.labels.tolist() == [X, X, X, X, 0, X, X, X, X, 0, X, X]
     assert sample.inputs.keys() == {"input_ids", "position_ids"}
     assert sample.extras["margin"].tolist() == [2.0]
 
@@ -56,7 +56,7 @@ def test_a_reward_model_does_not_read_padding() -> None:
     rows = RewardRows(examples, cut.kept, 6, padding=9)
     sample = PackedPairs.pack(rows, cut.shared, padding=9).sample(0)
     assert sample.inputs["input_ids"].tolist() == [1, 2, 9, 2, 3, 9]
-    assert sample.labels.tolist() == [M, 0, M, M, 0, M], "the model's own rule: the last token that is no padding"
+    assert sample.labels.tolist() == [X, 0, X, X, 0, X], "the model's own rule: the last token that is no padding"
 
 
 def test_every_pair_is_whole_in_one_window_or_left_out(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_every_pair_is_whole_in_one_window_or_left_out(tmp_path: Path) -> None:
                 assert sample.inputs["position_ids"][of_text].tolist() == list(range(of_text.sum()))
                 answer = sample.labels[segments == 3 * pair + part]
                 assert answer[-1] == END
-                answer = answer[answer != M]
+                answer = answer[answer != X]
                 assert ids[of_text][-len(answer) + 1 :].tolist() == answer[:-1].tolist(), "a label is the next token"
                 texts.append(bytes([*ids[of_text].tolist()]).decode())
             seen.append(texts)
@@ -105,7 +105,7 @@ def test_values_go_with_their_pairs(tmp_path: Path) -> None:
     assert batch.extras["twice"][:, 0].tolist() == [2 * number for number in numbers]
     assert batch.extras["margin"].tolist() == [pairs.kept[number, 0] // 2 for number in numbers]
     assert batch.answer_sizes.tolist() == [[1, 1]] * len(numbers)
-    assert (batch.labels[1] == M).all()
+    assert (batch.labels[1] == X).all()
     part = pairs.slice(3, 7)
     assert part.identity != pairs.identity
     assert part.num_pairs == sum(len(pairs.pairs_of(index)) for index in range(3, 7))

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.pipeline import prepare_held_out
-from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW
 from fsdp_shard.data.samples.packing import PackedRows, best_fit
 from fsdp_shard.data.samples.rows import CausalRows
 from fsdp_shard.errors import ModelError
@@ -60,18 +60,18 @@ def test_every_token_is_predicted_once_and_documents_are_apart(tmp_path: Path) -
     seen = []
     for ids, labels, positions in zip(batch.input_ids, batch.labels, batch.inputs["position_ids"], strict=True):
         for piece in np.split(np.arange(32), np.flatnonzero(positions == 0)[1:]):
-            if (labels[piece] != MASKED).any():
+            if (labels[piece] != IGNORE_INDEX).any():
                 assert positions[piece].tolist() == list(range(len(piece)))
                 assert labels[piece][:-1].tolist() == ids[piece][1:].tolist()
                 seen.append(bytes(ids[piece].tolist()) + bytes([labels[piece][-1] % 256]))
     text = (tmp_path / "a.txt").read_bytes().splitlines()
     pieces = [(line + b"\0")[at : at + 33] for line in text for at in range(0, len(line), 32)]  # END is 256
     assert sorted(seen) == sorted(pieces)
-    full = (batch.labels != MASKED).mean()
+    full = (batch.labels != IGNORE_INDEX).mean()
     assert f"packed into {len(packed)} windows of 32 ({full:.1%} full)" in samples.notes[0]
     assert len(packed) * 32 < packed.num_predictions / 0.8
     (empty,) = packed.batch([NO_WINDOW]).labels
-    assert (empty == MASKED).all()
+    assert (empty == IGNORE_INDEX).all()
     assert END in batch.labels
 
 
@@ -195,7 +195,7 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
             at = 0
             for place in packed.examples_of(window):
                 alone = apart.batch([int(place)])
-                length = int((alone.labels != MASKED).sum())
+                length = int((alone.labels != IGNORE_INDEX).sum())
                 ids = torch.from_numpy(alone.input_ids[:, :length])
                 torch.testing.assert_close(
                     together[row : row + 1, at : at + length], model(input_ids=ids, use_cache=False).logits,

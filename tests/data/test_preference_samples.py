@@ -12,7 +12,7 @@ import pytest
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds.kind import LABELED, PAIRS
 from fsdp_shard.data.pipeline import tokenize_all
-from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW
 from fsdp_shard.data.samples.preferences import cut_answers, with_extras
 from fsdp_shard.data.task import Task, check_task
 from fsdp_shard.data.tokenized.token_file import Examples
@@ -23,15 +23,15 @@ from tests.data.conftest import END, byte_tokenizer, positions_of_rank
 from tests.data.data_files import write
 from tests.data.preference_rows import ROWS, opened, rows_file, source
 
-M = MASKED
+X = IGNORE_INDEX
 
 
 def row_texts(batch: Any) -> list[tuple[bytes, bytes]]:
     """Prompt and answer of each row of a batch."""
     rows = []
     for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
-        start = int(np.flatnonzero(labels != MASKED)[0]) + 1
-        answer = labels[labels != MASKED].tolist()
+        start = int(np.flatnonzero(labels != IGNORE_INDEX)[0]) + 1
+        answer = labels[labels != IGNORE_INDEX].tolist()
         assert ids[start : start + len(answer) - 1].tolist() == answer[:-1], "a label is the next token"
         rows.append((bytes(ids[:start].tolist()), bytes(answer[:-1])))
     return rows
@@ -44,18 +44,18 @@ def test_a_pair_is_two_rows_of_one_width(tmp_path: Path) -> None:
         [*b"abc"] + [0] * 13,
         [*b"abdefghij"] + [0] * 7,
     ]
-    assert sample.labels.tolist() == [[M, *b"c", END] + [M] * 13, [M, *b"defghij", END] + [M] * 7]
+    assert sample.labels.tolist() == [[X, *b"c", END] + [X] * 13, [X, *b"defghij", END] + [X] * 7]
     assert (sample.labels.dtype, dict(sample.extras)) == (np.int64, {})
     nothing = pairs.sample(NO_WINDOW)
     assert nothing.inputs["input_ids"].shape == nothing.labels.shape == (2, 8)
-    assert (nothing.labels == MASKED).all()
+    assert (nothing.labels == IGNORE_INDEX).all()
 
 
 def test_rows_of_a_batch_alternate(tmp_path: Path) -> None:
     pairs = source(tmp_path, ROWS)
     batch = pairs.batch([2, NO_WINDOW, 0])
     assert batch.input_ids.shape == batch.labels.shape == (6, 8)
-    assert (batch.labels[2:4] == MASKED).all()
+    assert (batch.labels[2:4] == IGNORE_INDEX).all()
     batch = pairs.batch([2, 0])
     assert row_texts(batch) == [(b"c?", b"yes c"), (b"c?", b"nc"), (b"a?", b"yes a"), (b"a?", b"na")]
     assert batch.num_predictions == 6 + 3 + 6 + 3
@@ -75,7 +75,7 @@ def test_reward_models_get_both_texts_with_a_mask(tmp_path: Path) -> None:
     assert sample.labels.tolist() == [0, 0]
     batch = pairs.batch([0, 1, NO_WINDOW])
     assert batch.input_ids.shape == batch.inputs["attention_mask"].shape == (6, 32)
-    assert batch.labels.tolist() == [0, 0, 0, 0, M, M]
+    assert batch.labels.tolist() == [0, 0, 0, 0, X, X]
     assert batch.num_predictions == 4
     assert batch.extras["margin"].tolist() == [2.0, -0.5, 0.0]
     assert batch.extras["margin"].dtype == np.float32
@@ -280,7 +280,7 @@ def test_values_in_any_order_of_training(tmp_path: Path) -> None:
     assert held_out.batch(range(11)).extras["number"].tolist() == [[n, 0] for n in range(4)] + [
         [n, 1] for n in range(7)
     ]
-    assert (held_out.sample(NO_WINDOW).labels == MASKED).all()
+    assert (held_out.sample(NO_WINDOW).labels == IGNORE_INDEX).all()
     assert held_out.head(4).batch(range(4)).extras["number"][:, 1].tolist() == [0, 1, 1, 1]
 
 

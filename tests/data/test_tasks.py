@@ -18,7 +18,7 @@ from transformers import BertConfig, GPT2Config, T5Config
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.labeled_texts import open_labeled_texts
 from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
-from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW
 from fsdp_shard.data.samples.protocol import ShuffledDataset
 from fsdp_shard.data.samples.windows import MaskedWindows
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
@@ -47,7 +47,7 @@ def test_pairs_for_seq2seq_models(tmp_path: Path) -> None:
     assert samples.notes == ("train: 2 rows, 28 tokens, 2 cut to 6 tokens, sources of up to 6 and targets of up to 4",)
     batch = samples.train.dataset.batch([0, 1, NO_WINDOW])
     assert batch.input_ids.tolist() == [[*b"to: ab"], [*b"to: ab"], [0] * 6]
-    assert batch.labels.tolist() == [[*b"xy", MASKED, MASKED], [*b"uvwx"], [MASKED] * 4]
+    assert batch.labels.tolist() == [[*b"xy", IGNORE_INDEX, IGNORE_INDEX], [*b"uvwx"], [IGNORE_INDEX] * 4]
     assert batch.inputs["decoder_input_ids"].tolist() == [[9, *b"xy", 9], [9, *b"uvw"], [9] * 4]
     assert batch.inputs["attention_mask"].sum(1).tolist() == [6, 6, 1]
 
@@ -60,7 +60,7 @@ def test_texts_with_classes(tmp_path: Path) -> None:
     assert "5 documents" in samples.notes[0]
     assert "2 documents dropped with nothing to learn, 1 cut to 4 tokens, 2 classes" in samples.notes[0]
     batch = samples.train.dataset.batch([2, 1, NO_WINDOW])
-    assert batch.labels.tolist() == [1, 2, MASKED]
+    assert batch.labels.tolist() == [1, 2, IGNORE_INDEX]
     assert batch.input_ids[:, :4].tolist() == [[*b"ghij"], [*b"de", 7, 7], [*b"abc", 7]], "nothing counts of the last"
     assert batch.num_predictions == 2
     text = DataConfig(path=write(tmp_path / "a.txt", "abc"), sequence_length=4)
@@ -145,7 +145,7 @@ def test_hidden_tokens() -> None:
     data = windows()
     assert len(data) == -(-400 // 30)
     batch = data.batch(range(len(data)))
-    whole = batch.labels != MASKED
+    whole = batch.labels != IGNORE_INDEX
     tokens = np.where(whole, batch.labels, batch.input_ids)
     framed = [row[mask == 1] for row, mask in zip(tokens, batch.inputs["attention_mask"], strict=True)]
     assert all(row[0] == 301 and row[-1] == 302 for row in framed)
@@ -153,7 +153,7 @@ def test_hidden_tokens() -> None:
     assert 0.08 < whole.sum() / 400 < 0.25
     shown = batch.input_ids[whole]
     assert (shown == 300).mean() > 0.6, "most become the mask"
-    assert (batch.labels == MASKED)[batch.inputs["attention_mask"] == 0].all()
+    assert (batch.labels == IGNORE_INDEX)[batch.inputs["attention_mask"] == 0].all()
     assert whole.any(axis=1).all(), "each has something to predict"
 
 
@@ -191,7 +191,7 @@ def test_special_tokens_are_never_hidden() -> None:
     data = MaskedWindows(tokens, 32, "n", special, 0.9, seed=3)
     batch = data.batch(range(len(data)))
     assert not np.isin(batch.labels, special.all).any()
-    assert (batch.labels != MASKED).sum() > 0.8 * (400 - 57)
+    assert (batch.labels != IGNORE_INDEX).sum() > 0.8 * (400 - 57)
     assert MaskedWindows(np.full(9, 302), 32, "n", special, 0.15, seed=3).batch([0]).num_predictions == 0
 
 
@@ -209,12 +209,12 @@ def test_windows_of_a_masked_model_begin_once(tmp_path: Path) -> None:
     samples = opened(DataConfig(path=path, sequence_length=10), tmp_path / "cache", task, tokenizer)
     stream = DataConfig(path=path, sequence_length=8, streaming=True)
     batch = samples.train.dataset.batch([0])
-    whole = np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[batch.inputs["attention_mask"] == 1]
+    whole = np.where(batch.labels == IGNORE_INDEX, batch.input_ids, batch.labels)[batch.inputs["attention_mask"] == 1]
     assert whole.tolist() == [begin, *b"abc", end, *b"de", end]
     assert samples.train.dataset.special.all == tuple(sorted((begin, end, mask)))  # type: ignore[attr-defined]
     streamed = open_samples(stream, tokenize_all(stream, tokenizer, "masked_lm"), task, 3, lambda: tokenizer)
     batch = streamed.train.batch([0])
-    assert np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[0].tolist().count(begin) == 1
+    assert np.where(batch.labels == IGNORE_INDEX, batch.input_ids, batch.labels)[0].tolist().count(begin) == 1
 
 
 def open_narrow_windows(directory: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW
 from fsdp_shard.data.samples.windows import WindowDataset
 
 
@@ -18,7 +18,7 @@ def dataset(num_tokens: int, length: int) -> WindowDataset:
 def test_windows_reproduce_the_stream(num_tokens: int, length: int) -> None:
     windows = dataset(num_tokens, length)
     batch = windows.batch(np.arange(len(windows)))
-    counts = batch.labels != MASKED
+    counts = batch.labels != IGNORE_INDEX
     assert batch.input_ids[counts].tolist() == list(range(1, num_tokens))
     assert batch.labels[counts].tolist() == list(range(2, num_tokens + 1))
     assert not counts[:, :-1][counts[:, 1:] & ~counts[:, :-1]].any(), "padding comes last"
@@ -32,12 +32,12 @@ def test_fewer_tokens_than_one_window() -> None:
     assert len(windows) == 1
     batch = windows.batch([0])
     assert batch.input_ids.tolist() == [[1, 2, 0, 0, 0, 0, 0, 0]]
-    assert batch.labels.tolist() == [[2, 3] + [MASKED] * 6]
+    assert batch.labels.tolist() == [[2, 3] + [IGNORE_INDEX] * 6]
 
 
 def test_no_window_is_all_masked() -> None:
     batch = dataset(9, 4).batch([1, NO_WINDOW])
-    assert batch.labels[1].tolist() == [MASKED] * 4
+    assert batch.labels[1].tolist() == [IGNORE_INDEX] * 4
     assert batch.num_predictions == 4
     assert batch.input_ids.dtype == batch.labels.dtype == np.int64
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fsdp_shard.data import MASKED, DataConfig
+from fsdp_shard.data import IGNORE_INDEX, DataConfig
 from tests.support.prepared_data import prepare_data
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, llama, llama_config, save_adapter
@@ -150,7 +150,7 @@ def test_losses_are_those_of_whole_logits(settings: list[str], tiny_model: Path,
     samples = prepare_data(config, tokenizer).train
     for index in range(30):
         batch = samples.batch([index])
-        chosen = torch.from_numpy(batch.labels) != MASKED
+        chosen = torch.from_numpy(batch.labels) != IGNORE_INDEX
         with torch.no_grad():
             student, wanted = (
                 (m(torch.from_numpy(batch.input_ids)).logits[chosen] / 2).log_softmax(-1) for m in models

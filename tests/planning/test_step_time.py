@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from fsdp_shard.config import OPTIONS
-from fsdp_shard.data import MASKED
+from fsdp_shard.data import IGNORE_INDEX
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning.costs.block_flops import Attention, CostPolynomial
 from fsdp_shard.planning.costs.model_facts import ModelFacts, measured_amounts, model_facts
@@ -191,7 +191,7 @@ def masked_flops(config: PretrainedConfig, num_masked: int) -> int:
     model: Any = AutoModelForMaskedLM.from_config(deepcopy(config)).train()
     assert use_loss_head(model, True)
     tokens, chosen = torch.randint(0, 250, (1, LENGTH)), torch.arange(num_masked)
-    labels = torch.full((1, LENGTH), MASKED)
+    labels = torch.full((1, LENGTH), IGNORE_INDEX)
     labels[0, chosen] = tokens[0, chosen]
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         with head_returns_loss(model, labels, 1.0, chosen):

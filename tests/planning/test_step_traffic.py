@@ -203,7 +203,7 @@ def _passes(model: Any, context: DistributedContext, shard: ShardConfig, config:
     labels = tokens
     if shard.context_parallel > 1:
         ranks = ContextRanks.of(context, resolve_context_method(shard, config))
-        part = ranks.own_part(inputs, tokens.astype(np.int64), masked=-100)
+        part = ranks.own_part(inputs, tokens.astype(np.int64), ignore_index=-100)
         inputs, labels, sequence = part.inputs, part.labels, part.sequence
     with attention_over(sequence):
         given_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}

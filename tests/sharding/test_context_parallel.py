@@ -21,7 +21,7 @@ from fsdp_shard.sharding.context_parallel.masks import SequenceMask
 from fsdp_shard.sharding.context_parallel.sequence_parts import WholeSequence, zigzag_chunks
 from tests.support.ranks import on_ranks
 
-BATCH, LENGTH, VOCABULARY, MASKED = 2, 22, 131, -100  # 22 is padded to 24 for 8 chunks
+BATCH, LENGTH, VOCABULARY, IGNORE_INDEX = 2, 22, 131, -100  # 22 is padded to 24 for 8 chunks
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 SMALL |= {"intermediate_size": 44, "max_position_embeddings": LENGTH, "pad_token_id": 0}
 GQA = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
@@ -68,7 +68,7 @@ def batch_of(*, packed: bool) -> tuple[dict[str, Any], Any]:
     """Inputs and labels of two windows; packed documents begin elsewhere in each."""
     tokens = np.random.default_rng(1).integers(3, VOCABULARY, (BATCH, LENGTH + 1))
     inputs, labels = {"input_ids": tokens[:, :-1]}, tokens[:, 1:].copy()
-    labels[0, :7] = MASKED
+    labels[0, :7] = IGNORE_INDEX
     if packed:
         lengths = ((4, 11, LENGTH - 15), (13, 1, LENGTH - 14))
         inputs["position_ids"] = np.stack([np.concatenate([np.arange(n) for n in row]) for row in lengths])
@@ -80,7 +80,9 @@ def loss_of(model: Any, inputs: dict[str, Any], labels: Any) -> torch.Tensor:
     arguments = {name: torch.from_numpy(array) for name, array in inputs.items()}
     logits = model(**arguments, use_cache=False).logits.flatten(0, 1)
     count = BATCH * LENGTH - 7
-    return F.cross_entropy(logits, torch.from_numpy(labels).flatten(), reduction="sum", ignore_index=MASKED) / count
+    return (
+        F.cross_entropy(logits, torch.from_numpy(labels).flatten(), reduction="sum", ignore_index=IGNORE_INDEX) / count
+    )
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -91,7 +93,7 @@ def in_parts(context: DistributedContext, model: Any, method: str, *, packed: bo
     """The loss and the gradients of all ranks together; each rank computes its part of the sequences."""
     divided = copy.deepcopy(model)
     use_context_parallel(divided, method)
-    part = ContextRanks.of(context, method).own_part(*batch_of(packed=packed), masked=MASKED)
+    part = ContextRanks.of(context, method).own_part(*batch_of(packed=packed), ignore_index=IGNORE_INDEX)
     with attention_over(part.sequence):
         loss = loss_of(divided, part.inputs, part.labels)
     loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch

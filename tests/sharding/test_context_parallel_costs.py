@@ -97,7 +97,7 @@ def train_once(context: DistributedContext, model: Any, method: str, batch_size:
     inputs, labels, sequence = {"input_ids": tokens}, tokens, None
     if context.world_size > 1:
         use_context_parallel(model, method)
-        part = ContextRanks.of(context, method).own_part(inputs, labels, masked=-100)
+        part = ContextRanks.of(context, method).own_part(inputs, labels, ignore_index=-100)
         inputs, labels, sequence = part.inputs, part.labels, part.sequence
     with attention_over(sequence):
         logits = model(**{name: torch.from_numpy(array) for name, array in inputs.items()}, use_cache=False).logits

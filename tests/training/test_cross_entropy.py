@@ -20,11 +20,11 @@ def rows_a_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return request.param
 
 
-def example(dtype: torch.dtype, masked: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
+def example(dtype: torch.dtype, ignored: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(NUM_TOKENS, VOCABULARY, generator=generator) * 4).to(dtype).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (NUM_TOKENS,), generator=generator)
-    labels[torch.rand(NUM_TOKENS, generator=generator) < masked] = -100
+    labels[torch.rand(NUM_TOKENS, generator=generator) < ignored] = -100
     return logits, labels
 
 
@@ -33,10 +33,10 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, divisor: float) -> tuple[t
     return value.detach(), torch.autograd.grad(value, logits)[0]
 
 
-@pytest.mark.parametrize("masked", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_plain_loss(rows_a_chunk: int, dtype: torch.dtype, masked: float) -> None:
-    logits, labels = example(dtype, masked)
+def test_equals_the_plain_loss(rows_a_chunk: int, dtype: torch.dtype, ignored: float) -> None:
+    logits, labels = example(dtype, ignored)
     expected, expected_gradient = plain(logits, labels, 11.0)
     value = cross_entropy(logits, labels, 11.0)
     assert value.dtype == torch.float32
@@ -105,7 +105,7 @@ def test_no_gradient_is_made_when_none_is_asked_for(monkeypatch: pytest.MonkeyPa
 
 def test_infinite_and_nan_logits_are_not_hidden() -> None:
     for bad in (float("nan"), float("inf")):
-        logits, labels = example(torch.float32, masked=0.0)
+        logits, labels = example(torch.float32, ignored=0.0)
         with torch.no_grad():
             logits[3, 4] = bad
         assert not torch.isfinite(cross_entropy(logits, labels, 1.0))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import MASKED, DataConfig, ShuffledDataset
+from fsdp_shard.data import IGNORE_INDEX, DataConfig, ShuffledDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.models import ModelConfig
@@ -36,20 +36,20 @@ CONFIG = TrainConfig(steps=6, global_batch_size=4, micro_batch_size=1, max_grad_
 def cross_entropy(output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """What training does anyway."""
     labels = batch["labels"]
-    total = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), ignore_index=MASKED, reduction="sum")
-    return total, (labels != MASKED).sum()
+    total = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return total, (labels != IGNORE_INDEX).sum()
 
 
 def weighted(output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Even tokens count thrice: neither sum nor count is that of the cross-entropy."""
     labels = batch["labels"].flatten()
-    each = F.cross_entropy(output.logits.flatten(0, 1), labels, ignore_index=MASKED, reduction="none")
-    weights = torch.where(labels == MASKED, 0.0, torch.where(labels % 2 == 0, 3.0, 1.0))
+    each = F.cross_entropy(output.logits.flatten(0, 1), labels, ignore_index=IGNORE_INDEX, reduction="none")
+    weights = torch.where(labels == IGNORE_INDEX, 0.0, torch.where(labels % 2 == 0, 3.0, 1.0))
     return (each * weights).sum(), weights.sum()
 
 
 def accuracy(output: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    counted = batch["labels"] != MASKED
+    counted = batch["labels"] != IGNORE_INDEX
     hits = (output.logits.argmax(-1) == batch["labels"]) & counted
     return {"ones": (torch.ones(()), 1), "accuracy": (hits.sum(), counted.sum())}
 

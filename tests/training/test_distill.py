@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import MASKED, Batch, DataConfig, ShuffledDataset, SourceDataset, used_samples, with_token_values
+from fsdp_shard.data import (
+    IGNORE_INDEX,
+    Batch,
+    DataConfig,
+    ShuffledDataset,
+    SourceDataset,
+    used_samples,
+    with_token_values,
+)
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError, Interrupted
 from fsdp_shard.inference import load_dispatched
@@ -74,7 +82,7 @@ def _formula(settings: DistillConfig, student: torch.Tensor, teacher: torch.Tens
 def _logits(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole logits of the tokens that count, and their labels."""
     labels = torch.from_numpy(batch.labels)
-    return model(torch.from_numpy(batch.input_ids)).logits[labels != MASKED], labels[labels != MASKED]
+    return model(torch.from_numpy(batch.input_ids)).logits[labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
 
 
 def _loss(settings: DistillConfig, model: Any, teacher: Any, batch: Batch) -> Any:
@@ -199,7 +207,7 @@ def test_a_teacher_read_from_the_disk_says_the_same(tmp_path: Path) -> None:
             found = ModelTeacher(model, 9).targets(batch)
             torch.testing.assert_close(found.log_probs, expected.log_probs)
             assert torch.equal(found.tokens, expected.tokens)
-    assert len(expected.tokens) == int((stream().batch(range(6)).labels != MASKED).sum())
+    assert len(expected.tokens) == int((stream().batch(range(6)).labels != IGNORE_INDEX).sum())
 
 
 def test_no_logits_are_kept(alone: DistributedContext) -> None:

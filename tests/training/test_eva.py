@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import MASKED, DataConfig, ShuffledDataset
+from fsdp_shard.data import IGNORE_INDEX, DataConfig, ShuffledDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, Interrupted
 from fsdp_shard.models import ModelConfig, build_on_meta
@@ -174,7 +174,7 @@ class _FewLabels(ShuffledDataset):
 
     def batch(self, positions: Any) -> Any:
         batch = super().batch(positions)
-        batch.labels[:, 1:] = MASKED
+        batch.labels[:, 1:] = IGNORE_INDEX
         return batch
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_shard.data import (
+    IGNORE_INDEX,
     LABELED,
-    MASKED,
     NO_WINDOW,
     PAIRS,
     DataConfig,
@@ -77,7 +77,7 @@ def _token_log_probs(model: Any, batch: Any) -> torch.Tensor:
     labels = torch.from_numpy(batch.labels)
     given = model(torch.from_numpy(batch.input_ids)).logits.log_softmax(-1)
     picked = given.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    return torch.where(labels != MASKED, picked, 0.0)
+    return torch.where(labels != IGNORE_INDEX, picked, 0.0)
 
 
 def _loss(objective: Any, model: Any, frozen: Any, batch: Any) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _loss(objective: Any, model: Any, frozen: Any, batch: Any) -> torch.Tensor:
     each, labels = _token_log_probs(model, batch), torch.from_numpy(batch.labels)
     with torch.no_grad():
         before = _token_log_probs(frozen, batch).sum(-1)
-    total, number = each.sum(-1), (labels != MASKED).sum(-1)
+    total, number = each.sum(-1), (labels != IGNORE_INDEX).sum(-1)
     ratio, mean, beta = total - before, total / number, objective.beta
     match objective.name:
         case "dpo":
@@ -201,7 +201,7 @@ def test_tokens_are_those_of_what_is_compared(tmp_path: Path, rows: Path) -> Non
     """Not of the prompts with other answers, and not of pairs that fill up a batch; those of sources add up to them."""
     answers, pairs = OBJECTIVES["kto"](), OBJECTIVES["reward"]()
     batch = _samples(rows, answers).batch(range(5))
-    assert answers.all_counts(batch) == [5.0, float((batch.labels[0::2] != MASKED).sum())]
+    assert answers.all_counts(batch) == [5.0, float((batch.labels[0::2] != IGNORE_INDEX).sum())]
 
     source = {"path": str(rows), "kind": "preference"}
     config = DataConfig(path="", mixture={"a": source, "b": source}, sequence_length=32, cache_dir=str(tmp_path))
@@ -227,7 +227,7 @@ def test_the_cross_entropy_of_orpo_may_have_the_prompts(alone: DistributedContex
     with torch.no_grad():
         logits = model.module(torch.from_numpy(batch.input_ids)).logits
         for row in range(0, len(batch.labels), 2):
-            last = (batch.labels[row] != MASKED).nonzero()[0][-1]
+            last = (batch.labels[row] != IGNORE_INDEX).nonzero()[0][-1]
             wanted = [*batch.input_ids[row, 1 : last + 1].tolist(), int(batch.labels[row, last])]
             total += float(F.cross_entropy(logits[row, : last + 1], torch.tensor(wanted), reduction="sum"))
             number += last + 1
@@ -235,7 +235,7 @@ def test_the_cross_entropy_of_orpo_may_have_the_prompts(alone: DistributedContex
     answers: Any = evaluate_loss(model, data, 3, alone, objective=OBJECTIVES["orpo"]())
     odds_ratio = _loss(OBJECTIVES["orpo"](), model.module, model.module, batch).detach()
     labels = torch.from_numpy(batch.labels)[0::2]
-    own = -_token_log_probs(model.module, batch).detach()[0::2].sum() / (labels != MASKED).sum()
+    own = -_token_log_probs(model.module, batch).detach()[0::2].sum() / (labels != IGNORE_INDEX).sum()
     assert answers.loss == pytest.approx(float(odds_ratio), rel=1e-5)
     assert whole.loss - answers.loss == pytest.approx(total / number - float(own), abs=1e-5)
 
@@ -249,15 +249,15 @@ def test_log_probs_and_their_gradients(
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(10, 8), torch.randn(50, 8), torch.randn(50)
     labels, outer = torch.randint(0, 50, (10,)), torch.randn(10)
-    labels[[2, 7]] = MASKED
+    labels[[2, 7]] = IGNORE_INDEX
     inputs = [each.requires_grad_() for each in (hidden, weight, bias)]
     logits = F.linear(hidden, weight, bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     expected = torch.where(
-        labels != MASKED, logits.log_softmax(1).gather(1, labels.clamp(min=0)[:, None]).squeeze(1), 0.0
+        labels != IGNORE_INDEX, logits.log_softmax(1).gather(1, labels.clamp(min=0)[:, None]).squeeze(1), 0.0
     )
     gradients = torch.autograd.grad(expected @ outer, inputs, retain_graph=True)
-    rows = (labels != MASKED).nonzero().flatten()
+    rows = (labels != IGNORE_INDEX).nonzero().flatten()
     function = LabelLogProbs(labels[rows])
     found = row_values.linear_rows(hidden, weight, bias, rows, function, softcap).squeeze(1)
     torch.testing.assert_close(found, expected)

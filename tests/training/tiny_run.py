@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_shard.data import MASKED, ShuffledDataset, WindowDataset
+from fsdp_shard.data import IGNORE_INDEX, ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loop import StepReport, TrainingRun, train
@@ -48,5 +48,5 @@ class Uneven(WindowDataset):
 
     def sample(self, index: int, epoch: int = 0) -> Any:
         sample = super().sample(index, epoch)
-        sample.labels[: (5 * index) % 8] = MASKED
+        sample.labels[: (5 * index) % 8] = IGNORE_INDEX
         return sample

@@ -15,11 +15,11 @@ Indices: TypeAlias = Sequence[int] | Ints
 Floats: TypeAlias = npt.NDArray[np.float32]
 Values: TypeAlias = npt.NDArray[Any]
 
-MASKED = -100  # the label that the losses of torch and transformers ignore
+IGNORE_INDEX = -100  # the label that the losses of torch and transformers ignore
 # Segment numbers of tokens in packed pairs: 0 is padding; 3k + 1, 3k + 2 and 3k + 3 are the prompt, the chosen and the
 # rejected answer of the sample's pair k. Answers in separate rows include their prompts.
 PROMPT_PART, CHOSEN_PART, REJECTED_PART, NUM_PARTS = 1, 2, 3, 3
-NO_WINDOW = -1  # the index of a sample in which every label is masked
+NO_WINDOW = -1  # the index of a sample in which every label is ignored
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Sample:
         padding: The padding token, which fills `input_ids` up to the longest sample of a batch.
         decoder_start: The token before the labels in the decoder's input, for models with a decoder.
         extras: Additional values by name, float32 [] or [2]; for packed pairs [num_pairs] or [num_pairs, 2].
-        token_values: Values of each unmasked label, by name, [num_predictions, ...].
+        token_values: Values of each trained label, by name, [num_predictions, ...].
         segments: For packed pairs, the segment of each token (`CHOSEN_PART`), int64 [length]; [2, length] if the
             answers of pairs are in separate rows.
     """
@@ -74,7 +74,7 @@ class Batch:
             already shifted.
         extras: Additional values of each sample by name, float32 [num_samples], or [num_samples, 2] with one for each
             row; for packed pairs, the values of all pairs in order.
-        token_values: Values of each unmasked label, by name, [num_predictions, ...], in the order of the flattened
+        token_values: Values of each trained label, by name, [num_predictions, ...], in the order of the flattened
             labels.
         segments: For packed pairs, as in `Sample`, with the shape of `input_ids`.
         rows_per_sample: Number of rows per sample, 1 or 2.
@@ -94,13 +94,13 @@ class Batch:
 
     @property
     def num_predictions(self) -> int:
-        """Number of unmasked labels."""
-        return int(np.count_nonzero(self.labels != MASKED))
+        """Number of trained labels."""
+        return int(np.count_nonzero(self.labels != IGNORE_INDEX))
 
     @property
     def answer_sizes(self) -> Ints:
-        """Number of unmasked labels in both answers of each pair, [num_pairs, 2]; 0 for fillers."""
-        counted = self.labels != MASKED
+        """Number of trained labels in both answers of each pair, [num_pairs, 2]; 0 for fillers."""
+        counted = self.labels != IGNORE_INDEX
         if self.segments is None:
             return np.asarray(counted.reshape(len(counted), -1).sum(axis=1).reshape(-1, 2), np.int64)
         num_pairs = self.segments.reshape(len(counted) // self.rows_per_sample, -1).max(axis=1) // NUM_PARTS
@@ -120,14 +120,14 @@ def collate(samples: Sequence[Sample]) -> Batch:
     for name in first.inputs:
         padding = first.padding if name == "input_ids" else 0
         inputs[name] = _stack([row.inputs[name] for row in rows], padding)
-    labels = _stack([row.labels for row in rows], MASKED)
+    labels = _stack([row.labels for row in rows], IGNORE_INDEX)
     segments = None if first.segments is None else _stack([row.segments for row in rows if row.segments is not None], 0)
     # A sample of packed pairs has values for several pairs.
     join: Callable[..., Floats] = np.stack if segments is None else np.concatenate
     extras = {name: join([sample.extras[name] for sample in samples]) for name in first.extras}
     values = {name: np.concatenate([sample.token_values[name] for sample in samples]) for name in first.token_values}
     if first.decoder_start is not None:
-        before = np.where(labels == MASKED, first.decoder_start, labels)[:, :-1]
+        before = np.where(labels == IGNORE_INDEX, first.decoder_start, labels)[:, :-1]
         inputs["decoder_input_ids"] = np.insert(before, 0, first.decoder_start, axis=1)
     return Batch(inputs, labels, extras, values, segments, len(rows) // len(samples))
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fsdp_shard.data.samples.batch import (
     CHOSEN_PART,
-    MASKED,
+    IGNORE_INDEX,
     NUM_PARTS,
     PROMPT_PART,
     REJECTED_PART,
@@ -113,7 +113,7 @@ class PackedPairs(PackedCompared):
     def _sample(self, index: int | None, epoch: int) -> Sample:
         """Concatenate pairs; without any, the sample is only padding, which attends to itself."""
         length, end = self.sequence_length, 0
-        ids, labels = pad([], length, self.padding or 0), pad([], length, MASKED)
+        ids, labels = pad([], length, self.padding or 0), pad([], length, IGNORE_INDEX)
         positions, segments = pad([], length), pad([], length)
         for number, pair in enumerate(self.pairs_of(index)):
             num_shared = int(self.shared[pair])
@@ -134,12 +134,12 @@ class PackedPairs(PackedCompared):
     def _inputs_and_labels(self, example: int) -> tuple[Ints, Ints]:
         """Return the inputs [length] of a prompt with its answer, and the labels.
 
-        For a reward model, the label of the token whose score is used is 0, and the others are masked.
+        For a reward model, the label of the token whose score is used is 0, and the others are ignored.
         """
         tokens, predicted = self.examples.tokens_of(example)
         if self.padding is None:
             return next_labels(tokens, predicted, len(tokens))
-        labels = pad([], len(tokens), MASKED)
+        labels = pad([], len(tokens), IGNORE_INDEX)
         labels[read_token(tokens, self.padding)] = 0
         return tokens.astype(np.int64), labels
 

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from fsdp_shard.data.sample_order import permutation
-from fsdp_shard.data.samples.batch import MASKED, NUM_PARTS, Ints, Sample, pad
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, NUM_PARTS, Ints, Sample, pad
 from fsdp_shard.data.samples.rows import RowDataset, next_labels
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
@@ -120,7 +120,7 @@ def join_documents(documents: Iterable[tuple[Ints, Ints]], length: int, part: in
         length: Number of tokens of the window.
         part: Which part of a pair each document is, such as CHOSEN_PART; None if they do not belong to pairs.
     """
-    ids, labels, positions = pad([], length), pad([], length, MASKED), pad([], length)
+    ids, labels, positions = pad([], length), pad([], length, IGNORE_INDEX), pad([], length)
     segments, end = pad([], length), 0
     for number, (inputs, targets) in enumerate(documents):
         span = slice(end, end := end + len(inputs))

@@ -25,7 +25,7 @@ from fsdp_shard.data.kinds.preference_formats import (
     UNDESIRABLE,
     refuse_labeled,
 )
-from fsdp_shard.data.samples.batch import MASKED, Floats, Ints, Sample, pad
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, Floats, Ints, Sample, pad
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.samples.rows import Cut, RowDataset, SkippedCount, cut_text, next_labels, width_of
 from fsdp_shard.data.task import Task
@@ -92,7 +92,7 @@ class PairedRows(ComparedRows):
             rows = [next_labels(*answer, self.sequence_length) for answer in self.answers_of(index)]
         width = max(width_of(len(inputs), self.sequence_length) for inputs, _ in rows)
         ids = np.stack([pad(inputs, width) for inputs, _ in rows])
-        labels = np.stack([pad(labels, width, MASKED) for _, labels in rows])
+        labels = np.stack([pad(labels, width, IGNORE_INDEX) for _, labels in rows])
         return Sample({"input_ids": ids}, labels, extras=self.extras_of(index))
 
 
@@ -127,7 +127,7 @@ class RewardRows(ComparedRows):
             name: np.stack([pad(text[name], width, self.padding if name == "input_ids" else 0) for text in texts])
             for name in texts[0]
         }
-        labels = np.full(2, MASKED if index is None else 0, np.int64)
+        labels = np.full(2, IGNORE_INDEX if index is None else 0, np.int64)
         return Sample(inputs, labels, self.padding, extras=self.extras_of(index))
 
 

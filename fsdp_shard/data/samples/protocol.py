@@ -23,7 +23,7 @@ class MapDataset(ABC):
 
     @abstractmethod
     def sample(self, index: int, epoch: int = 0) -> Sample:
-        """Return a sample as it is in this epoch; in the sample NO_WINDOW every label is masked.
+        """Return a sample as it is in this epoch; in the sample NO_WINDOW every label is ignored.
 
         Raises:
             IndexError: There is no such sample.
@@ -48,7 +48,7 @@ class MapDataset(ABC):
 
     @property
     def num_predictions(self) -> int:
-        """Number of labels that are not masked, over all samples."""
+        """Number of trained labels, over all samples."""
         return sum(self.batch([index]).num_predictions for index in range(len(self)))
 
 
@@ -71,7 +71,7 @@ class SourceDataset(MapDataset):
 
     @abstractmethod
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        """Return a sample; None is one in which every label is masked."""
+        """Return a sample; None is one in which every label is ignored."""
 
     def sample(self, index: int, epoch: int = 0) -> Sample:
         if not NO_WINDOW <= index < len(self):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, pad, with_attention_mask
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, Ints, Sample, pad, with_attention_mask
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
@@ -98,9 +98,9 @@ def width_of(num_tokens: int, longest: int) -> int:
 
 
 def next_labels(tokens: npt.NDArray[Any], predicted: npt.NDArray[Any], longest: int) -> tuple[Ints, Ints]:
-    """Return inputs and labels, both [at most longest]: a label is the next token, or MASKED unless `predicted`."""
+    """Return inputs and labels, both [at most longest]: labels are the next tokens, if `predicted`, or IGNORE_INDEX."""
     ids = tokens[: longest + 1].astype(np.int64)
-    return ids[:-1], np.where(predicted[1 : len(ids)] != 0, ids[1:], MASKED)
+    return ids[:-1], np.where(predicted[1 : len(ids)] != 0, ids[1:], IGNORE_INDEX)
 
 
 class CausalRows(RowDataset):
@@ -115,7 +115,7 @@ class CausalRows(RowDataset):
         if index is not None:
             inputs, labels = next_labels(*self.examples.tokens_of(int(self.kept[index])), self.sequence_length)
         width = width_of(len(inputs), self.sequence_length)
-        return Sample({"input_ids": pad(inputs, width)}, pad(labels, width, MASKED))
+        return Sample({"input_ids": pad(inputs, width)}, pad(labels, width, IGNORE_INDEX))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Seq2SeqRows(RowDataset):
         if index is not None:
             source, target = np.split(self.tokens_of(index), [self.examples.first[self.kept[index]]])
         target = target[: self.target_length]
-        labels = pad(target, width_of(len(target), self.target_length), MASKED)
+        labels = pad(target, width_of(len(target), self.target_length), IGNORE_INDEX)
         return Sample(self.text_inputs(source, self.padding), labels, self.padding, self.decoder_start)
 
 
@@ -155,7 +155,7 @@ class LabeledRows(RowDataset):
         return f"{len(self.numbers)} classes"
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        label = MASKED if index is None else self.numbers[self.examples.labels[self.kept[index]]]
+        label = IGNORE_INDEX if index is None else self.numbers[self.examples.labels[self.kept[index]]]
         # A sample without a label still needs a text: some models look for its end token.
         inputs = self.text_inputs(self.tokens_of(index or 0), self.padding)
         return Sample(inputs, np.asarray(label, np.int64), self.padding)

@@ -14,7 +14,7 @@ from fsdp_shard.data.samples.protocol import Dataset, MapDataset, SourceDataset
 
 
 def with_token_values(dataset: SourceDataset, values: Mapping[str, Values], starts: Ints) -> SourceDataset:
-    """Return the same samples with values of each label that is not masked, such as a teacher's.
+    """Return the same samples with values of each trained label, such as a teacher's.
 
     Args:
         dataset: The samples, which are the same in all epochs.

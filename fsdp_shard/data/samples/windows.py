@@ -1,7 +1,7 @@
 """Divides a stream of tokens into windows of equal length.
 
 In `WindowDataset`, window i predicts tokens i*L+1 to i*L+L from earlier tokens, so every token is predicted exactly
-once. The last window may be short; it is padded, and the padding is masked.
+once. The last window may be short; it is padded, and the labels of padding are ignored.
 
 In `MaskedWindows`, some tokens are masked and predicted. They depend on the seed, the epoch and the sample: they differ
 between epochs, but are the same in a resumed run. As in BERT (Devlin et al., 2018), 80% of the chosen tokens become the
@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, pad, with_attention_mask
+from fsdp_shard.data.samples.batch import IGNORE_INDEX, Ints, Sample, pad, with_attention_mask
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.task import SpecialTokens
 from fsdp_shard.data.tokenized.token_file import Array
@@ -79,7 +79,7 @@ class WindowDataset(TokenWindows):
     def _sample(self, index: int | None, epoch: int) -> Sample:
         tokens = self.window(index)
         inputs = {"input_ids": pad(tokens[:-1], self.sequence_length)}
-        return Sample(inputs, pad(tokens[1:], self.sequence_length, MASKED))
+        return Sample(inputs, pad(tokens[1:], self.sequence_length, IGNORE_INDEX))
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ class MaskedWindows(TokenWindows):
         return f"{format_count(len(self), 'window')} of {self.sequence_length}, {self.fraction:.0%} of them to predict"
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
-        labels, first = pad([], self.sequence_length, MASKED), len(self.special.begin)
+        labels, first = pad([], self.sequence_length, IGNORE_INDEX), len(self.special.begin)
         if index is None:
             return Sample(with_attention_mask([0], self.sequence_length), labels)  # attention needs at least one token
         tokens = self.window(index)
         masked, chosen = self._mask(tokens, epoch, index)
         ids = np.concatenate([self.special.begin, masked, self.special.end])
-        labels[first : first + len(tokens)] = np.where(chosen, tokens, MASKED)
+        labels[first : first + len(tokens)] = np.where(chosen, tokens, IGNORE_INDEX)
         return Sample(with_attention_mask(ids, self.sequence_length), labels)
 
     def _mask(self, tokens: Ints, epoch: int, index: int) -> tuple[Ints, npt.NDArray[np.bool_]]:

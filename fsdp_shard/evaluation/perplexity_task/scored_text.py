@@ -18,7 +18,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard.data import (
-    MASKED,
+    IGNORE_INDEX,
     DataConfig,
     DocumentRow,
     Documents,
@@ -133,7 +133,7 @@ def open_windows(config: DataConfig, stride: int | None, tokenizer: PreTrainedTo
     rows, note = prepare_held_out(config, tokenizer)
     if not isinstance(rows, WindowDataset):
         labels = [rows.sample(index).labels for index in range(len(rows))]
-        texts = [text for one in labels for text in _decoded_runs(one, one != MASKED, tokenizer)]
+        texts = [text for one in labels for text in _decoded_runs(one, one != IGNORE_INDEX, tokenizer)]
         return ScoredText(rows, rows.identity, TextSize.of(texts), None, (note,))
     ends = np.array([len(rows.tokens)], np.int64)
     windows = StridedWindows.over(rows.tokens, None, ends, config.window_length, stride)

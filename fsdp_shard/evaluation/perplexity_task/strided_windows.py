@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data import MASKED, Array, Ints, MapDataset, Sample, pad, with_attention_mask
+from fsdp_shard.data import IGNORE_INDEX, Array, Ints, MapDataset, Sample, pad, with_attention_mask
 
 
 def window_bounds(num_tokens: int, length: int, stride: int | None) -> Iterator[tuple[int, int, int]]:
@@ -101,8 +101,8 @@ class StridedWindows(MapDataset):
     def sample(self, index: int, epoch: int = 0) -> Sample:
         begin, end, first = self.bounds[index].tolist()
         ids = np.asarray(self.tokens[begin:end]).astype(np.int64)
-        labels = pad([], end - begin - 1, MASKED)
-        labels[first - begin - 1 :] = np.where(self.scored_tokens(index), ids[first - begin :], MASKED)
+        labels = pad([], end - begin - 1, IGNORE_INDEX)
+        labels[first - begin - 1 :] = np.where(self.scored_tokens(index), ids[first - begin :], IGNORE_INDEX)
         return Sample(with_attention_mask(ids[:-1], len(ids) - 1), labels)
 
     def head(self, num_samples: int | None) -> Self:

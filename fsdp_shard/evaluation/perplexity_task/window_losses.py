@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_shard.data import MASKED
+from fsdp_shard.data import IGNORE_INDEX
 from fsdp_shard.errors import LossError
 from fsdp_shard.evaluation.batch_log import BatchValues
 from fsdp_shard.evaluation.perplexity_task.scored_text import ScoredText
@@ -76,6 +76,6 @@ def batch_losses(
 def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """Sum the loss of `labels` [length] under `logits` [length, vocabulary]; masked labels' logits are not upcast."""
     labels = labels.to(logits.device)
-    is_scored = labels != MASKED
+    is_scored = labels != IGNORE_INDEX
     losses = torch.nn.functional.cross_entropy(logits[is_scored].float(), labels[is_scored], reduction="none")
     return float(losses.double().sum())

@@ -418,7 +418,7 @@ class _Samples(data.Dataset):
         if self._run.model.task == models.SEQUENCE_CLASSIFICATION:
             labels = np.zeros(rows, np.int64)
         if self._run.mask_fraction is not None:
-            labels[ceil(length * self._run.mask_fraction) :] = data.MASKED
+            labels[ceil(length * self._run.mask_fraction) :] = data.IGNORE_INDEX
         extras = {} if not rows else {name: np.zeros(2, np.float32) for name in ("reference_log_probs", "desirable")}
         return data.Sample(inputs, labels, decoder_start=0 if self._decodes else None, extras=extras)
 
@@ -429,7 +429,7 @@ class _Samples(data.Dataset):
         inputs = {"input_ids": np.zeros(length, np.int64), "position_ids": np.arange(length) % half}
         labels = np.zeros(length, np.int64)
         if self._run.model.task == models.SEQUENCE_CLASSIFICATION:  # the score of each answer's last token counts
-            labels[np.diff(is_second, append=False) == 0] = data.MASKED
+            labels[np.diff(is_second, append=False) == 0] = data.IGNORE_INDEX
         extras = {"reference_log_probs": np.zeros((1, 2), np.float32)}
         segments = np.where(is_second, data.REJECTED_PART, data.CHOSEN_PART)
         return data.Sample(inputs, labels, extras=extras, segments=segments)

@@ -129,7 +129,7 @@ def _is_same_in_parts(model: PreTrainedModel) -> bool:
     with torch.no_grad():
         whole = run(input_ids=window).logits
         use_context_parallel(model, RING)
-        part = _MIXED.own_part({"input_ids": window.numpy()}, window.numpy(), masked=-100)
+        part = _MIXED.own_part({"input_ids": window.numpy()}, window.numpy(), ignore_index=-100)
         with attention_over(part.sequence):
             mixed = run(**{name: torch.from_numpy(array) for name, array in part.inputs.items()}).logits
     expected = whole[:, _MIXED.own_tokens(_LENGTH)]

@@ -67,13 +67,13 @@ class ContextRanks:
         works: list[Any] = dist.batch_isend_irecv([sends, receives])
         return works
 
-    def own_part(self, inputs: Mapping[str, Ints], labels: Ints, masked: int) -> SequencePart:
+    def own_part(self, inputs: Mapping[str, Ints], labels: Ints, ignore_index: int) -> SequencePart:
         """Return this rank's tokens of a batch of whole sequences.
 
         Args:
             inputs: Arrays [batch_size, length]: `input_ids`, and `position_ids` if documents are packed.
             labels: Labels [batch_size, length], already shifted: each is at the token that predicts it.
-            masked: The ignored label, with which labels are padded.
+            ignore_index: The ignored label, with which labels are padded.
 
         Returns:
             Inputs and labels [batch_size, part], and the information about whole sequences.
@@ -93,7 +93,7 @@ class ContextRanks:
         # Without a mask, transformers would detect packed documents from the positions and find this rank's chunks.
         # This mask only says that no token is masked.
         parts["attention_mask"] = np.ones((batch_size, len(own)), np.int64)
-        own_labels = np.concatenate([labels, np.full((batch_size, added), masked, np.int64)], axis=1)[:, own]
+        own_labels = np.concatenate([labels, np.full((batch_size, added), ignore_index, np.int64)], axis=1)[:, own]
         return SequencePart(parts, own_labels, sequence)
 
     def own_tokens(self, length: int) -> Ints:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from fsdp_shard.data import MASKED
+from fsdp_shard.data import IGNORE_INDEX
 
 # Bytes of float32 logits per chunk: on a CPU as many as fit in its cache, on a GPU enough to keep it busy.
 _CHUNK_BYTES = {"cpu": 8 << 20}
@@ -39,7 +39,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | t
     for start in range(0, len(targets), num_rows):
         rows = slice(start, min(start + num_rows, len(targets)))
         upcast = flat[rows].detach().float().requires_grad_(gradient is not None)
-        loss = F.cross_entropy(upcast, targets[rows], ignore_index=MASKED, reduction="sum")
+        loss = F.cross_entropy(upcast, targets[rows], ignore_index=IGNORE_INDEX, reduction="sum")
         if gradient is not None:
             gradient[rows] = torch.autograd.grad(loss / divisor, upcast)[0]
         total += loss.detach()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fsdp_shard.data import MASKED
+from fsdp_shard.data import IGNORE_INDEX
 from fsdp_shard.sharding import WholeSequence
 
 
@@ -69,7 +69,7 @@ class OwnPart:
 
 def own_label_positions(labels: torch.Tensor, token_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `label_positions` and `label_indices` of an `OwnPart` from whole labels [num_rows, length]."""
-    is_trained = labels != MASKED
+    is_trained = labels != IGNORE_INDEX
     numbers = torch.where(is_trained, is_trained.flatten().cumsum(0).view(labels.shape) - 1, -1)
     inside = token_positions < labels.shape[1]
     own = torch.where(inside, numbers[:, torch.where(inside, token_positions, 0)], -1).flatten()
@@ -105,7 +105,7 @@ class DeviceBatch:
     @property
     def answer_lengths(self) -> torch.Tensor:
         """Number of trained labels in each answer, float32 [num_answers]; without packing, in each row."""
-        return (self.labels != MASKED).sum(-1).float() if self.packed is None else self.packed.lengths
+        return (self.labels != IGNORE_INDEX).sum(-1).float() if self.packed is None else self.packed.lengths
 
     def answer_sums(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sums of `values` [num_rows, length] over the trained labels of each answer, [num_answers].
@@ -128,7 +128,7 @@ class DeviceBatch:
             self,
             inputs={name: value[row::2] for name, value in self.inputs.items()},
             labels=labels,
-            label_positions=torch.nonzero(labels.flatten() != MASKED).flatten(),
+            label_positions=torch.nonzero(labels.flatten() != IGNORE_INDEX).flatten(),
             extras={name: value[:, row : row + 1] for name, value in self.extras.items() if value.ndim > 1},
             packed=None if self.packed is None else self.packed.of_row(row),
             own=None if self.own is None else self.own.rows(row, labels),
@@ -136,7 +136,7 @@ class DeviceBatch:
 
     def with_labels(self, labels: torch.Tensor) -> "DeviceBatch":
         """Return the batch with other labels, int64 [num_rows, length]. Counting them waits for a GPU."""
-        label_positions = torch.nonzero(labels.flatten() != MASKED).flatten()
+        label_positions = torch.nonzero(labels.flatten() != IGNORE_INDEX).flatten()
         return replace(
             self, labels=labels, label_positions=label_positions, own=None if self.own is None else self.own.of(labels)
         )

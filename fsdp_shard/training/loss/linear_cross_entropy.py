@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from fsdp_shard.data import MASKED
+from fsdp_shard.data import IGNORE_INDEX
 from fsdp_shard.errors import ModelError
 from fsdp_shard.training.loss.cross_entropy import needs_gradient, with_gradients
 from fsdp_shard.training.loss.row_values import RowFunction, add_product, linear_rows, rows_a_chunk
@@ -167,7 +167,7 @@ def linear_cross_entropy(
     """
     of_hidden, of_weight, of_bias = map(needs_gradient, (hidden, weight, bias))
     with torch.no_grad():
-        rows = torch.nonzero(labels != MASKED).flatten() if label_positions is None else label_positions
+        rows = torch.nonzero(labels != IGNORE_INDEX).flatten() if label_positions is None else label_positions
         num_rows = rows_a_chunk(len(weight))
         chunks = rows.split(_CHUNKS_A_PRODUCT * num_rows) if len(rows) else ()
         # The gradients are divided at the end; before that, their sums may overflow float16.

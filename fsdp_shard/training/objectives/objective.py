@@ -107,9 +107,9 @@ class ObjectiveConfig:
 
         Their number is `tokens` in metrics.jsonl and trainer.json; the loss is divided by `counts`.
         """
-        from fsdp_shard.data import MASKED
+        from fsdp_shard.data import IGNORE_INDEX
 
-        found: npt.NDArray[np.bool_] = batch.labels != MASKED
+        found: npt.NDArray[np.bool_] = batch.labels != IGNORE_INDEX
         return found
 
     def counts(self, batch: Batch) -> list[float]:

@@ -38,14 +38,14 @@ class OrpoConfig(PairObjective):
 
     def counts(self, batch: Batch) -> list[float]:
         """Return the number of pairs, and the number of tokens in the cross-entropy."""
-        from fsdp_shard.data import MASKED, NUM_PARTS
+        from fsdp_shard.data import IGNORE_INDEX, NUM_PARTS
 
         of_pairs = super().counts(batch)
         if not self.learn_prompts:
             return [*of_pairs, float(batch.answer_sizes[:, 0].sum())]
         if batch.segments is not None:
             return [*of_pairs, float((batch.segments % NUM_PARTS != 0).sum())]
-        is_answer = batch.labels[0::2] != MASKED
+        is_answer = batch.labels[0::2] != IGNORE_INDEX
         ends = is_answer.shape[1] - is_answer[:, ::-1].argmax(axis=1)  # all earlier tokens are predicted, too
         return [*of_pairs, float(ends[is_answer.any(axis=1)].sum())]
 
@@ -53,10 +53,10 @@ class OrpoConfig(PairObjective):
         """Return the sums of the odds ratio term and of the cross-entropy, divided by their divisors, [2]."""
         import torch
 
-        from fsdp_shard.data import MASKED
+        from fsdp_shard.data import IGNORE_INDEX
         from fsdp_shard.training.loss.forward_loss import forward_log_probs
 
-        batch, answers = forward.batch, forward.batch.labels != MASKED
+        batch, answers = forward.batch, forward.batch.labels != IGNORE_INDEX
         if self.learn_prompts:
             batch = batch.with_labels(_with_prompts(batch))
         log_probs = forward_log_probs(forward.model, batch)
@@ -68,7 +68,7 @@ class OrpoConfig(PairObjective):
         add_metrics(forward, {"log_odds_ratio": -ratios / self.beta}, pairs.is_pair)
         in_chosen = _in_chosen(batch)
         total = -torch.where(in_chosen, log_probs, 0.0).sum()
-        forward.sums.add_metric("nll", total, (in_chosen & (batch.labels != MASKED)).sum())
+        forward.sums.add_metric("nll", total, (in_chosen & (batch.labels != IGNORE_INDEX)).sum())
         return torch.stack([ratios.sum(), total]) / forward.divisors
 
     def losses(self, pairs: Pairs) -> torch.Tensor:
@@ -102,15 +102,15 @@ def _with_prompts(batch: DeviceBatch) -> torch.Tensor:
     """Labels that include the tokens of prompts, int64 [num_rows, length]."""
     import torch
 
-    from fsdp_shard.data import MASKED
+    from fsdp_shard.data import IGNORE_INDEX
 
     labels = batch.labels
-    following = torch.where(labels != MASKED, labels, batch.inputs["input_ids"].roll(-1, 1))
+    following = torch.where(labels != IGNORE_INDEX, labels, batch.inputs["input_ids"].roll(-1, 1))
     if batch.packed is not None:  # a prompt is followed by the chosen answer
         return torch.where(_in_chosen(batch), following, labels)
     positions = torch.arange(labels.shape[1], device=labels.device)
-    last = torch.where(labels != MASKED, positions, -1).amax(1, keepdim=True)
-    return torch.where(positions <= last, following, MASKED)
+    last = torch.where(labels != IGNORE_INDEX, positions, -1).amax(1, keepdim=True)
+    return torch.where(positions <= last, following, IGNORE_INDEX)
 
 
 def _log1mexp(value: torch.Tensor) -> torch.Tensor:

@@ -45,13 +45,13 @@ class RewardConfig(PreferenceConfig):
         import torch
         import torch.nn.functional as F
 
-        from fsdp_shard.data import MASKED
+        from fsdp_shard.data import IGNORE_INDEX
         from fsdp_shard.training.loss.forward_loss import forward_scores
 
         chosen, rejected = forward_scores(forward.model, forward.batch).view(-1, 2).unbind(1)
         is_pair = torch.ones_like(rejected, dtype=torch.bool)  # packed batches have no fillers
         if forward.batch.packed is None:
-            is_pair = forward.batch.labels[1::2] != MASKED
+            is_pair = forward.batch.labels[1::2] != IGNORE_INDEX
         margin = forward.batch.extras.get("margin", torch.zeros_like(chosen))
         losses = -F.logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected).square()
         metrics = {

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import describe_model, model_digests
 from fsdp_shard.data import (
-    MASKED,
+    IGNORE_INDEX,
     Ints,
     Samples,
     SourceDataset,
@@ -196,7 +196,7 @@ class _TeacherPass:
                 f"The logits of objective.teacher={self._distill.teacher} for samples {indices[:5].tolist()} are not "
                 f"finite: its weights are not usable."
             )
-        ends = np.cumsum([0, *(batch.labels != MASKED).sum(-1)])
+        ends = np.cumsum([0, *(batch.labels != IGNORE_INDEX).sum(-1)])
         for index, first, last in zip(indices, ends[:-1], ends[1:], strict=True):
             values = {LOG_PROBS: log_probs[first:last].numpy(), TOKENS: tokens[first:last].numpy()}
             writer.write(int(starts[index]), values)
