@@ -15,7 +15,7 @@ NUM_TOKENS, VOCABULARY = 37, 101
 
 
 @pytest.fixture(params=[1, 7, 10_000], ids="rows={}".format)
-def rows_a_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setitem(loss_module._CHUNK_BYTES, "cpu", request.param * 4 * VOCABULARY)
     return request.param
 
@@ -35,7 +35,7 @@ def plain(logits: torch.Tensor, labels: torch.Tensor, divisor: float) -> tuple[t
 
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_plain_loss(rows_a_chunk: int, dtype: torch.dtype, ignored: float) -> None:
+def test_equals_the_plain_loss(rows_per_chunk: int, dtype: torch.dtype, ignored: float) -> None:
     logits, labels = example(dtype, ignored)
     expected, expected_gradient = plain(logits, labels, 11.0)
     value = cross_entropy(logits, labels, 11.0)
@@ -48,12 +48,12 @@ def test_equals_the_plain_loss(rows_a_chunk: int, dtype: torch.dtype, ignored: f
     torch.testing.assert_close(
         logits.grad, expected_gradient, rtol=2e-6 if dtype == torch.float32 else 2**-8, atol=1e-9
     )
-    if rows_a_chunk > NUM_TOKENS:
+    if rows_per_chunk > NUM_TOKENS:
         assert value.item() == expected.item()
         assert torch.equal(logits.grad, expected_gradient)
 
 
-def test_gradient_against_finite_differences(rows_a_chunk: int) -> None:
+def test_gradient_against_finite_differences(rows_per_chunk: int) -> None:
     logits, labels = example(torch.float32)
     cross_entropy(logits, labels, 5.0).backward()
     assert logits.grad is not None

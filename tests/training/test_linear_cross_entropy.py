@@ -18,7 +18,7 @@ from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_loss
 from fsdp_shard.training.loss.linear_cross_entropy import head_returns_loss, linear_cross_entropy, use_loss_head
-from fsdp_shard.training.loss.row_values import rows_a_chunk
+from fsdp_shard.training.loss.row_values import rows_per_chunk
 from tests.support.ranks import on_ranks, update
 from tests.support.tiny import token_batch
 
@@ -70,9 +70,9 @@ def test_sums_of_a_chunk_have_room_in_float16() -> None:
 
 
 def test_a_chunk_has_whole_tiles_of_rows() -> None:
-    assert rows_a_chunk(128_256) == 256
-    assert rows_a_chunk(1 << 22) == 8, "less than a tile"
-    assert rows_a_chunk(1 << 30) == 1
+    assert rows_per_chunk(128_256) == 256
+    assert rows_per_chunk(1 << 22) == 8, "less than a tile"
+    assert rows_per_chunk(1 << 30) == 1
 
 
 def test_nothing_to_predict_and_a_second_backward() -> None:

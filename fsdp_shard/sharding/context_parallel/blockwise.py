@@ -108,15 +108,17 @@ class Gradients:
         for rows in _tiles(self.query, key):
             part = self.part(rows)
             scores = _scores(part.query, key, _rows(mask, rows), how)
-            capped = None if how.softcap is None else 1 - (scores / how.softcap).clamp(min=-1).square()
+            cap_derivative = None if how.softcap is None else 1 - (scores / how.softcap).clamp(min=-1).square()
             weights = scores.sub_(part.normalizer[..., None]).exp_()
             of_value += _matmul_sum_over_heads(weights.to(value.dtype), part.output)
-            slope = _grouped_matmul(part.output, value.transpose(-1, -2)).sub_(part.delta[..., None]).mul_(weights)
-            if capped is not None:
-                slope.mul_(capped)
-            slope = slope.mul_(how.scale).to(key.dtype)
-            part.of_query.add_(_grouped_matmul(slope, key))
-            of_key += _matmul_sum_over_heads(slope, part.query)
+            grad_scores = (
+                _grouped_matmul(part.output, value.transpose(-1, -2)).sub_(part.delta[..., None]).mul_(weights)
+            )
+            if cap_derivative is not None:
+                grad_scores.mul_(cap_derivative)
+            grad_scores = grad_scores.mul_(how.scale).to(key.dtype)
+            part.of_query.add_(_grouped_matmul(grad_scores, key))
+            of_key += _matmul_sum_over_heads(grad_scores, part.query)
 
 
 def _tiles(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:

@@ -72,8 +72,8 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradient of this loss was already used; run the forward pass again")
-        return (None, None, *(None if gradient is None else gradient.mul_(slope) for gradient in gradients))
+        return (None, None, *(None if gradient is None else gradient.mul_(grad_output) for gradient in gradients))

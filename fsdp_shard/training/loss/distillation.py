@@ -30,7 +30,7 @@ class TopTokens:
         """Number of log-probabilities and ids."""
         return 2 * self.k
 
-    def of(self, rows: torch.Tensor) -> "TopTokens":
+    def select(self, rows: torch.Tensor) -> "TopTokens":
         """Return the function for some of the rows, which is the same."""
         return self
 
@@ -39,7 +39,7 @@ class TopTokens:
         highest = logits.topk(self.k, dim=1)  # float32 represents every integer up to 2^24, and so every id
         return torch.cat([highest.values - logits.logsumexp(1, keepdim=True), highest.indices.float()], 1)
 
-    def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
+    def grad_logits(self, logits: torch.Tensor, part: slice, grad_values: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("a teacher is not trained")
 
 
@@ -69,7 +69,7 @@ class StudentTerms:
     targets: Targets
     temperature: float
 
-    def of(self, rows: torch.Tensor) -> "StudentTerms":
+    def select(self, rows: torch.Tensor) -> "StudentTerms":
         """Return the function for some of the rows."""
         targets = Targets(self.targets.log_probs[rows], self.targets.tokens[rows])
         return replace(self, labels=self.labels[rows], targets=targets)
@@ -84,14 +84,14 @@ class StudentTerms:
         divergence = scaled.logsumexp(1) - expected - torch.special.entr(probs).sum(1)
         return torch.stack([divergence, plain, same], 1)
 
-    def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
-        """Return the gradient [num_rows, vocabulary] of the sum of `outer` * values; overwrite the logits."""
+    def grad_logits(self, logits: torch.Tensor, part: slice, grad_values: torch.Tensor) -> torch.Tensor:
+        """Return the gradient [num_rows, vocabulary] of the sum of `grad_values` * values; overwrite the logits."""
         labels, tokens, probs = self._of(logits, part)
-        of_divergence, of_plain = outer[:, :1] / self.temperature, outer[:, 1:2]
-        slope = (logits / self.temperature).softmax(1).mul_(of_divergence)
-        slope.scatter_add_(1, tokens, -probs * of_divergence)
-        slope += logits.sub_(logits.logsumexp(1, keepdim=True)).exp_().mul_(of_plain)
-        return slope.scatter_add_(1, labels, -of_plain)
+        of_divergence, of_plain = grad_values[:, :1] / self.temperature, grad_values[:, 1:2]
+        grad_logits = (logits / self.temperature).softmax(1).mul_(of_divergence)
+        grad_logits.scatter_add_(1, tokens, -probs * of_divergence)
+        grad_logits += logits.sub_(logits.logsumexp(1, keepdim=True)).exp_().mul_(of_plain)
+        return grad_logits.scatter_add_(1, labels, -of_plain)
 
     def _of(self, logits: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Labels [num_rows, 1], the teacher's tokens and their probabilities [num_rows, k]."""

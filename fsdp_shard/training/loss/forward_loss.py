@@ -78,7 +78,7 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
 def _forward_own_rows(module: nn.Module, batch: DeviceBatch, own: OwnPart, function: RowFunction) -> torch.Tensor:
     """`forward_rows` for sequences divided over ranks: each receives the values of whole sequences; a collective."""
     num_rows, length = batch.labels.shape
-    of_own, part = function.of(own.label_indices), own.inputs["input_ids"]
+    of_own, part = function.select(own.label_indices), own.inputs["input_ids"]
     with (
         head_returns_rows(module, part.numel(), own.label_positions, of_own) as are_given,
         attention_over(own.sequence),

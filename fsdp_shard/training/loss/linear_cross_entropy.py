@@ -19,13 +19,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from fsdp_shard.data import IGNORE_INDEX
 from fsdp_shard.errors import ModelError
 from fsdp_shard.training.loss.cross_entropy import needs_gradient, with_gradients
-from fsdp_shard.training.loss.row_values import RowFunction, add_product, linear_rows, rows_a_chunk
+from fsdp_shard.training.loss.row_values import RowFunction, add_product, linear_rows, rows_per_chunk
 
 # From this vocabulary size, logits dominate memory, and the matrix products of a chunk are large enough to be fast.
 _LARGE_VOCABULARY = 1 << 16
 # Number of chunks of float32 logits whose rows share one product with the head. Each product reads the weight and adds
 # to its gradient; with few rows, that takes longer on a GPU than the product itself.
-_CHUNKS_A_PRODUCT = 4
+_CHUNKS_PER_PRODUCT = 4
 
 
 def use_loss_head(model: PreTrainedModel, when: bool | str, *, any_vocabulary: bool = False) -> bool:
@@ -168,8 +168,8 @@ def linear_cross_entropy(
     of_hidden, of_weight, of_bias = map(needs_gradient, (hidden, weight, bias))
     with torch.no_grad():
         rows = torch.nonzero(labels != IGNORE_INDEX).flatten() if label_positions is None else label_positions
-        num_rows = rows_a_chunk(len(weight))
-        chunks = rows.split(_CHUNKS_A_PRODUCT * num_rows) if len(rows) else ()
+        num_rows = rows_per_chunk(len(weight))
+        chunks = rows.split(_CHUNKS_PER_PRODUCT * num_rows) if len(rows) else ()
         # The gradients are divided at the end; before that, their sums may overflow float16.
         is_enough = len(chunks) <= 1 and weight.dtype != torch.float16
         precise = weight.dtype if is_enough else torch.float32
@@ -180,27 +180,27 @@ def linear_cross_entropy(
         for chunk in chunks:
             part = hidden[chunk]
             wanted = of_hidden or of_weight or of_bias
-            slope = F.linear(part, weight, bias)
-            for some, targets in zip(slope.split(num_rows), labels[chunk].split(num_rows), strict=True):
-                total += _loss_and_slope(some, targets, softcap, wanted)
+            grad_logits = F.linear(part, weight, bias)  # the logits, until the loop overwrites them
+            for some, targets in zip(grad_logits.split(num_rows), labels[chunk].split(num_rows), strict=True):
+                total += _loss_and_gradient(some, targets, softcap, wanted)
             if grad_bias is not None:
-                grad_bias += slope.sum(0, dtype=torch.float32)
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
-                grad_hidden[chunk] = slope @ weight
+                grad_hidden[chunk] = grad_logits @ weight
             if grad_weight is not None:
-                add_product(grad_weight, slope, part)
-            del part, slope, some  # before the next chunk allocates its own
+                add_product(grad_weight, grad_logits, part)
+            del part, grad_logits, some  # before the next chunk allocates its own
         found = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
         gradients = [None if grad is None or of is None else grad.div_(divisor).to(of.dtype) for grad, of in found]
     return with_gradients(total / divisor, gradients, hidden, weight, bias)
 
 
-def _loss_and_slope(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None, wanted: bool) -> torch.Tensor:
+def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor, softcap: float | None, wanted: bool) -> torch.Tensor:
     """Return the summed loss of some rows of logits; if `wanted`, overwrite the logits with its gradient."""
-    values, inner = logits, None
+    values, cap_derivative = logits, None
     if softcap is not None:
         values = logits.float().div_(softcap).tanh_()
-        inner = (1 - values * values) if wanted else None  # the derivative of the cap
+        cap_derivative = (1 - values * values) if wanted else None
         values.mul_(softcap)
     log_probs = F.log_softmax(values, 1, dtype=torch.float32)
     del values
@@ -208,8 +208,8 @@ def _loss_and_slope(logits: torch.Tensor, labels: torch.Tensor, softcap: float |
     if wanted:
         torch.exp(log_probs, out=logits)
         logits.scatter_(1, labels[:, None], torch.expm1(picked).to(logits.dtype))
-        if inner is not None:
-            logits.mul_(inner)
+        if cap_derivative is not None:
+            logits.mul_(cap_derivative)
     return -picked.sum()
 
 

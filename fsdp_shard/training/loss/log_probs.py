@@ -18,7 +18,7 @@ class LabelLogProbs:
 
     labels: torch.Tensor
 
-    def of(self, rows: torch.Tensor) -> "LabelLogProbs":
+    def select(self, rows: torch.Tensor) -> "LabelLogProbs":
         """Return the function for some of the rows."""
         return LabelLogProbs(self.labels[rows])
 
@@ -26,10 +26,10 @@ class LabelLogProbs:
         """Return the log-probabilities in nats [num_rows, 1]."""
         return logits.gather(1, self._labels(logits, part)) - logits.logsumexp(1, keepdim=True)
 
-    def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
-        """Return the gradient [num_rows, vocabulary] of the sum of `outer` * values; overwrite the logits."""
-        slope = logits.sub_(logits.logsumexp(1, keepdim=True)).exp_().mul_(-outer)
-        return slope.scatter_add_(1, self._labels(logits, part), outer)
+    def grad_logits(self, logits: torch.Tensor, part: slice, grad_values: torch.Tensor) -> torch.Tensor:
+        """Return the gradient [num_rows, vocabulary] of the sum of `grad_values` * values; overwrite the logits."""
+        grad_logits = logits.sub_(logits.logsumexp(1, keepdim=True)).exp_().mul_(-grad_values)
+        return grad_logits.scatter_add_(1, self._labels(logits, part), grad_values)
 
     def _labels(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         return self.labels[part, None].to(logits.device)

@@ -22,7 +22,7 @@ class RowFunction(Protocol):
     def num_values(self) -> int:
         """Number of values per row."""
 
-    def of(self, rows: torch.Tensor) -> "RowFunction":
+    def select(self, rows: torch.Tensor) -> "RowFunction":
         """Return the function for some of the rows, int64 [num_chosen]."""
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
@@ -33,13 +33,13 @@ class RowFunction(Protocol):
             part: Range of these rows among all rows.
         """
 
-    def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the sum of `outer` * values with respect to the logits.
+    def grad_logits(self, logits: torch.Tensor, part: slice, grad_values: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the sum of `grad_values` * values with respect to the logits.
 
         Args:
             logits: They may be overwritten.
             part: Range of these rows among all rows.
-            outer: Float32 [num_rows, num_values].
+            grad_values: Float32 [num_rows, num_values].
         """
 
 
@@ -78,14 +78,14 @@ def rows_of_logits(logits: torch.Tensor, rows: torch.Tensor, function: RowFuncti
     return result
 
 
-def rows_a_chunk(vocabulary: int) -> int:
+def rows_per_chunk(vocabulary: int) -> int:
     """Number of rows of logits per chunk of float32 values; a multiple of the tile if more than one tile."""
     rows = max(1, LOSS_CHUNK_BYTES // (4 * vocabulary))
     return rows if rows < _TILE else rows - rows % _TILE
 
 
 def _parts(num_rows: int, vocabulary: int) -> list[slice]:
-    size = rows_a_chunk(vocabulary)
+    size = rows_per_chunk(vocabulary)
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
 
@@ -113,7 +113,7 @@ class _LinearRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, rows = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         parts = _parts(len(rows), len(weight))
@@ -124,21 +124,21 @@ class _LinearRows(torch.autograd.Function):
         for part in parts:
             chunk = rows[part]
             inputs = hidden[chunk]
-            logits, inner = F.linear(inputs, weight, bias).float(), None
+            logits, cap_derivative = F.linear(inputs, weight, bias).float(), None
             if ctx.softcap is not None:
                 logits.div_(ctx.softcap).tanh_()
-                inner = 1 - logits * logits  # the derivative of the cap
+                cap_derivative = 1 - logits * logits
                 logits.mul_(ctx.softcap)
-            slope = ctx.function.slope(logits, part, outer[chunk])
-            slope = slope if inner is None else slope.mul_(inner)
+            grad_logits = ctx.function.grad_logits(logits, part, grad_output[chunk])
+            grad_logits = grad_logits if cap_derivative is None else grad_logits.mul_(cap_derivative)
             if grad_bias is not None:
-                grad_bias += slope.sum(0)
-            slope = slope.to(hidden.dtype)
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk] = slope @ weight
+                grad_hidden[chunk] = grad_logits @ weight
             if grad_weight is not None:
-                add_product(grad_weight, slope, inputs)
-            del logits, slope, inner
+                add_product(grad_weight, grad_logits, inputs)
+            del logits, grad_logits, cap_derivative
         found = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in found), None, None, None)
 
@@ -155,28 +155,28 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, rows = ctx.saved_tensors
         gradient = torch.zeros_like(logits)
         for part in _parts(len(rows), logits.shape[1]):
             chunk = rows[part]
-            gradient[chunk] = ctx.function.slope(logits[chunk].float(), part, outer[chunk]).to(logits.dtype)
+            gradient[chunk] = ctx.function.grad_logits(logits[chunk].float(), part, grad_output[chunk]).to(logits.dtype)
         return gradient, None, None
 
 
-def add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) -> None:
-    """Add slope^T @ part to `into`, whose dtype is theirs or float32.
+def add_product(into: torch.Tensor, grad_logits: torch.Tensor, part: torch.Tensor) -> None:
+    """Add grad_logits^T @ part to `into`, whose dtype is theirs or float32.
 
     On a GPU, the product is added in float32; elsewhere torch lacks such a product, and rows are added in chunks. Sums
     may overflow float16.
     """
     if into.dtype == part.dtype:
-        into.addmm_(slope.T, part)
+        into.addmm_(grad_logits.T, part)
         return
     if into.is_cuda:
-        torch.addmm(into, slope.T, part, out_dtype=torch.float32, out=into)
+        torch.addmm(into, grad_logits.T, part, out_dtype=torch.float32, out=into)
         return
     if part.dtype == torch.float16:
         part = part.float()
-    for rows, columns in zip(into.tensor_split(16), slope.tensor_split(16, dim=1), strict=True):
+    for rows, columns in zip(into.tensor_split(16), grad_logits.tensor_split(16, dim=1), strict=True):
         rows += columns.T.to(part.dtype) @ part
