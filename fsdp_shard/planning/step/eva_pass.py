@@ -88,10 +88,10 @@ def _matrices(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 @cache
-def _pca_bytes(rank: int, num_features: int, num_rows: int) -> tuple[int, int]:
+def _pca_bytes(num_directions: int, num_features: int, num_rows: int) -> tuple[int, int]:
     """Bytes of a layer's PCA state, and the maximum temporary bytes of a step besides the state and its rows."""
     with one_thread(), FakeTensorMode():
-        pca: Any = new_pca(rank)
+        pca: Any = new_pca(num_directions)
         for _ in range(2):  # in float64 from the second one on
             pca.partial_fit(torch.empty(num_rows, num_features))
         rows, state = torch.empty(num_rows, num_features), [*tensors_in(vars(pca))]

@@ -68,14 +68,14 @@ def fill_eva(
         Interrupted: On all ranks: a signal came.
     """
     module, size = model.module, config.train.micro_batch_size
-    ranks = {fqn: shard.shape[0] for fqn, shard in _matrices(model, layers).items()}
+    num_directions = {fqn: shard.shape[0] for fqn, shard in _matrices(model, layers).items()}
     batches = _batches(module, dataset, size, context, is_labeled=config.objective.samples == LABELED)
     is_compiled = config.shard.compile is not False
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()  # graphs have no hooks
     with eval_mode(model), adapters_disabled(module), eager:
         first = next(batches)
         leaders = _first_with_same_input(module, layers, first, context)
-        found = _Directions({fqn: ranks[fqn] for fqn in dict.fromkeys(leaders.values())}, context)
+        found = _Directions({fqn: num_directions[fqn] for fqn in dict.fromkeys(leaders.values())}, context)
         progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
         if context.is_main:
             progress = report_progress(
@@ -181,18 +181,18 @@ def _first_with_same_input(
     return order
 
 
-def new_pca(rank: int) -> Any:
-    """peft's incremental PCA with `rank` directions."""
+def new_pca(num_directions: int) -> Any:
+    """peft's incremental PCA with this number of directions."""
     from peft.utils.incremental_pca import IncrementalPCA
 
-    return IncrementalPCA(n_components=rank, lowrank=True, lowrank_seed=_SEED)
+    return IncrementalPCA(n_components=num_directions, lowrank=True, lowrank_seed=_SEED)
 
 
 class _Directions:
     """The incremental PCA of each layer's inputs, on the layer's owner.
 
     Args:
-        ranks: Layer -> number of directions.
+        num_directions: The number of directions of each layer.
         context: The ranks.
 
     Attributes:
@@ -201,12 +201,14 @@ class _Directions:
         num_used: Micro-batches until the last layer converged.
     """
 
-    def __init__(self, ranks: Mapping[str, int], context: DistributedContext) -> None:
-        self.moving = list(ranks)
+    def __init__(self, num_directions: Mapping[str, int], context: DistributedContext) -> None:
+        self.moving = list(num_directions)
         self.num_steps, self.num_used = 0, 0
-        self._context, self._ranks = context, ranks
-        self._owners = {fqn: number % context.world_size for number, fqn in enumerate(ranks)}
-        self._own = {fqn: new_pca(rank) for fqn, rank in ranks.items() if self._owners[fqn] == context.rank}
+        self._context, self._num_directions = context, num_directions
+        self._owners = {fqn: number % context.world_size for number, fqn in enumerate(num_directions)}
+        self._own = {
+            fqn: new_pca(number) for fqn, number in num_directions.items() if self._owners[fqn] == context.rank
+        }
         self._still: dict[str, int] = {}  # of this rank's layers, with the number of the step
         self._not_finite: list[str] = []
         self._label_positions = torch.empty(0, dtype=torch.int64)
@@ -224,7 +226,7 @@ class _Directions:
         """
         inputs, owner = inputs.flatten(0, -2), self._owners[fqn]
         for source, num_rows in enumerate(self._lengths[: MAX_STEPS - self.num_steps]):
-            if num_rows < self._ranks[fqn]:
+            if num_rows < self._num_directions[fqn]:
                 continue
             positions = self._label_positions if source == self._context.rank else self._label_positions[:0]
             rows = self._context.send_rows(inputs[positions].float(), source, owner, num_rows)
@@ -271,7 +273,7 @@ class _Directions:
         return taken
 
     def everywhere(self, fqn: str) -> torch.Tensor:
-        """The directions of a layer on all ranks, float32 [rank, num_features] on the CPU; a collective.
+        """The directions of a layer on all ranks, float32 [num_directions, num_features] on the CPU; a collective.
 
         Raises:
             ConfigError: On all ranks: no micro-batch had at least as many rows as the layer has directions.
@@ -280,8 +282,8 @@ class _Directions:
         found = self._context.broadcast_object(None if own is None else own.float().cpu(), self._owners[fqn])
         if found is None:
             raise ConfigError(
-                f"adapter.init=eva needs micro-batches with at least adapter.rank={self._ranks[fqn]} tokens to "
-                f"predict, and the first {self.num_steps} have fewer; set a larger train.micro_batch_size, or "
+                f"adapter.init=eva needs micro-batches with at least adapter.rank={self._num_directions[fqn]} tokens "
+                f"to predict, and the first {self.num_steps} have fewer; set a larger train.micro_batch_size, or "
                 f"adapter.init=default."
             )
         assert isinstance(found, torch.Tensor)

@@ -37,13 +37,13 @@ class PrincipalLayer:
         weight: FQN of the base weight.
         is_transposed: Whether the weight is stored as [inputs, outputs].
         scale: Scale of the product of the adapter's matrices.
-        rank: Rank of the trained adapter.
+        lora_rank: Rank of the trained adapter.
     """
 
     weight: str
     is_transposed: bool
     scale: float
-    rank: int
+    lora_rank: int
 
 
 def principal_factors(kind: str, weight: torch.Tensor, rank: int, scale: float, seed: int) -> Factors:
@@ -120,7 +120,7 @@ class Principal:
                 f"{index.path}: {names[layer.weight]} is not finite, so adapter.init={self.kind} cannot divide it."
             )
         weight = weight.T if layer.is_transposed else weight
-        return principal_factors(self.kind, weight, layer.rank, layer.scale, derived_seed("lora", seed, fqn))
+        return principal_factors(self.kind, weight, layer.lora_rank, layer.scale, derived_seed("lora", seed, fqn))
 
     def stored(
         self, trained: Mapping[str, str], shards: Mapping[str, LocalShard], ranks: Communicator
