@@ -253,7 +253,7 @@ class Checkpointer:
                 f"Step {step} was not saved: the ranks differ in {name}, and only the value of one rank could be "
                 f"restored. Pass data that differs by rank as extra_per_rank; sharded tensors must be DTensors."
             )
-        of_ranks = ranks.gather_object((parts.own, parts.values))
+        of_ranks = ranks.gather_object(parts.rank_document)
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none
         state = parts.to_content(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
         is_best = value is not None and run_on_main(ranks, lambda: self._is_best(value))
@@ -389,16 +389,16 @@ class Checkpointer:
         with kept_on_error(optimizers):
             run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
             slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
-            if stored.states is not None:
-                load_slots(stored.states, stored.slots, slots, ranks)
+            if stored.optimizer_index is not None:
+                load_slots(stored.optimizer_index, stored.slots, slots, ranks)
             run_on_all(ranks, lambda: checkpoint.load_shards(stored.weights, shards.shards))
             fill_copied_buffers(shards)
         for name, bare_optimizer in optimizers.items():
             set_options(bare_optimizer, values.options[name])
-            set_values(bare_optimizer, slot_prefix(name), shards.shards, values.values)
+            set_values(bare_optimizer, slot_prefix(name), shards.shards, values.scalar_state)
         for name, stateful in stateful_objects.items():
-            stateful.load_state_dict(values.states[name])
-        if (rank_state := values.own) is not None:
+            stateful.load_state_dict(values.object_states[name])
+        if (rank_state := values.rank_state) is not None:
             run_on_all(ranks, lambda: restore_random_state(rank_state["random"], str(stored.directory / DOCUMENT)))
         return Restored(
             step=stored.document.step,

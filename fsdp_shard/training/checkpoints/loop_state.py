@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -30,6 +30,18 @@ _FORMAT_VERSION = 1
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
+class RankDocument(NamedTuple):
+    """The documents of what one rank alone has.
+
+    Attributes:
+        state: Its random state and its `extra_per_rank`.
+        scalars: The entries of its optimizer state that are not tensors, by `PARAMETER.SLOT`.
+    """
+
+    state: Any
+    scalars: Any
+
+
 @dataclass
 class LoopState:
     """The document of a step.
@@ -41,8 +53,7 @@ class LoopState:
         states: The `state_dict()` of each object, by the name under which the object was passed.
         has_slots: Whether any optimizer had tensors in its state.
         groups: The options of each parameter group of each optimizer, and the names of its parameters.
-        ranks: For each rank, its random state, its `extra_per_rank`, and the non-tensor entries of its optimizer state,
-            by `PARAMETER.SLOT`.
+        ranks: The `RankDocument` of each rank.
     """
 
     step: int
@@ -51,7 +62,7 @@ class LoopState:
     states: dict[str, Any] = field(default_factory=dict)
     has_slots: bool = False
     groups: Any = None
-    ranks: list[Any] = field(default_factory=list)
+    ranks: list[RankDocument] = field(default_factory=list)
 
     def to_json(self) -> bytes:
         """The content of `checkpointer.json`."""
@@ -79,9 +90,10 @@ def read_loop_state(step_directory: Path) -> LoopState:
         raise CheckpointError(f"{path} is not of format version {_FORMAT_VERSION}.")
     kinds = {"step": int, "metrics": dict, "states": dict, "has_slots": bool, "ranks": list}
     names = {one.name for one in fields(LoopState)}
-    if values.keys() != names or any(type(values[name]) is not kind for name, kind in kinds.items()):
+    are_right = values.keys() == names and all(type(values[name]) is kind for name, kind in kinds.items())
+    if not are_right or any(not isinstance(one, list) or len(one) != 2 for one in values["ranks"]):
         raise CheckpointError(f"{path} does not have the entries of a step that a Checkpointer saved.")
-    return LoopState(**values)
+    return LoopState(**{**values, "ranks": [RankDocument(*one) for one in values["ranks"]]})
 
 
 class StateTensors:

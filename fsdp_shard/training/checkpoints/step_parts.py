@@ -16,7 +16,14 @@ from fsdp_shard.checkpoint import StepContent
 from fsdp_shard.distributed import Communicator, LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.sharding import ModuleShards, ShardedModel, modules_with_extra_state, shards_of
-from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, StateTensors, random_state, text_digest
+from fsdp_shard.training.checkpoints.loop_state import (
+    DOCUMENT,
+    LoopState,
+    RankDocument,
+    StateTensors,
+    random_state,
+    text_digest,
+)
 from fsdp_shard.training.checkpoints.optimizer_groups import by_name, check_savable, format_names, optimizer_parts
 from fsdp_shard.training.checkpoints.side_files import side_files
 from fsdp_shard.training.checkpoints.stored_step import Stateful
@@ -41,16 +48,15 @@ class StepParts(NamedTuple):
     """One rank's part of a step; `document` lacks the parts of other ranks."""
 
     document: LoopState
-    own: Any
-    values: Any
+    rank_document: RankDocument
     weights: dict[str, LocalShard]
     aliases: dict[str, str]
     slots: dict[str, LocalShard]
     tensors: StateTensors
     files: dict[str, bytes]
 
-    def to_content(self, of_ranks: list[Any], *, has_slots: bool, is_main: bool) -> StepContent:
-        """Return the content of the step directory, on rank 0 with `own` and `values` of all ranks."""
+    def to_content(self, of_ranks: list[RankDocument], *, has_slots: bool, is_main: bool) -> StepContent:
+        """Return the content of the step directory, on rank 0 with the documents of all ranks."""
         document = dataclasses.replace(self.document, ranks=of_ranks, has_slots=has_slots)
         files = {**self.files, DOCUMENT: document.to_json()} if is_main else {}
         return StepContent(
@@ -69,7 +75,7 @@ def collect(given: SaveArguments, processor: Any, ranks: Communicator) -> StepPa
     tensors.digests["the number of the step"] = given.step
     tensors.add_shared([list(shards), found.aliases], "the names of the parameters")
     tensors.add_replicated({name: shards[name] for name in found.replicated})
-    slots, options, values = optimizer_parts(given.optimizers, shards)
+    slots, options, scalars = optimizer_parts(given.optimizers, shards)
     document = LoopState(given.step, dict(given.metrics))
     # If parameters are sharded, a rank may lack the states of those of which it holds no elements.
     is_flat = any(map(_is_part, shards.values()))
@@ -84,8 +90,10 @@ def collect(given: SaveArguments, processor: Any, ranks: Communicator) -> StepPa
     model = nn.Module() if isinstance(given.model, Mapping) else given.model
     return StepParts(
         document=document,
-        own=tensors.add_own({"random": random_state(), "extra": given.extra_per_rank}, f"rank-{ranks.rank}"),
-        values=tensors.add_own(values, f"rank-{ranks.rank}.values"),
+        rank_document=RankDocument(
+            state=tensors.add_own({"random": random_state(), "extra": given.extra_per_rank}, f"rank-{ranks.rank}"),
+            scalars=tensors.add_own(scalars, f"rank-{ranks.rank}.values"),
+        ),
         weights={name: shard if id(shard.tensor) in trained else _as_buffer(shard) for name, shard in shards.items()},
         aliases=found.aliases,
         slots=slots,

@@ -30,36 +30,46 @@ class Stateful(Protocol):
 
 
 class StoredValues(NamedTuple):
-    """The content of a step apart from the tensors of models and optimizers."""
+    """The content of a step apart from the tensors of models and optimizers.
+
+    Attributes:
+        options: The options of each optimizer's parameter groups.
+        scalar_state: The entries of the optimizer states that are not tensors, by `PARAMETER.SLOT`.
+        object_states: The states of the objects, by name.
+        extra: The `extra` of the save.
+        rank_state: This rank's random state and `extra_per_rank`; None with another number of ranks than at the save.
+    """
 
     options: dict[str, Any]
-    values: dict[str, Any]
-    states: dict[str, Any]
+    scalar_state: dict[str, Any]
+    object_states: dict[str, Any]
     extra: Any
-    own: Any
+    rank_state: dict[str, Any] | None
 
 
 class StoredStep(NamedTuple):
-    """An open step; `states` is None if it has neither optimizer nor other tensors."""
+    """An open step; `optimizer_index` is None if it has neither optimizer nor other tensors."""
 
     directory: Path
     document: LoopState
     weights: TensorIndex
-    states: TensorIndex | None
+    optimizer_index: TensorIndex | None
 
     @classmethod
     def open(cls, directory: Path, opened: ExitStack) -> StoredStep:
         """Open a step and read its headers; `opened` closes its files."""
         document = read_loop_state(directory)
         weights = opened.enter_context(checkpoint.open_checkpoint(directory))
-        has_states = (directory / OPTIMIZER).is_dir()
-        states = opened.enter_context(checkpoint.open_checkpoint(directory / OPTIMIZER)) if has_states else None
-        return cls(directory, document, weights, states)
+        optimizer_index = None
+        if (directory / OPTIMIZER).is_dir():
+            optimizer_index = opened.enter_context(checkpoint.open_checkpoint(directory / OPTIMIZER))
+        return cls(directory, document, weights, optimizer_index)
 
     @property
     def slots(self) -> list[str]:
         """The names of the optimizer tensors."""
-        return [] if self.states is None else [name for name in self.states.names if not name.startswith("$")]
+        index = self.optimizer_index
+        return [] if index is None else [name for name in index.names if not name.startswith("$")]
 
     def read(
         self,
@@ -78,24 +88,24 @@ class StoredStep(NamedTuple):
         _check_dtypes(self.weights, shards)
         if self.document.has_slots and not self.slots:
             raise CheckpointError(f"{self.directory} was saved with optimizer state, which is missing now.")
-        where, document = str(self.directory / DOCUMENT), self.document
+        where, document, index = str(self.directory / DOCUMENT), self.document, self.optimizer_index
         with _document_errors(where):
-            options = read_state(document.groups, self.states, where)
+            options = read_state(document.groups, index, where)
             check_groups(options, optimizers, shards.shards, self.directory)
-            values = [read_state(one, self.states, where) for _, one in document.ranks]
-            own = None
+            scalars = [read_state(one.scalars, index, where) for one in document.ranks]
+            rank_state = None
             if len(document.ranks) == ranks.world_size:
-                own = read_state(document.ranks[ranks.rank][0], self.states, where)
-                own = {"random": dict(own["random"]), "extra": own["extra"]}
+                found = read_state(document.ranks[ranks.rank].state, index, where)
+                rank_state = {"random": dict(found["random"]), "extra": found["extra"]}
             return StoredValues(
                 options=options,
-                values={name: value for one in reversed(values) for name, value in one.items()},
-                states={
-                    name: read_state(document.states[name], self.states, where, name, one.state_dict())
+                scalar_state={name: value for one in reversed(scalars) for name, value in one.items()},
+                object_states={
+                    name: read_state(document.states[name], index, where, name, one.state_dict())
                     for name, one in states.items()
                 },
-                extra=read_state(document.extra, self.states, where),
-                own=own,
+                extra=read_state(document.extra, index, where),
+                rank_state=rank_state,
             )
 
 
