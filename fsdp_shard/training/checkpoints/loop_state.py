@@ -27,7 +27,7 @@ from fsdp_shard.utils import parse_json, read_bounded
 
 DOCUMENT = "checkpointer.json"
 _FORMAT_VERSION = 1
-_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # size in bytes -> dtype
 
 
 class RankDocument(NamedTuple):
@@ -143,7 +143,7 @@ class StateTensors:
 
 def bits_sum(data: torch.Tensor) -> int:
     """The sum of a flat tensor's elements as 64-bit integers: a digest that a GPU can compute."""
-    return int(data.view(_WHOLE.get(data.element_size(), torch.uint8)).sum(dtype=torch.int64)) % 2**64
+    return int(data.view(_INTEGER_OF_SIZE.get(data.element_size(), torch.uint8)).sum(dtype=torch.int64)) % 2**64
 
 
 def text_digest(names: list[str]) -> int:
