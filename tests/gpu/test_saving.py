@@ -102,8 +102,8 @@ class _Quiet:
     def warn(self, lines: str) -> None:
         del lines
 
-    def saved(self, checkpoint: Path) -> None:
-        del checkpoint
+    def saved(self, directory: Path) -> None:
+        del directory
 
 
 def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], list[float], list[float]]:

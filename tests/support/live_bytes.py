@@ -259,7 +259,7 @@ class _Silent:
     def warn(self, lines: str) -> None:
         raise AssertionError(lines)
 
-    def saved(self, checkpoint: Path) -> None:
+    def saved(self, directory: Path) -> None:
         pass
 
 

@@ -49,9 +49,9 @@ class Training:
         """Keep what a user would be warned of."""
         self.told.append(lines)
 
-    def saved(self, checkpoint: Path) -> None:
+    def saved(self, directory: Path) -> None:
         """Keep that a checkpoint is there."""
-        self.told.append(f"saved {checkpoint.name}")
+        self.told.append(f"saved {directory.name}")
 
     def step(self) -> None:
         """Train one step."""

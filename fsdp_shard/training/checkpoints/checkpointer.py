@@ -514,5 +514,5 @@ class _Log:
     def warn(self, lines: str) -> None:
         self._log(logging.WARNING, lines)
 
-    def saved(self, checkpoint: Path) -> None:
-        self._log(logging.INFO, f"saved {checkpoint}")
+    def saved(self, directory: Path) -> None:
+        self._log(logging.INFO, f"saved {directory}")

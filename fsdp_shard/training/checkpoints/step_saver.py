@@ -33,7 +33,7 @@ class SaveLog(Protocol):
     def warn(self, lines: str) -> None:
         """Report a failure that does not end the run."""
 
-    def saved(self, checkpoint: Path) -> None:
+    def saved(self, directory: Path) -> None:
         """Report a committed step."""
 
 

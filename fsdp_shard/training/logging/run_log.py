@@ -155,10 +155,10 @@ class RunLog:
         texts = {str(number): f"{prompt}{completion}" for number, (prompt, completion) in enumerate(samples)}
         self._trackers.log("samples", {"step": step, **texts})
 
-    def saved(self, checkpoint: Path) -> None:
+    def saved(self, directory: Path) -> None:
         """Log a saved checkpoint."""
-        self._checkpoint = checkpoint
-        self.note(f"saved {checkpoint}")
+        self._checkpoint = directory
+        self.note(f"saved {directory}")
 
     def finish(self, title: str, figures: Mapping[str, Any]) -> None:
         """Plot the loss if `train.plot` is set, then write result.json last, as it marks the run as completed.
