@@ -100,8 +100,8 @@ def _check_settings(config: FinetuneSettings) -> None:
 
 def _find_resumed(config: FinetuneSettings) -> Path | None:
     """Find the step to resume from, if any, and check that these settings can continue it."""
-    is_again = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()
-    resume_from = resume.find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_again)
+    is_restart = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()
+    resume_from = resume.find_step(config.resume, config.run_dir, config.checkpoint.remote, is_restart=is_restart)
     if resume_from is None and checkpoint.recognize(Path(config.run_dir)) is not None:
         raise ConfigError(
             f"run_dir={config.run_dir} holds the weights of a model, which the checkpoints of a run in it would hide; "

@@ -92,7 +92,7 @@ def _find_start(config: FinetuneSettings, context: DistributedContext, stop: Sto
     # Rank 0 may download a step. Without a remote store nothing takes long, and no other group is needed.
     waiting = context.with_new_group(LONGEST_TIMEOUT_SECONDS) if remote else context
     resume_from = run_on_main(
-        waiting, lambda: resume.find_step(config.resume, config.run_dir, remote, is_again=is_restarted())
+        waiting, lambda: resume.find_step(config.resume, config.run_dir, remote, is_restart=is_restarted())
     )
     note = run_on_main(context, lambda: check_base_model(config, resume_from))
     source = model_source(config, resume_from)

@@ -157,9 +157,9 @@ def test_a_run_that_is_started_again_goes_on_from_its_own_steps(resume: str, sav
     run, own = tmp_path / "run", StepStore(saved_run / "checkpoints")
     resume = resume.replace("PATH", str(saved_run))
     begun = None if resume == "never" else own.path(own.latest() or 0)
-    assert find_step(resume, str(run), is_again=True) == begun, "nothing of its own is there yet"
+    assert find_step(resume, str(run), is_restart=True) == begun, "nothing of its own is there yet"
     shutil.copytree(saved_run, run)
-    assert find_step(resume, str(run), is_again=True) == StepStore(run / "checkpoints").path(own.latest() or 0)
+    assert find_step(resume, str(run), is_restart=True) == StepStore(run / "checkpoints").path(own.latest() or 0)
     with pytest.raises(ConfigError, match="already holds"):
         find_step(resume, str(run))
 

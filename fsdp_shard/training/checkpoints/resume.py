@@ -33,7 +33,7 @@ from fsdp_shard.utils import RESULT, read_bounded
 _NOT_TRAINED = ("data.workers ", "data.cache_dir ", "data.eval_path ", "data.eval_split ", "data.eval_sets ")
 
 
-def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again: bool = False) -> Path | None:
+def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_restart: bool = False) -> Path | None:
     """Find the step directory that a run resumes from.
 
     Args:
@@ -41,7 +41,7 @@ def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again:
             the path or address of a run or a step.
         run_dir: The run directory.
         remote: Address of the remote store of the run.
-        is_again: The steps in `run_dir` belong to this run, from before its ranks were restarted, so it resumes from
+        is_restart: The steps in `run_dir` belong to this run, from before its ranks were restarted, so it resumes from
             them regardless of `resume`.
 
     Returns:
@@ -54,21 +54,21 @@ def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again:
     """
     store = StepStore(Path(run_dir) / checkpoint.CHECKPOINTS)
     _refuse_missing_manifests(store)
-    above = None if remote is None else RemoteStore(remote)
-    if is_again and store.latest() is not None:
+    remote_store = None if remote is None else RemoteStore(remote)
+    if is_restart and store.latest() is not None:
         resume = "auto"
     if resume == "auto":
-        if above is not None:
-            checkpoint.fetch_latest(above, store)
+        if remote_store is not None:
+            checkpoint.fetch_latest(remote_store, store)
         latest = store.latest()
         return None if latest is None else _check_complete(store.path(latest))
     found = None if resume == "never" else _find_other(resume)
-    local, uploaded = store.latest(), None if above is None else above.latest()
+    local, uploaded = store.latest(), None if remote_store is None else remote_store.latest()
     if local is not None and (found is None or found.resolve() != store.path(local).resolve()):
         raise _would_overwrite(resume, "run_dir", run_dir, local)
     content = None if found is None else read_bounded(found / MANIFEST, "metadata_bytes")
-    if above is not None and uploaded is not None and content != above.manifest(uploaded):
-        raise _would_overwrite(resume, "checkpoint.remote", above.url, uploaded)
+    if remote_store is not None and uploaded is not None and content != remote_store.manifest(uploaded):
+        raise _would_overwrite(resume, "checkpoint.remote", remote_store.url, uploaded)
     return found
 
 
