@@ -105,8 +105,8 @@ class DistributedContext(Communicator):
         return self if self.num_tensor_ranks == 1 else replace(self, mesh=self.mesh["replicate", "shard"])
 
     @property
-    def random_rank(self) -> int:
-        """The rank among those that draw random numbers of their own: all but those that divide layers."""
+    def seed_rank(self) -> int:
+        """The index of this rank in the seed of a step: tensor-parallel ranks share one, to draw the same dropout."""
         return self.rank // self.num_tensor_ranks
 
 

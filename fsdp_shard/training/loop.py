@@ -197,7 +197,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     began = time.perf_counter()
     config, context, state = run.config, run.context, run.state
     rate = _set_learning_rate(run)
-    seed_all(derived_seed(state.seed, state.step, context.random_rank))
+    seed_all(derived_seed(state.seed, state.step, context.seed_rank))
     batches = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     context.all_reduce_(batches.counts)
     run.optimizer.zero_grad()
