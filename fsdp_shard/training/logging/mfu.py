@@ -71,7 +71,7 @@ def utilization(
         return None
     peak = peak_flops(torch.cuda.get_device_name(context.device))
     config = loaded.config
-    each = flops_per_token(config, num_matmul_params(config, loaded.num_params), sequence_length)
-    if peak is None or each is None:
+    per_token = flops_per_token(config, num_matmul_params(config, loaded.num_params), sequence_length)
+    if peak is None or per_token is None:
         return None
-    return lambda tokens_per_second: tokens_per_second * each / (peak * context.world_size)
+    return lambda tokens_per_second: tokens_per_second * per_token / (peak * context.world_size)

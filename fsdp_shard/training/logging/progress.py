@@ -59,8 +59,8 @@ class Progress:
             return
         self._since.append(report)
         if report.step % self._log_every == 0 or report.step == self._num_steps:
-            figures, each = _figures(_mean(self._since), mfu), self._clock() - self._began
-            seconds = (self._num_steps - report.step) * each / max(1, report.step - self._first_step)
+            figures, elapsed = _figures(_mean(self._since), mfu), self._clock() - self._began
+            seconds = (self._num_steps - report.step) * elapsed / max(1, report.step - self._first_step)
             left = timedelta(seconds=round(seconds))
             self.note(f"step {report.step}/{self._num_steps}  {figures}{_own(report, self._headline)}  {left} left")
             self._since.clear()
