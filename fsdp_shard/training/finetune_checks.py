@@ -17,7 +17,7 @@ from fsdp_shard.training.held_out.sample_completions import check_samples
 from fsdp_shard.training.load_model import check_adapter_mesh, chunk_loss, match_weights
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
-from fsdp_shard.training.loss.custom_functions import find_loss
+from fsdp_shard.training.loss.custom_functions import import_loss
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
 from fsdp_shard.training.model_identity import check_base_model, model_name
 from fsdp_shard.training.model_origin import (
@@ -87,7 +87,7 @@ def _check_settings(config: FinetuneSettings) -> None:
     check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
     config.optim.check_installed()
     config.optim.check_divided(config.shard.tensor_parallel, config.shard.expert_parallel)
-    find_loss(config.loss)
+    import_loss(config.loss)
     data.check_task(config.model.task, config.data, config.objective.samples)
     data.check_data(config.data, config.model.task, config.objective.samples)
     check_held_out(config.train, config.data)

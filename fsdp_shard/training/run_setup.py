@@ -34,7 +34,7 @@ from fsdp_shard.training.logging.profiler import StepProfiler
 from fsdp_shard.training.logging.run_log import RunLog
 from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
-from fsdp_shard.training.loss.custom_functions import CustomFunctions, find_loss
+from fsdp_shard.training.loss.custom_functions import CustomFunctions, import_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import RunStart, collect_model_files, data_task, model_source
 from fsdp_shard.training.objectives.reference_model import open_reference
@@ -199,7 +199,7 @@ def open_run(
         sync_every_micro_batch=config.shard.sync_every_micro_batch,
         profile=StepProfiler(config.train.profile, config.run_dir, context).profile,
         functions=CustomFunctions(
-            loss=find_loss(config.loss), samples=sample_completions(config, start.open_tokenizer, context)
+            loss=import_loss(config.loss), samples=sample_completions(config, start.open_tokenizer, context)
         ),
         objective=config.objective,
         reference=open_reference(config, start, loaded),

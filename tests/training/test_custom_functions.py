@@ -20,7 +20,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.held_out.evaluator import evaluate_loss
-from fsdp_shard.training.loss.custom_functions import CustomFunctions, find_loss
+from fsdp_shard.training.loss.custom_functions import CustomFunctions, import_loss
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.optim.build import build_optimizer
 from fsdp_shard.utils import check
@@ -176,17 +176,17 @@ def test_metrics_have_the_same_names_on_all_ranks() -> None:
     assert all("same names on all ranks" in message for message in on_ranks(2, other_names))
 
 
-def test_find_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # where it is on the path already, it keeps its place
     path = [*sys.path]
     (tmp_path / "my_own_losses.py").write_text("def focal(output, batch):\n    return output, 1\n")
     (tmp_path / "torch").mkdir()  # hides nothing
-    assert find_loss(None) is None
-    found: Any = find_loss("my_own_losses:focal")
+    assert import_loss(None) is None
+    found: Any = import_loss("my_own_losses:focal")
     assert found(3, {}) == (3, 1)
     assert sys.path == path
-    relu: Any = find_loss("torch:relu")
+    relu: Any = import_loss("torch:relu")
     assert relu is torch.relu
     for name, message in {
         "my_own_losses": "not MODULE:FUNCTION",
@@ -195,7 +195,7 @@ def test_find_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "my_own_losses:__doc__": "has no function",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            find_loss(name)
+            import_loss(name)
 
 
 def test_a_chunked_loss_would_be_ignored() -> None:

@@ -30,7 +30,7 @@ MetricsFunction: TypeAlias = Callable[[Any, Mapping[str, torch.Tensor]], Mapping
 SamplesFunction: TypeAlias = Callable[[ShardedModel], Sequence[tuple[str, str]]]
 
 
-def find_loss(name: str | None) -> LossFunction | None:
+def import_loss(name: str | None) -> LossFunction | None:
     """Import the function that `loss=module:function` names; modules in the working directory are found last.
 
     Raises:
