@@ -41,7 +41,7 @@ from fsdp_shard.checkpoint import CheckpointConfig, tensor_bytes
 from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import rebuild_buffers, tied_names
 from fsdp_shard.sharding import Fsdp2Config
-from fsdp_shard.training import LoadedModel, LoadFigures, Saver, TrainerState
+from fsdp_shard.training import FinetuneSaver, LoadedModel, LoadFigures, TrainerState
 from fsdp_shard.utils import keep_freed_memory
 
 # SmolLM2-135M's sizes, and a model of a few MB.
@@ -74,7 +74,7 @@ class Training:
         self.batch = torch.randint(0, config.vocab_size, (1, 8))
         self.group = dist.new_group(backend="gloo")
         self.kept: dict[str, torch.Tensor] = {}
-        self.savers: dict[str, Saver] = {}
+        self.savers: dict[str, FinetuneSaver] = {}
         self.step()
         self.own = [shard.data for shard in self.model.local_shards().values()]
         self.own += [value.to_local() for state in self.optimizer.state.values() for value in _sharded(state)]
@@ -127,10 +127,10 @@ class Training:
         saver.save(TrainerState(0, "none", step=1))
         return saver.finish
 
-    def saver(self, **settings: Any) -> Saver:
+    def saver(self, **settings: Any) -> FinetuneSaver:
         if (key := json.dumps(settings)) not in self.savers:
             config, beside = CheckpointConfig(**settings), {"config.json": b"{}"}
-            self.savers[key] = Saver(
+            self.savers[key] = FinetuneSaver(
                 str(self.work), config, self.context, self.loaded, self.optimizer, beside, _Quiet()
             )
         return self.savers[key]

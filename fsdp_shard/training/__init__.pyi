@@ -14,7 +14,7 @@ from .checkpoints.resume import (
 )
 from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder, lock_directory as lock_directory
-from .checkpoints.saver import Saver as Saver
+from .checkpoints.saver import FinetuneSaver as FinetuneSaver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave
 from .config import TrainConfig as TrainConfig, check_batch as check_batch, check_inputs as check_inputs
 from .dataset_figures import data_figures as data_figures, describe_streams as describe_streams

@@ -23,7 +23,7 @@ from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.recorded_settings import changed_values
 from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
 from fsdp_shard.training.checkpoints.run_lock import RunLock, run_lock
-from fsdp_shard.training.checkpoints.saver import Saver
+from fsdp_shard.training.checkpoints.saver import FinetuneSaver
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.dataset_figures import data_figures, describe_streams
 from fsdp_shard.training.held_out.sample_completions import sample_completions
@@ -273,7 +273,9 @@ def _first_lines(config: FinetuneSettings, run: TrainingRun, start: RunStart) ->
     return lines
 
 
-def open_saver(config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel, log: RunLog) -> Saver:
+def open_saver(
+    config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel, log: RunLog
+) -> FinetuneSaver:
     """Create the saver of a run's steps, each with the files that make it a model; a collective.
 
     It deletes what an interrupted save left, and uploads a step that `checkpoint.remote` lacks.
@@ -299,7 +301,7 @@ def open_saver(config: FinetuneSettings, run: TrainingRun, start: RunStart, load
     files = run_on_main(run.context, lambda: collect_model_files(source, config.model, config.data, adapter))
     files |= average_files(files) if run.average is not None else {}
     files |= run_files(config, loaded) | run_on_main(run.context, lambda: teacher_record(config))
-    saver = Saver(config.run_dir, config.checkpoint, run.context, loaded, run.optimizer, files, log)
+    saver = FinetuneSaver(config.run_dir, config.checkpoint, run.context, loaded, run.optimizer, files, log)
     saver.average, saver.lock = run.average, start.lock
     return saver
 

@@ -22,9 +22,9 @@ from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training import (
     AdamWConfig,
     BackgroundSave,
+    FinetuneSaver,
     LoadedModel,
     LoadFigures,
-    Saver,
     TrainConfig,
     build_optimizer,
     load_sharded,
@@ -124,7 +124,7 @@ def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], li
             device.synchronize()
             return time.perf_counter() - began
 
-        with Saver(run_dir, settings, context, loaded, run.optimizer, files, _Quiet()) as saver:
+        with FinetuneSaver(run_dir, settings, context, loaded, run.optimizer, files, _Quiet()) as saver:
             step()
             for number in range(num_saves + 1):  # the first makes the memory of the copies
                 plain += [step() for _ in range(3)]
@@ -176,7 +176,7 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
         run = open_run(config, start, loaded, optimizer, data)
         state = run.state
         files = run_files(config, loaded) | {"config.json": loaded.model.module.config.to_json_string().encode()}
-        with Saver(run_dir, config.checkpoint, context, loaded, optimizer, files, _Quiet()) as saver:
+        with FinetuneSaver(run_dir, config.checkpoint, context, loaded, optimizer, files, _Quiet()) as saver:
             for report in train(run):
                 losses.append(report.loss)
                 if saver.is_due(state, 6) and state.step < 6:

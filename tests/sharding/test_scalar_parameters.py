@@ -36,10 +36,10 @@ from fsdp_shard.sharding import (
 )
 from fsdp_shard.training import (
     OPTIMIZERS,
+    FinetuneSaver,
     LoadedModel,
     LoadFigures,
     OptimConfig,
-    Saver,
     TrainerState,
     build_optimizer,
 )
@@ -183,7 +183,7 @@ def save(context: DistributedContext, run_dir: Path, layout: str) -> dict[str, f
     optimizer.step()
     loaded = LoadedModel(model=model, num_params=0, num_blocks=0, aliases={}, figures=LoadFigures(0, 0, 0, 0))
     settings = CheckpointConfig(layout=layout, asynchronous=False)
-    with Saver(str(run_dir), settings, context, loaded, optimizer, {"config.json": b"{}"}, Quiet()) as saver:
+    with FinetuneSaver(str(run_dir), settings, context, loaded, optimizer, {"config.json": b"{}"}, Quiet()) as saver:
         state = TrainerState(0, "none")
         state.advance(1, 1, {}, skipped=False)
         saver.save(state)

@@ -32,10 +32,10 @@ from fsdp_shard.models import build_on_meta, rebuild_buffers, tied_names
 from fsdp_shard.planning import PlannedRun
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training import (
+    FinetuneSaver,
     LoraConfig,
     ModelReference,
     PrecomputedReference,
-    Saver,
     TrainerState,
     TrainingRun,
     WeightAverage,
@@ -203,7 +203,7 @@ def _measure(
         saving = CheckpointConfig(every=run.saves_every, asynchronous=run.saves_asynchronously)
         where = (directory, saving, context, loaded, training.optimizer, {}, _Silent())
         gradients: list[int] = []
-        with step_phases(live, training, gradients), Saver(*where) as saver:
+        with step_phases(live, training, gradients), FinetuneSaver(*where) as saver:
             saver.average = training.average
             live.reset()
             live.phase = "start"

@@ -21,7 +21,7 @@ from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.training import LoadedModel, LoadFigures, Saver, TrainerState, collect_model_files
+from fsdp_shard.training import FinetuneSaver, LoadedModel, LoadFigures, TrainerState, collect_model_files
 from tests.support.sharded import WRAPPERS, sharded
 from tests.support.tiny import llama, token_batch
 
@@ -39,7 +39,7 @@ class Training:
         )
         config = CheckpointConfig(**settings)
         beside = {"config.json": b"{}"}
-        self.saver: Saver = Saver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
+        self.saver: FinetuneSaver = FinetuneSaver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
 
     def note(self, lines: str) -> None:
         """Keep what a user would be told."""

@@ -18,7 +18,7 @@ from fsdp_shard.training.optim.ema import WeightAverage
 from fsdp_shard.training.trainer_state import TrainerState, is_due
 
 
-class Saver(StepSaver):
+class FinetuneSaver(StepSaver):
     """Saves steps of a run of `finetune`; a context manager. Methods but `is_due` are collectives.
 
     It begins by deleting what an interrupted save left and uploading the newest step if the remote lacks it. If there
