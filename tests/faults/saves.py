@@ -93,7 +93,7 @@ def save_on(
         if asynchronous:
             staged, copy = staging.stage(whole)
             running = BackgroundSave(step, copy, lambda step=step, staged=staged: write(step, staged))  # type: ignore[misc]
-            copy.settle()
+            copy.copy_remaining()
             state.set(-step)  # what the next optimizer step does to the weights
             running.outcome.result()
         else:

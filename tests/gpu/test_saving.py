@@ -50,7 +50,7 @@ def staged_saves(job: Job, num_saves: int) -> tuple[int, float]:
         running, staging, wrong, growth = train(run), Staging(), 0, 0.0
         next(running)  # makes the optimizer's state
         copies: list[Any] = []
-        run.optimizer.register_step_pre_hook(lambda *_: copies[-1].settle() if copies else None)
+        run.optimizer.register_step_pre_hook(lambda *_: copies[-1].copy_remaining() if copies else None)
         for number in range(num_saves):
             shards = model.local_shards()
             state = StepContent(shards, {}, optimizer_shards(run.optimizer, shards))

@@ -1,8 +1,8 @@
 """A snapshot of this rank's state, for a save that runs while training continues.
 
 Parameters and optimizer state do not change before the next `optimizer.step()`. State in host memory is therefore
-written directly during the next forward and backward pass. Tensors that have not been written by then are copied when
-the copy is settled, before the weights change. The memory of the copies is allocated once and reused by every save: new
+written directly during the next forward and backward pass. Tensors that have not been written by then are copied by
+`copy_remaining`, before the weights change. The memory of the copies is allocated once and reused by every save: new
 pages cost several times as much as the copy. Buffers, which a forward pass may change, are copied immediately. Tensors
 on a GPU are copied to pinned memory on a separate stream.
 
@@ -33,7 +33,7 @@ Job = tuple[torch.Tensor, torch.Tensor]  # (host memory, source), flat, with equ
 
 
 class StagedCopy:
-    """The source of a save. `settle` is called before the weights change, in a thread other than the readers."""
+    """The source of a save. `copy_remaining` is called before the weights change, not in the thread of a reader."""
 
     def __init__(self, jobs: list[Job], shards: Mapping[str, LocalShard]) -> None:
         tensors = {id(shard.data): (name, shard.tensor) for name, shard in shards.items()}
@@ -67,7 +67,7 @@ class StagedCopy:
             staged.num_unread -= part.stop - part.start
             staged.require_unchanged()
 
-    def settle(self) -> None:
+    def copy_remaining(self) -> None:
         """Copy everything not read yet, so that it may change; on a GPU, the stream waits for that, not this thread."""
         for part in self._parts.values():
             with part.lock:

@@ -257,7 +257,7 @@ class Checkpointer:
         has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may hold none
         state = parts.to_content(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
         is_best = value is not None and run_on_main(ranks, lambda: self._is_best(value))
-        self._saver.settle_before(given.optimizers.values())
+        self._saver.copy_before_steps_of(given.optimizers.values())
         in_background = self._config.asynchronous and bool(given.optimizers)
         self._saver.save_step(step, state, is_best=is_best, in_background=in_background)
 

@@ -61,7 +61,7 @@ class FinetuneSaver(StepSaver):
         super().__init__(context, config, committer, log)
         self._loaded, self._optimizer, self._model_files = loaded, optimizer, model_files
         self.average: WeightAverage | None = None
-        self.settle_before([optimizer])
+        self.copy_before_steps_of([optimizer])
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
         """Return whether the settings require a save after the step of `state`, in a run of `num_steps` steps."""

@@ -1,7 +1,7 @@
 """Saves one step at a time, optionally in the background, and handles failed saves.
 
-A background save is settled before the optimizer changes tensors that the save has yet to read. All ranks agree on its
-outcome, in the main thread, before any rank acts on it: `poll` after a step, `finish` before the run ends.
+Before the optimizer changes tensors that a background save has yet to read, they are copied. All ranks agree on the
+outcome of a save, in the main thread, before any rank acts on it: `poll` after a step, `finish` before the run ends.
 """
 
 import concurrent.futures
@@ -97,11 +97,11 @@ class StepSaver:
         self._num_failures = 0
         self._hooked: dict[Optimizer, Callable[[], None]] = {}
 
-    def settle_before(self, optimizers: Iterable[Optimizer]) -> None:
-        """Settle the background save before a step of one of `optimizers` changes tensors that the save reads."""
+    def copy_before_steps_of(self, optimizers: Iterable[Optimizer]) -> None:
+        """Copy what the background save has not read yet before a step of one of `optimizers` changes it."""
         for optimizer in optimizers:
             if optimizer not in self._hooked:
-                self._hooked[optimizer] = optimizer.register_step_pre_hook(lambda *_: self._settle()).remove
+                self._hooked[optimizer] = optimizer.register_step_pre_hook(lambda *_: self._copy_remaining()).remove
 
     def save_step(self, step: int, state: StepContent, *, is_best: bool, in_background: bool) -> None:
         """Save a step, after waiting for the previous save.
@@ -110,8 +110,8 @@ class StepSaver:
             step: The step.
             state: This rank's part of it.
             is_best: Make `best` point to the step.
-            in_background: Return before the step is written; `settle_before` was called for the optimizers that change
-                the state.
+            in_background: Return before the step is written; `copy_before_steps_of` was called for the optimizers that
+                change the state.
 
         Raises:
             SaveError: This save or the previous one failed, and the run must stop.
@@ -150,7 +150,7 @@ class StepSaver:
     def abandon(self, *, is_failing: bool) -> None:
         """Wait for the save in the background where the ranks no longer agree on anything, and report how it ended.
 
-        Meanwhile, an optimizer may still step in another thread, which settles the save.
+        Meanwhile, an optimizer may still step in another thread, which copies what the save has not read yet.
 
         Args:
             is_failing: Wait for a short time only: another rank may be lost.
@@ -213,10 +213,10 @@ class StepSaver:
                 f"{self._config.timeout_seconds:g}): {error}"
             ) from error
 
-    def _settle(self) -> None:
+    def _copy_remaining(self) -> None:
         """Copy the tensors that the background save has not read yet, before the weights change."""
         if self._running is not None:
-            self._running.copy.settle()
+            self._running.copy.copy_remaining()
 
     def __enter__(self) -> Self:
         return self

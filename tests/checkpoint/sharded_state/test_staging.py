@@ -56,7 +56,7 @@ def test_buffers_are_copied_at_once_and_the_rest_before_it_may_change() -> None:
     staging = Staging()
     staged, copy = staging.stage(state)
     change(buffer)  # a forward pass may
-    copy.settle()
+    copy.copy_remaining()
     change(weight)
     change(step)
     assert read(copy, staged.weights["weight"]) == list(range(10))
@@ -77,7 +77,7 @@ def test_what_is_written_in_time_is_never_copied() -> None:
     assert read(copy, staged.weights["late"], 0, 1) == [10]
     memory = staging._get_memory(0, None)
     memory.fill_(255)
-    copy.settle()
+    copy.copy_remaining()
     for tensor in (early, late, unread):
         change(tensor)
     assert set(memory[:16].tolist()) == {255}, "it was all written"
@@ -87,7 +87,7 @@ def test_what_is_written_in_time_is_never_copied() -> None:
         first = address(content)
     copy.end()
     again, copy = staging.stage(state)
-    copy.settle()
+    copy.copy_remaining()
     with reading(copy, again.weights["unread"]) as content:
         assert address(content) == first, "the memory is used again"
 
@@ -95,7 +95,7 @@ def test_what_is_written_in_time_is_never_copied() -> None:
 def test_weights_do_not_change_while_they_are_read() -> None:
     weight = nn.Parameter(torch.ones(8))
     staged, copy = Staging().stage(StepContent({"weight": shard(weight)}, {}))
-    changed = threading.Thread(target=lambda: (copy.settle(), change(weight)))
+    changed = threading.Thread(target=lambda: (copy.copy_remaining(), change(weight)))
     with reading(copy, staged.weights["weight"], 0, 4) as content:
         changed.start()
         changed.join(0.2)
@@ -111,7 +111,7 @@ def test_a_save_that_has_ended_needs_no_copy() -> None:
     _, copy = staging.stage(StepContent({"weight": shard(weight)}, {}))
     memory = staging._get_memory(0, None).fill_(255)
     copy.end()
-    copy.settle()
+    copy.copy_remaining()
     assert set(memory.tolist()) == {255}
 
 
