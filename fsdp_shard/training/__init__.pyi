@@ -16,7 +16,7 @@ from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder, lock_directory as lock_directory
 from .checkpoints.saver import FinetuneSaver as FinetuneSaver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave
-from .config import TrainConfig as TrainConfig, check_batch as check_batch, check_inputs as check_inputs
+from .config import TrainConfig as TrainConfig, check_inputs as check_inputs, num_micro_batches as num_micro_batches
 from .dataset_figures import data_figures as data_figures, describe_streams as describe_streams
 from .finetune_checks import check_finetune as check_finetune, check_trained as check_trained
 from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss

@@ -116,7 +116,7 @@ class TrainConfig:
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other or have no effect."""
-        check_batch(self, 1, prefix)
+        num_micro_batches(self, 1, prefix)  # raises unless the global batch can be divided
         if self.ema_decay is not None and self.ema_decay >= 1.0:
             raise ConfigError(f"{prefix}ema_decay={self.ema_decay} would never change the average: give less than 1.0.")
         if self.epochs is None:
@@ -254,7 +254,7 @@ def num_decay_steps(config: TrainConfig) -> int:
     return tenth if config.decay_steps is None else config.decay_steps
 
 
-def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> int:
+def num_micro_batches(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> int:
     """Return the number of micro-batches per rank and step.
 
     Args:

@@ -12,7 +12,7 @@ from fsdp_shard.distributed import is_restarted, uses_gpus, world_sizes
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.run_lock import check_free
-from fsdp_shard.training.config import FinetuneSettings, check_batch, check_held_out
+from fsdp_shard.training.config import FinetuneSettings, check_held_out, num_micro_batches
 from fsdp_shard.training.held_out.sample_completions import check_samples
 from fsdp_shard.training.load_model import check_adapter_mesh, chunk_loss, match_weights
 from fsdp_shard.training.logging.loss_plot import check_plots
@@ -77,8 +77,8 @@ def _check_settings(config: FinetuneSettings) -> None:
     on_gpu = uses_gpus(config.launch)
     for num_ranks in world_sizes(config.launch):
         sharding.check_ranks(config.shard, num_ranks, on_gpu=on_gpu)
-        num_micro_batches = check_batch(config.train, sharding.num_data_ranks(config.shard, num_ranks))
-        sharding.check_accumulation(config.shard, num_micro_batches)
+        num_data_ranks = sharding.num_data_ranks(config.shard, num_ranks)
+        sharding.check_accumulation(config.shard, num_micro_batches(config.train, num_data_ranks))
     if config.train.tf32 and not on_gpu:
         raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Remove it.")
     packing, streaming = config.data.packing, config.data.streaming

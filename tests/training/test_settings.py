@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.config import TrainConfig, check_batch, check_held_out
+from fsdp_shard.training.config import TrainConfig, check_held_out, num_micro_batches
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.optim.parameter_groups import is_decayed
 from fsdp_shard.training.optim.torch_optim import AdamWConfig
@@ -114,15 +114,15 @@ def test_epochs_need_data_that_has_them() -> None:
 def test_the_batch_must_fit_the_ranks() -> None:
     config = TrainConfig(global_batch_size=8, micro_batch_size=2)
     for num_ranks in (1, 2, 4):
-        check_batch(config, num_ranks)
+        num_micro_batches(config, num_ranks)
     with pytest.raises(ConfigError) as caught:
-        check_batch(config, 3)
+        num_micro_batches(config, 3)
     assert str(caught.value) == (
         "train.global_batch_size=8 is not divisible by train.micro_batch_size=2 x 3 data-parallel ranks = 6; "
         "train.global_batch_size=6 or 12 would fit."
     )
     with pytest.raises(ConfigError, match="the least that fits is 16"):
-        check_batch(config, 8)
+        num_micro_batches(config, 8)
 
 
 @pytest.mark.parametrize("warmup", [0, 5, 19])

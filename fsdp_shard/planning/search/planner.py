@@ -16,7 +16,7 @@ from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.plan_cache import PlanCache, without_activations, without_loss
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.training import check_adapter_mesh, check_batch, check_inputs, check_objective, check_trained
+from fsdp_shard.training import check_adapter_mesh, check_inputs, check_objective, check_trained, num_micro_batches
 from fsdp_shard.utils import check
 
 
@@ -84,7 +84,7 @@ class Planner:
         if self.check_together is not None:
             self.check_together(run)
         sharding.check_ranks(run.shard, run.num_ranks, on_gpu=self.on_gpu)
-        sharding.check_accumulation(run.shard, check_batch(run.train, run.num_data_ranks))
+        sharding.check_accumulation(run.shard, num_micro_batches(run.train, run.num_data_ranks))
         sections = (run.objective, run.model, run.shard, run.adapter)
         check_objective(*sections, is_packed=run.is_packed, is_streamed=run.is_streamed)
         check_inputs(run.model, run.shard, run.train, is_packed=run.is_packed)
