@@ -165,7 +165,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
             f"which would be the only ones; remove them, or change the objective's file."
         )
     run.model.module.train()
-    run.dataset.load_state_dict(run.state.place)
+    run.dataset.load_state_dict(run.state.dataset_state)
     with (
         BatchLoader(run.dataset, run.config, run.context, run.model.module, run.objective) as loader,
         noisy_embeddings(run.model.module, run.config.neftune_alpha) as noise,
@@ -214,7 +214,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     fault = _update(run, batches, losses, totals)
     by_name = dict(zip(run.dataset.source_names, totals.source_tokens, strict=True))
     state.advance(len(batches.samples), totals.num_tokens, by_name, skipped=bool(fault))
-    state.place = run.dataset.state_dict(state.num_samples)
+    state.dataset_state = run.dataset.state_dict(state.num_samples)
     seconds = time.perf_counter() - began
     return StepReport(
         step=state.step,

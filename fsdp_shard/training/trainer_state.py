@@ -30,15 +30,15 @@ class TrainerState:
         num_tokens: Number of predictions trained.
         best_loss: Lowest held-out loss after any step so far, that of step `best_step`.
         best_step: Step with the lowest held-out loss so far.
-        reference_loss: Held-out loss that an evaluation must improve on (early stopping).
+        loss_to_beat: Held-out loss that an evaluation must improve on (early stopping).
         num_stale: Number of evaluations since then without an improvement.
         num_skipped: Number of steps that did not change the weights.
         num_skipped_in_row: Number of consecutive skipped steps up to this one.
-        place: Position in streamed data, whose format depends on the data; None for other data.
+        dataset_state: Position in streamed data, whose format depends on the data; None for other data.
         source_tokens: Number of predictions for each source of a mixture, by name.
         samples_per_epoch: Number of samples in an epoch; None for streams and mixtures, and in older checkpoints.
-        owes_evaluation: Whether an evaluation due after this step is missing: the run was interrupted before it, or a
-            resume made this step the last.
+        evaluation_pending: Whether an evaluation due after this step is missing: the run was interrupted before it, or
+            a resume made this step the last.
         evaluated_step: The latest evaluated or sampled step; 0 without one, and in older checkpoints.
         latest_loss: The held-out loss of that step.
         held_out: Identity of the held-out samples evaluated so far; empty without any, and in older checkpoints.
@@ -54,14 +54,14 @@ class TrainerState:
     num_tokens: int = 0
     best_loss: float | None = None
     best_step: int | None = None
-    reference_loss: float | None = None
+    loss_to_beat: float | None = None
     num_stale: int = 0
     num_skipped: int = 0
     num_skipped_in_row: int = 0
-    place: dict[str, Any] | None = None
+    dataset_state: dict[str, Any] | None = None
     source_tokens: dict[str, int] = field(default_factory=dict)
     samples_per_epoch: int | None = None
-    owes_evaluation: bool = False
+    evaluation_pending: bool = False
     evaluated_step: int = 0
     latest_loss: float | None = None
     held_out: str = ""
@@ -95,7 +95,7 @@ class TrainerState:
         is_other = self.held_out not in ("", held_out)
         had_best = self.best_step is not None
         if is_other:
-            self.best_loss, self.best_step, self.reference_loss, self.num_stale = None, None, None, 0
+            self.best_loss, self.best_step, self.loss_to_beat, self.num_stale = None, None, None, 0
             self.loss_before, self.latest_loss = None, None
         if self.latest_loss is None:
             self.evaluated_step = 0
@@ -108,10 +108,10 @@ class TrainerState:
         An evaluation counts as an improvement only if it is more than `min_delta` below the last improvement, so small
         decreases count once they add up.
         """
-        self.owes_evaluation = False
+        self.evaluation_pending = False
         self.evaluated_step, self.latest_loss = self.step, loss
-        if self.reference_loss is None or loss < self.reference_loss - min_delta:
-            self.reference_loss, self.num_stale = loss, 0
+        if self.loss_to_beat is None or loss < self.loss_to_beat - min_delta:
+            self.loss_to_beat, self.num_stale = loss, 0
         else:
             self.num_stale += 1
         if self.best_loss is None or loss < self.best_loss:
@@ -167,7 +167,8 @@ class TrainerState:
 
     def to_json(self) -> str:
         """Return the content of `trainer.json`."""
-        values = {name: value for name, value in asdict(self).items() if value != _OPTIONAL.get(name, ...)}
+        entries = {_STORED.get(name, name): value for name, value in asdict(self).items()}
+        values = {name: value for name, value in entries.items() if value != _OPTIONAL.get(name, ...)}
         return json.dumps({"format_version": _FORMAT_VERSION, **values}, indent=1) + "\n"
 
     @classmethod
@@ -176,7 +177,7 @@ class TrainerState:
         values = parse_json(content, what)
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
             raise CheckpointError(f"{what} is not a trainer state of format version {_FORMAT_VERSION}.")
-        known = {field.name for field in fields(cls)}
+        known = {_STORED.get(field.name, field.name) for field in fields(cls)}
         missing, unknown = sorted(known - _OPTIONAL.keys() - set(values)), sorted(set(values) - known)
         if missing or unknown:
             raise CheckpointError(f"{what} does not have the expected entries: missing {missing}, unknown {unknown}.")
@@ -191,7 +192,9 @@ class TrainerState:
             _check_entry(f"source_tokens.{source}", num, what)
         if (values["best_loss"] is None) != (values["best_step"] is None):
             raise CheckpointError(f"{what}: best_loss and best_step belong together; one of them is null.")
-        return cls(**copy.deepcopy(_OPTIONAL) | values)
+        attributes = {entry: name for name, entry in _STORED.items()}
+        values = copy.deepcopy(_OPTIONAL) | values
+        return cls(**{attributes.get(name, name): value for name, value in values.items()})
 
 
 def _check_entry(name: str, value: Any, what: str) -> None:
@@ -200,6 +203,8 @@ def _check_entry(name: str, value: Any, what: str) -> None:
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
+# Attributes -> their entries in `trainer.json`, where the names differ.
+_STORED = {"loss_to_beat": "reference_loss", "dataset_state": "place", "evaluation_pending": "owes_evaluation"}
 # Entries omitted if they have these values; older checkpoints lack them.
 _OPTIONAL: dict[str, Any] = {
     "place": None,

@@ -125,6 +125,14 @@ def test_damaged_entries_are_named(change: dict[str, Any], words: str) -> None:
         TrainerState.from_json(text.encode(), "trainer.json")
 
 
+def test_entries_that_are_named_differently_in_the_file() -> None:
+    state = TrainerState(seed=0, data="", loss_to_beat=2.0, dataset_state={"row": 7}, evaluation_pending=True)
+    entries = json.loads(state.to_json())
+    assert (entries["reference_loss"], entries["place"], entries["owes_evaluation"]) == (2.0, {"row": 7}, True)
+    assert entries.keys().isdisjoint({"loss_to_beat", "dataset_state", "evaluation_pending"})
+    assert TrainerState.from_json(state.to_json().encode(), "x") == state
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format_version": 1}'])
 def test_other_content_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"trainer\.json"):

@@ -21,7 +21,7 @@ def describe_resume(config: FinetuneSettings, step_directory: Path, run: Trainin
     state, num_steps = run.state, run.config.num_steps
     at = f"resumed from {step_directory}, step {state.step:,} of {num_steps:,}"
     parts = [at, format_count(state.num_samples, "sample")]
-    if progress := run.dataset.describe_progress(state.num_samples, state.place):
+    if progress := run.dataset.describe_progress(state.num_samples, state.dataset_state):
         parts.append(progress)
     if run.is_over:
         parts.append("nothing is left to train")

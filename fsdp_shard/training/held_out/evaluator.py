@@ -97,8 +97,8 @@ class HeldOutEvaluator:
             up_to = f"of the evaluations up to step {state.step}"
             self._log.note(f"held-out data differ from those {up_to}: best step and patience start over")
         if self._run.is_over and 0 < state.step != state.evaluated_step:
-            state.owes_evaluation = True
-        if state.step == 0 or state.owes_evaluation:
+            state.evaluation_pending = True
+        if state.step == 0 or state.evaluation_pending:
             self._evaluate()
 
     def after_step(self) -> None:
@@ -106,7 +106,7 @@ class HeldOutEvaluator:
         run, step = self._run, self._run.state.step
         has_work = self._samples is not None or run.functions.samples is not None
         due = has_work and is_due(step, run.config.eval_every, run.config.num_steps)
-        run.state.owes_evaluation = due
+        run.state.evaluation_pending = due
         if due and not run.interrupted_by:
             self._evaluate()
 
@@ -117,7 +117,7 @@ class HeldOutEvaluator:
             report = evaluate_loss(
                 run.model, self._samples, size, run.context, run.functions, objective=objective, reference=reference
             )
-            if state.owes_evaluation:
+            if state.evaluation_pending:
                 state.record_evaluation(report.loss, run.config.min_delta)
             else:
                 state.loss_before = report.loss
@@ -128,7 +128,7 @@ class HeldOutEvaluator:
             with eval_mode(run.model), without_context_parallel(run.model.module):
                 samples = run.functions.samples(run.model)
             self._log.samples(state.step, samples)
-        state.owes_evaluation = False
+        state.evaluation_pending = False
 
 
 @contextmanager
