@@ -75,7 +75,9 @@ class RunLog:
         self._trackers = self._exit.enter_context(trackers)
         if self._is_main:
             (self._run_dir / RESULT).unlink(missing_ok=True)  # of a finished run that now continues
-            evaluated = resumed - state.owes_evaluation if resumed else None
+            evaluated = resumed or None
+            if evaluated and state.evaluation_pending:
+                evaluated -= 1  # this step will be evaluated again
             self._files = {
                 METRICS: MetricsLog(self._run_dir / METRICS, resumed),
                 EVALUATIONS: MetricsLog(self._run_dir / EVALUATIONS, evaluated),
