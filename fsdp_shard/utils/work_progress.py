@@ -18,6 +18,8 @@ def report_progress(
     unit: str = "",
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    enabled: bool = True,
 ) -> Iterator[Callable[[int], None]]:
     """Report the progress of some work; of work that takes less than two seconds, nothing but a bar on a terminal.
 
@@ -27,10 +29,14 @@ def report_progress(
         unit: What is counted, such as `windows`; B for bytes; empty to show the percentage only.
         stream: Where to write; standard error by default.
         clock: Returns the time in seconds.
+        enabled: False reports nothing, as on all ranks but one.
 
     Yields:
         A function to call with what has been done since the last call, from any thread.
     """
+    if not enabled:
+        yield lambda done: None
+        return
     stream, lock = stream or sys.stderr, threading.Lock()
     if stream.isatty():
         from tqdm import tqdm

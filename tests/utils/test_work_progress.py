@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from fsdp_shard.utils.work_progress import report_progress
 
 
@@ -26,3 +28,10 @@ def test_a_line_every_so_often() -> None:
 def test_short_work_says_nothing() -> None:
     assert _lines(0.01, 100) == []
     assert _lines(10.0, 1) == []
+
+
+def test_disabled(capsys: pytest.CaptureFixture[str]) -> None:
+    with report_progress(2, "evaluate", clock=iter([0.0, 10.0, 20.0]).__next__, enabled=False) as count:
+        count(1)
+        count(1)
+    assert capsys.readouterr() == ("", "")

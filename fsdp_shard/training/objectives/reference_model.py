@@ -8,8 +8,8 @@ weights and data and never computed again.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -291,10 +291,8 @@ def _compute(
     module = reference.model.module if isinstance(reference, ModelReference) else reference.model
     divided = context_ranks(module, context)
     values = torch.zeros(source.num_pairs, 2, dtype=torch.float32)
-    progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
-    if context.is_main:
-        progress = report_progress(len(source), "log-probabilities of the reference", "samples")
-    with progress as count:
+    title = "log-probabilities of the reference"
+    with report_progress(len(source), title, "samples", enabled=context.is_main) as count:
         for indices in evaluation_batches(len(source), size, context.data_rank, context.num_data_ranks):
             batch = own_part(read_batch(source, indices, module), divided, keeps_whole=True)
             found = _log_probs(reference, to_device(batch, context.device)).cpu()
@@ -302,7 +300,7 @@ def _compute(
             pairs = [pair for index in indices.tolist() if index != NO_WINDOW for pair in source.pairs_of(index)]
             values[pairs] = found[: len(pairs)]
             count(len(indices) * context.num_data_ranks)
-            raise_if_stopped(start.stop, context, "the log-probabilities of the reference")
+            raise_if_stopped(start.stop, context, f"the {title}")
     if context.rank % (context.num_tensor_ranks * context.num_context_ranks):  # its neighbors have the same values
         values.zero_()
     context.all_reduce_(values)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -76,12 +76,8 @@ def fill_eva(
         first = next(batches)
         leaders = _first_with_same_input(module, layers, first, context)
         found = _Directions({fqn: num_directions[fqn] for fqn in dict.fromkeys(leaders.values())}, context)
-        progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
-        if context.is_main:
-            progress = report_progress(
-                MAX_STEPS, "principal directions of the inputs of layers", "micro-batches at most"
-            )
-        with progress as count:
+        title, unit = "principal directions of the inputs of layers", "micro-batches at most"
+        with report_progress(MAX_STEPS, title, unit, enabled=context.is_main) as count:
             batch: DeviceBatch | None = first
             while batch is not None:
                 found.begin(batch.label_positions)

@@ -6,8 +6,7 @@ A dispatched model is placed on GPU, CPU and disk by budgets, so a teacher may b
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -163,9 +162,9 @@ class _TeacherPass:
         if self._teacher is None:
             self._teacher = open_teacher(self._config, self._distill, context)
         starts = run_on_all(context, lambda: cache.starts(len(source)))
-        progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda count: None)
-        if context.is_main:
-            progress = report_progress(len(missing), "most likely tokens of the teacher", "samples")
+        progress = report_progress(
+            len(missing), "most likely tokens of the teacher", "samples", enabled=context.is_main
+        )
         size = self._config.train.micro_batch_size
         batches = evaluation_batches(len(missing), size, context.data_rank, context.num_data_ranks)
         own = np.zeros(len(source), bool)
