@@ -62,6 +62,11 @@ def interrupted(number: int, step: int, run_dir: str, resume: str) -> Interrupte
     )
 
 
+def any_stop_signal(stop: StopSignal, ranks: Communicator) -> int:
+    """Return a signal that any rank received, the same on all ranks, or 0; a collective."""
+    return int(ranks.all_reduce([stop.number], "max")[0])
+
+
 def raise_if_stopped(stop: StopSignal, ranks: Communicator, during: str) -> None:
     """Raise Interrupted on all ranks if any rank received a signal before training; a collective.
 
@@ -70,9 +75,11 @@ def raise_if_stopped(stop: StopSignal, ranks: Communicator, during: str) -> None
         ranks: The ranks.
         during: The interrupted phase, whose work is lost.
     """
-    if number := int(ranks.all_reduce([stop.number], "max")[0]):
-        raise Interrupted(
-            f"Stopped by {signal.Signals(number).name} before training, in {during}. Give the same command to begin "
-            f"again.",
-            signal_number=number,
-        )
+    if number := any_stop_signal(stop, ranks):
+        raise stopped_before_training(number, during, "Give the same command to begin again.")
+
+
+def stopped_before_training(number: int, during: str, advice: str) -> Interrupted:
+    """Return the error that ends a run which a signal interrupted in a phase before training."""
+    name = signal.Signals(number).name
+    return Interrupted(f"Stopped by {name} before training, in {during}. {advice}", signal_number=number)

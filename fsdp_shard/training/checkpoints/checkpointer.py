@@ -62,7 +62,7 @@ from fsdp_shard.training.checkpoints.step_parts import (
 )
 from fsdp_shard.training.checkpoints.step_saver import StepSaver
 from fsdp_shard.training.checkpoints.stored_step import Stateful, StoredStep
-from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.stop_signal import StopSignal, any_stop_signal
 from fsdp_shard.utils import check, nearest
 
 _logger = logging.getLogger("fsdp_shard")
@@ -278,7 +278,7 @@ class Checkpointer:
         self._require_open()
         if self._signal is None:
             self._signal = self._exit_stack.enter_context(StopSignal())
-        if not self._ranks.all_reduce([float(self._signal.number)], "max")[0]:
+        if not any_stop_signal(self._signal, self._ranks):
             return False
         self.wait()
         if step not in run_on_main(self._ranks, self._store.steps):

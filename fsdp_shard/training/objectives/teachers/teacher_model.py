@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from signal import Signals
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,7 @@ from fsdp_shard.data import (
     with_token_values,
 )
 from fsdp_shard.distributed import LONGEST_TIMEOUT_SECONDS, DistributedContext, run_on_all, run_on_main
-from fsdp_shard.errors import DataError, Interrupted
+from fsdp_shard.errors import DataError
 from fsdp_shard.models import load_config
 from fsdp_shard.training.batch_loader import evaluation_batches, read_batch, to_device
 from fsdp_shard.training.checkpoints import resume
@@ -40,6 +39,7 @@ from fsdp_shard.training.objectives.dispatched_model import dispatched_rows, ope
 from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import PRECOMPUTED
 from fsdp_shard.training.objectives.teachers.teacher_cache import LOG_PROBS, TOKENS, CacheWriter, TeacherCache
+from fsdp_shard.training.stop_signal import any_stop_signal, stopped_before_training
 from fsdp_shard.utils import format_count, json_digest, report_progress
 
 _VERSION = "teacher-1"  # of the cached values
@@ -174,11 +174,12 @@ class _TeacherPass:
                 run_on_all(context, partial(self._write, writer, source, indices, starts))
                 own[indices] = True
                 count(len(chosen) * context.num_data_ranks)
-                signal = int(context.all_reduce([self._stop.number], "max")[0])
+                signal = any_stop_signal(self._stop, context)
                 if signal or number % _BATCHES_KEPT == 0:
                     done = self._keep(cache, writer, done, own)
                 if signal:
-                    raise _interruption(signal)
+                    advice = "What it has computed is kept; give the same command to continue."
+                    raise stopped_before_training(signal, "the pass of the teacher", advice)
             self._keep(cache, writer, done, own)
         return len(missing)
 
@@ -215,11 +216,3 @@ class _TeacherPass:
         """Free the memory of the teacher."""
         self._teacher = None
         gc.collect()  # modules and hooks refer to each other
-
-
-def _interruption(signal: int) -> Interrupted:
-    return Interrupted(
-        f"Stopped by {Signals(signal).name} before training, in the pass of the teacher. What it has computed is kept; "
-        f"give the same command to continue.",
-        signal_number=signal,
-    )
