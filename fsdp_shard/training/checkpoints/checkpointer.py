@@ -246,7 +246,7 @@ class Checkpointer:
         figures = run_on_main(ranks, lambda: given_figures(metrics or {}))  # each rank may have measured other figures
         value = self._monitored_metric(figures)
         given = SaveArguments(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, figures)
-        run_on_main(ranks, lambda: self._require_own(step))
+        run_on_main(ranks, lambda: self._check_new(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
             raise SaveError(
@@ -434,9 +434,13 @@ class Checkpointer:
         before = read_loop_state(self._store.path(best)).metrics.get(self._monitor, math.nan)
         return not math.isfinite(before) or self._sign * value < self._sign * before
 
-    def _require_own(self, step: int) -> None:
-        """Reject a step that exists, and the directory of another run, whose steps retention would delete."""
+    def _check_new(self, step: int) -> None:
+        """Reject a step that exists, and steps of another run."""
         self._store.require_new(step)
+        self._refuse_foreign_directory(step)
+
+    def _refuse_foreign_directory(self, step: int) -> None:
+        """Reject the directory or remote of another run, whose steps retention would delete."""
         latest = self._store.latest()
         if latest is None and (uploaded := self._committer.not_fetched) is not None:
             raise SaveError(
