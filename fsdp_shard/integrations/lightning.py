@@ -55,9 +55,9 @@ class LightningCheckpoint(Checkpoint):
         **settings: Any,
     ) -> None:
         check_every(every)
-        own = ("every", "module", "monitor", "mode", "processor")
+        other_names = ("every", "module", "monitor", "mode", "processor")
         checked = {name: value for name, value in settings.items() if name != "processor"}
-        check_settings(checked, mode, kind="LightningCheckpoint", own=own)
+        check_settings(checked, mode, kind="LightningCheckpoint", other_names=other_names)
         self._path, self._every, self._module, self._monitor = path, every, module, monitor
         self._settings = {"mode": mode, **settings}
         self._checkpointer: Checkpointer | None = None

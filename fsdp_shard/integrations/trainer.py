@@ -88,7 +88,7 @@ class CheckpointerCallback(TrainerCallback):
             raise ConfigError(
                 "processor is not a setting of CheckpointerCallback: it saves the Trainer's processing_class."
             )
-        check_settings(settings, mode, kind="CheckpointerCallback", own=("every", "monitor", "mode"))
+        check_settings(settings, mode, kind="CheckpointerCallback", other_names=("every", "monitor", "mode"))
         self._path, self._settings = Path(path).expanduser().absolute(), {"mode": mode, **settings}
         self._every, self._monitor = every, monitor
         self._trainer: Trainer | None = None

@@ -462,7 +462,7 @@ class Checkpointer:
 
 
 def check_settings(
-    settings: Mapping[str, Any], mode: str = "min", *, kind: str = "Checkpointer", own: Sequence[str] = ()
+    settings: Mapping[str, Any], mode: str = "min", *, kind: str = "Checkpointer", other_names: Sequence[str] = ()
 ) -> CheckpointConfig:
     """Check the settings of a Checkpointer, which saves only when the loop calls it.
 
@@ -470,7 +470,7 @@ def check_settings(
         settings: The settings that are fields of `CheckpointConfig`.
         mode: Whether the lowest or the highest metric is the best.
         kind: The class that received the settings, for errors.
-        own: The names of the other settings of that class.
+        other_names: The names of the other settings of that class.
 
     Raises:
         ConfigError: A setting is wrong or unknown.
@@ -480,7 +480,7 @@ def check_settings(
     known = list(CheckpointerSettings.__annotations__)
     for name in settings:
         if name not in known:
-            names = [*own, *known]
+            names = [*other_names, *known]
             raise ConfigError(f"{name} is not a setting of {kind}{nearest(name, names)}; it has {', '.join(names)}.")
     config = CheckpointConfig(**{"max_failures": 1, **settings, "every": 1})
     check(config)

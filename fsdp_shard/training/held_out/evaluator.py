@@ -168,8 +168,8 @@ def evaluate_loss(
     Raises:
         LossError: The loss is not finite.
     """
-    own = CustomFunctions(loss=None if functions is None else functions.loss)
-    evaluation = _Evaluation(model, micro_batch_size, context, own, objective or ObjectiveConfig(), reference)
+    custom = CustomFunctions(loss=None if functions is None else functions.loss)
+    evaluation = _Evaluation(model, micro_batch_size, context, custom, objective or ObjectiveConfig(), reference)
     parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}
     with eval_mode(model):
         sums = {name: evaluation.run(part) for name, part in parts.items()}

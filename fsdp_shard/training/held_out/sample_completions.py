@@ -100,13 +100,13 @@ def complete_greedily(
 def _continue(model: ShardedModel, prompt: Sequence[int], count: int, device: torch.device) -> list[int]:
     """Return exactly `count` tokens after `prompt`, because other ranks wait for each forward pass."""
     ids = torch.tensor([list(prompt)], device=device)  # [1, length]
-    given, cache = ids, dict[str, Any]()
+    next_ids, cache = ids, dict[str, Any]()
     # Otherwise, each length would be compiled again.
     with torch.compiler.set_stance("force_eager"), forward_pass(model.module), no_cudnn_attention():
         for _ in range(count):
-            output = model.module(input_ids=given, **cache, use_cache=True)
+            output = model.module(input_ids=next_ids, **cache, use_cache=True)
             new = output.logits[:, -1].argmax(-1, keepdim=True)  # [1, 1]
             ids = torch.cat([ids, new], 1)
             cache = kv_cache_of(output)
-            given = new if cache else ids  # some recurrent models return their state otherwise
+            next_ids = new if cache else ids  # some recurrent models return their state otherwise
     return [int(token) for token in ids[0, len(prompt) :].tolist()]

@@ -62,7 +62,8 @@ class Progress:
             figures, elapsed = _figures(_mean(self._since), mfu), self._clock() - self._began
             seconds = (self._num_steps - report.step) * elapsed / max(1, report.step - self._first_step)
             left = timedelta(seconds=round(seconds))
-            self.note(f"step {report.step}/{self._num_steps}  {figures}{_own(report, self._headline)}  {left} left")
+            others = _metrics_and_sources(report, self._headline)
+            self.note(f"step {report.step}/{self._num_steps}  {figures}{others}  {left} left")
             self._since.clear()
 
     def note(self, text: str) -> None:
@@ -86,7 +87,7 @@ def _mean(reports: Sequence[StepReport]) -> StepReport:
     return replace(reports[-1], loss=loss, tokens_per_second=rate)
 
 
-def _own(report: StepReport, headline: Sequence[str]) -> str:
+def _metrics_and_sources(report: StepReport, headline: Sequence[str]) -> str:
     """The custom metrics, such as `  accuracy 0.5312`, and the shares of the sources of a mixture."""
     shown = dict(report.metrics)
     if headline:  # means over nothing, as in a batch without bad answers, are omitted

@@ -38,9 +38,9 @@ def forward_loss(
         chunked = head_returns_loss(model.module, batch.labels, divisor, batch.label_positions)
     with chunked as is_loss, attention_over(batch.sequence), forward_pass(model.module):
         output = model.module(**batch.inputs, use_cache=False)
-    own = None if sums is None else sums.add_micro_batch(output, {**batch.inputs, "labels": batch.labels})
-    if own is not None:
-        return own.float() / divisor
+    custom = None if sums is None else sums.add_micro_batch(output, {**batch.inputs, "labels": batch.labels})
+    if custom is not None:
+        return custom.float() / divisor
     return output.logits.reshape(()) if is_loss else cross_entropy(output.logits, batch.labels, divisor)
 
 
@@ -68,11 +68,11 @@ def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -
     if batch.own is not None:
         return _forward_own_rows(module, batch, batch.own, function)
     rows = batch.label_positions
-    given = head_returns_rows(module, batch.labels.numel(), rows, function)
-    with given as are_given, attention_over(batch.sequence), forward_pass(module):
+    head_output = head_returns_rows(module, batch.labels.numel(), rows, function)
+    with head_output as are_values, attention_over(batch.sequence), forward_pass(module):
         output = module(**_inputs(module, batch), use_cache=False)
     flat: torch.Tensor = output.logits.flatten(0, -2)
-    return flat if are_given else rows_of_logits(flat, rows, function)
+    return flat if are_values else rows_of_logits(flat, rows, function)
 
 
 def _forward_own_rows(module: nn.Module, batch: DeviceBatch, own: OwnPart, function: RowFunction) -> torch.Tensor:
@@ -80,13 +80,13 @@ def _forward_own_rows(module: nn.Module, batch: DeviceBatch, own: OwnPart, funct
     num_rows, length = batch.labels.shape
     of_own, part = function.select(own.label_indices), own.inputs["input_ids"]
     with (
-        head_returns_rows(module, part.numel(), own.label_positions, of_own) as are_given,
+        head_returns_rows(module, part.numel(), own.label_positions, of_own) as are_values,
         attention_over(own.sequence),
         forward_pass(module),
     ):
         output = module(**own.inputs, use_cache=False)
     flat: torch.Tensor = output.logits.flatten(0, -2)
-    values = flat if are_given else rows_of_logits(flat, own.label_positions, of_own)
+    values = flat if are_values else rows_of_logits(flat, own.label_positions, of_own)
     whole = own.sequence.ranks.gather(values.view(*part.shape, -1))
     return whole[:, :length].reshape(num_rows * length, -1)
 
