@@ -251,6 +251,9 @@ def decoder_start(model: PreTrainedModel) -> int:
     return start
 
 
+_SUMMARIZED = frozenset({"flaubert", "xlm", "xlnet"})  # whose classifiers use `summary_type`; GPT-2's does not
+
+
 def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) -> None:
     """Raise ModelError if a classifier has too few classes or several labels per text, or finds no end of a padded one.
 
@@ -274,6 +277,12 @@ def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) 
         raise ModelError(
             f"The model has problem_type={problem} in its config.json, but a text has one class here; set problem_type "
             f"to single_label_classification there if that is intended, or set model.labels of finetune for a new head."
+        )
+    summary = getattr(model, "summary_type", "first")
+    if model.model_type in _SUMMARIZED and summary != "first":
+        raise ModelError(
+            f"The classifier of {model.model_type} with summary_type={summary} in its config.json reads the padding "
+            f"after a text; use another model."
         )
     if pad_token(model) is None:
         raise ModelError(

@@ -112,6 +112,14 @@ def test_no_document_is_both_trained_and_held_out(tmp_path: Path) -> None:
     assert whole.identity.startswith(f"packed-1:{whole.num_samples}:CausalRows:"), "as that of steps saved before"
 
 
+def test_tokens_of_documents_that_are_cut_are_counted_once(tmp_path: Path) -> None:
+    """Neighboring pieces share a token; with its end token, each document has one more than its bytes."""
+    rows = "".join(json.dumps({"text": "a" * length}) + "\n" for length in (5, 80, 200))
+    config = DataConfig(path=write(tmp_path / "a.jsonl", rows), packing=True, sequence_length=32)
+    note = prepare_data(config, byte_tokenizer(), tmp_path / "cache").notes[0]
+    assert "3 documents, 288 tokens" in note
+
+
 def test_an_evaluation_says_what_it_holds_out(tmp_path: Path) -> None:
     """Not what a run with the same settings trains on."""
     config = replace(config_of(tmp_path, True, 32), eval_fraction=0.2, cache_dir=str(tmp_path / "cache"))

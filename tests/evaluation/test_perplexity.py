@@ -17,7 +17,7 @@ from fsdp_shard.data import DataConfig, prepare_held_out
 from fsdp_shard.errors import DataError, LossError
 from fsdp_shard.evaluation.config import check_text
 from fsdp_shard.evaluation.perplexity_task.perplexity import Perplexity
-from fsdp_shard.evaluation.perplexity_task.scored_text import TextSize
+from fsdp_shard.evaluation.perplexity_task.scored_text import TextSize, open_windows
 from fsdp_shard.evaluation.perplexity_task.strided_windows import window_bounds
 from fsdp_shard.inference import load_dispatched
 from tests.evaluation.measuring import evaluation, guide_losses, measure, training_losses
@@ -50,6 +50,17 @@ def test_it_is_the_mean_over_all_tokens(
     assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
     assert row["num_bytes"] == len(Path(data.path).read_bytes()) - 1, "but for the first token"
     assert row["bits_per_byte"] == pytest.approx(float(losses.sum()) / math.log(2) / row["num_bytes"], rel=1e-6)
+
+
+def test_characters_that_windows_cut_do_not_add_to_the_text(data: DataConfig, tmp_path: Path) -> None:
+    """Tokens are bytes: a part of a character would count as a character of three bytes."""
+    text = "\u5929\u5730\u7384\u9ec4" * 50
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    packed = replace(data, path=str(tmp_path / "text.txt"), sequence_length=16, packing=True)
+    size = open_windows(packed, None, byte_tokenizer()).size
+    num_cut = len(text.encode()) // 15
+    assert len(text) - num_cut <= size.num_characters <= len(text)
+    assert size.num_bytes == 3 * size.num_characters
 
 
 @pytest.mark.long

@@ -55,6 +55,20 @@ def greedy(path: Path, text: str, max_new_tokens: int) -> list[int]:
     return [int(token) for token in out[0, ids.shape[1] :]]
 
 
+def test_batches_of_a_model_whose_config_asks_for_router_logits() -> None:
+    """Models trained with the routers' auxiliary loss have the flag; with a cache, transformers cannot compute that."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 2, "vocab_size": 257, "eos_token_id": None}
+    answers = []
+    for asks in (True, False):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("mixtral", output_router_logits=asks, **sizes, **experts)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        decoder = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=3))
+        answers.append([answer.tokens for answer in decoder.run([[1, 2, 3], [4, 5]])])
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_completions_are_those_of_each_prompt_alone_in_input_order(
     tiny_model: Path, model: PreTrainedModel, batch_size: int

@@ -25,6 +25,7 @@ from transformers import (
     PretrainedConfig,
     T5GemmaConfig,
     T5GemmaModuleConfig,
+    XLNetConfig,
 )
 
 from fsdp_shard.checkpoint import CheckpointConfig, locate
@@ -174,6 +175,12 @@ def test_layers_that_are_not_dropped_are_reported(tmp_path: Path) -> None:
 def test_the_data_knows_how_many_tokens_the_model_embeds(tmp_path: Path) -> None:
     model = save(tmp_path / "llama", LlamaConfig(**{**SIZES, "vocab_size": 123}, intermediate_size=8))
     assert data_task(model, locate(model.path)).vocabulary == 123
+
+
+def test_a_classifier_that_reads_padding_is_rejected() -> None:
+    check_classifier(GPT2Config(num_labels=2, pad_token_id=0))  # whose classifier does not use its summary_type
+    with pytest.raises(ModelError, match=r"xlnet with summary_type=last .* reads the padding"):
+        check_classifier(XLNetConfig(num_labels=2, pad_token_id=0))
 
 
 def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:

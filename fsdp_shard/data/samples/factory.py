@@ -93,7 +93,9 @@ class SampleFactory:
         """Return the examples of a file after truncation, and notes; raise DataError if none are left."""
         config, longest, what = self.config, self.config.window_length, self._noun
         cut = self.cut(file.examples(), file.classes)
-        notes = [format_count(file.num_rows, what), format_count(file.num_tokens, "token")]
+        num_rows = file.num_rows - file.num_dropped
+        num_shared = file.num_examples - num_rows if config.kind == "text" else 0  # the examples of a document overlap
+        notes = [format_count(file.num_rows, what), format_count(file.num_tokens - num_shared, "token")]
         if file.num_dropped:
             notes.append(f"{format_count(file.num_dropped, what)} dropped with nothing to learn")
         notes += [f"{reason} left out" for reason in cut.skipped]

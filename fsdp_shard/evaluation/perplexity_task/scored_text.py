@@ -194,7 +194,9 @@ def _is_scored(windows: StridedWindows) -> npt.NDArray[np.bool_]:
 
 
 def _decoded(ids: npt.NDArray[Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    """Decode tokens, without the bytes of characters that are cut at either end, which decode to U+FFFD."""
+    text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return text.strip("\ufffd")
 
 
 def _decoded_runs(
@@ -207,4 +209,4 @@ def _decoded_runs(
 
 def _lone_tokens(ids: npt.NDArray[Any], tokenizer: PreTrainedTokenizerBase) -> TextSize:
     """Return the size of tokens decoded one by one; bytes of incomplete characters do not count."""
-    return TextSize.of(_decoded(ids[at : at + 1], tokenizer).replace("\ufffd", "") for at in range(len(ids)))
+    return TextSize.of(_decoded(ids[at : at + 1], tokenizer) for at in range(len(ids)))
