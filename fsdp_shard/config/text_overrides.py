@@ -69,5 +69,5 @@ def refuse_unquoted_list(arguments: Sequence[str], quoted: Sequence[str]) -> Non
             values = ",".join(f'"{value}"' for value in text.split(","))
             raise ConfigError(
                 f"-m asks for a run for each value, and {argument} is one text. Quote each of its values, such as "
-                f"'{name}={values}', or leave out -m."
+                f"'{name}={values}', or remove -m."
             )

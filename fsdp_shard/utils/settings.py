@@ -6,6 +6,7 @@ config reference is generated from the same declarations.
 
 import copy
 import dataclasses
+import math
 import operator
 import os
 import re
@@ -211,6 +212,8 @@ def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     for rule, holds, words in _RANGES:
         if (limit := rules.get(rule)) is not None and not holds(value, limit):
             raise ConfigError(f"{name}={value} is out of range: it must be {words} {limit}.")
+    if isinstance(value, float) and math.isinf(value) and any(rule in rules for rule, _, _ in _RANGES):
+        raise ConfigError(f"{name}={value} is out of range: it must be finite.")
 
 
 def _check_type(name: str, annotation: Any, value: Any) -> None:

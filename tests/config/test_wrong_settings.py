@@ -90,6 +90,7 @@ from tests.config.composed import refusal
         ),
         ("~train.steps", "train.steps"),
         ("~optim", "~optim would leave finetune without optim, which it needs"),
+        ("optim.lr=inf", "optim.lr=inf is out of range: it must be finite."),
         ("launch.timeout_seconds=inf", "launch.timeout_seconds=inf is out of range: it must be at most 2592000.0."),
         ("--config-name=evaluate", "evaluate.yaml is a config of evaluate, not of finetune."),
         ("--foo", "Unrecognized arguments: --foo"),

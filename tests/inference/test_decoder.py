@@ -372,7 +372,7 @@ def test_beams_are_asked_for_and_shown_when_whole(tiny_model: Path, model: PreTr
 def test_beams_of_a_model_that_has_none_name_the_setting() -> None:
     model = transformers.RwkvForCausalLM(transformers.RwkvConfig(hidden_size=32, num_hidden_layers=2, vocab_size=257))
     beams = Decoder(model.eval(), TOKENIZER, GenerationSettings(max_new_tokens=5, num_beams=3))
-    with pytest.raises(ModelError, match=r"Leave out generation\.num_beams=3 if the model has no beam search"):
+    with pytest.raises(ModelError, match=r"Remove generation\.num_beams=3 if the model has no beam search"):
         beams.run([[5, 6]])
 
 

@@ -233,7 +233,7 @@ def test_layers_are_chosen_by_number() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["adapter.dora=true", "adapter.quantize=nf4"], ["adapter.dora=true", "adapter.quantize=nf4", "Leave one"]),
+        (["adapter.dora=true", "adapter.quantize=nf4"], ["adapter.dora=true", "adapter.quantize=nf4", "Remove one"]),
         (["adapter.init=orthogonal", "adapter.rank=3"], ["adapter.init=orthogonal", "even adapter.rank"]),
         (["adapter.layers_to_transform=[5]"], ["adapter.layers_to_transform has 5", "0 to 1"]),
         (

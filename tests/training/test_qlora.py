@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"adapter.quantize=nf4 has no effect: the blocks of GPT2LMHeadModel"):
         quantized(gpt2)
     model = build_on_meta(llama_config(), "float32")
-    with pytest.raises(ConfigError, match=r"adapter.quantize=int8 does not go .*shard.tensor_parallel=2"):
+    with pytest.raises(ConfigError, match=r"adapter.quantize=int8 cannot be combined .*shard.tensor_parallel=2"):
         quantize_base(model, "int8", Fsdp2Config(tensor_parallel=2), {})
-    with pytest.raises(ConfigError, match=r"adapter.quantize=int8 does not go .*shard.compile=true under shard=fsdp1"):
+    with pytest.raises(ConfigError, match=r"adapter.quantize=int8 cannot be combined .*shard.compile=true under shard=fsdp1"):
         quantize_base(model, "int8", Fsdp1Config(compile=True), {})

@@ -149,7 +149,7 @@ class Decoder:
         generate: Any = self.model.generate
         finite = _FiniteLogits()
         beams = self.settings.num_beams
-        hint = f"Leave out generation.num_beams={beams} if the model has no beam search." if beams > 1 else ""
+        hint = f"Remove generation.num_beams={beams} if the model has no beam search." if beams > 1 else ""
         with model_run_errors(self.model, hint), _own_config(self.model, self.config), no_cudnn_attention():
             output = generate(
                 input_ids=ids,
