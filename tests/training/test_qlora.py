@@ -67,5 +67,5 @@ def test_what_cannot_be_is_refused() -> None:
     model = build_on_meta(llama_config(), "float32")
     with pytest.raises(ConfigError, match=r"adapter.quantize=int8 cannot be combined .*shard.tensor_parallel=2"):
         quantize_base(model, "int8", Fsdp2Config(tensor_parallel=2), {})
-    with pytest.raises(ConfigError, match=r"adapter.quantize=int8 cannot be combined .*shard.compile=true under shard=fsdp1"):
+    with pytest.raises(ConfigError, match=r"adapter.quantize=int8 cannot be combined .*shard.compile=true under"):
         quantize_base(model, "int8", Fsdp1Config(compile=True), {})
