@@ -213,12 +213,10 @@ class Checkpointer:
         """Save a step.
 
         With an optimizer, and unless `asynchronous=False`, it is written in the background, and the next call raises
-        what went wrong; otherwise this call does.
-
-        Tensors that an optimizer of this save updates, at most this rank's shards, are copied before the next
-        `optimizer.step()`; all others are copied at once. Call `wait()` before other changes of weights, as by
-        `load_weights` or by swapping in an average: in CPU memory, an in-place change that torch counts (not through
-        `.data`) fails the save; on a GPU it goes unnoticed.
+        what went wrong; otherwise this call does. Tensors that an optimizer of this save updates, at most this rank's
+        shards, are copied before the next `optimizer.step()`; all others are copied at once. Call `wait()` before other
+        changes of weights, as by `load_weights` or by swapping in an average: in CPU memory, an in-place change that
+        torch counts (not through `.data`) fails the save; on a GPU it goes unnoticed.
 
         Args:
             step: The number of the step, which must not be saved yet.
