@@ -43,7 +43,7 @@ def split_run(arguments: Sequence[str], schema: type[RunConfig]) -> tuple[str | 
     if other := [name for name in names if name.partition(".")[0] not in _FREE]:
         raise ConfigError(
             f"{', '.join(other)} would plan another run than run={given[-1]}, whose settings are planned as they were, "
-            f"so that they can be compared; remove it."
+            f"so that they can be compared; remove {'it' if len(other) == 1 else 'them'}."
         )
     return run, rest
 

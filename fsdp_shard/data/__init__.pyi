@@ -56,6 +56,7 @@ from .samples.batch import (
 )
 from .samples.mixture import Concatenation as Concatenation
 from .samples.packed_pairs import PackedPairs as PackedPairs
+from .samples.packing import PackedRows as PackedRows
 from .samples.preferences import (
     ComparedRows as ComparedRows,
     with_extras as with_extras,

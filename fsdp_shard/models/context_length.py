@@ -58,15 +58,14 @@ class ContextLength:
 
     def describe(self, sequence_length: int, name: str = "data.sequence_length") -> str:
         """Describe the length of samples and the context length in one line; raises ConfigError as `check` does."""
-        if warning := self.check(f"{name}={sequence_length}", sequence_length):
-            return f"warning: {warning}"
         known = "a context without limit" if self.length is None else f"a context of {self.length} tokens"
+        warning = self.check(f"{name}={sequence_length}", sequence_length)
         if self.frequency_limit is not None and sequence_length > self.frequency_limit:
-            return (
-                f"warning: {name}={sequence_length} of {known}: in a batch with a sequence of more than "
+            warning = (
+                f"{warning or f'{name}={sequence_length} of {known}'}; in a batch with a sequence of more than "
                 f"{self.frequency_limit} tokens, shorter ones get other rotary frequencies than alone"
             )
-        return f"{name}={sequence_length} of {known}"
+        return f"{name}={sequence_length} of {known}" if warning is None else f"warning: {warning}"
 
 
 def settle_length(data: LengthSettings, context_length: ContextLength) -> int:

@@ -63,6 +63,7 @@ def all_gather_numel(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -
 def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) -> ShardedModel:
     """Wrap `model` in DistributedDataParallel, with unfilled parameters on this rank's device."""
     prepare_model(model, settings, context)
+    has_weights = any(not param.is_meta for param in model.parameters())
     model.apply(empty_parameters(context.device))
     if any(tensor.device != context.device for tensor in (*model.parameters(), *model.buffers())):
         model.to(context.device)
@@ -70,10 +71,9 @@ def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) ->
         return DdpModel(model, context)  # gradients are not reduced
     # Before torch 2.13, which deprecates it, `broadcast_buffers` was the only name.
     no_buffers: dict[str, Any] = {"forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers": False}
-    # Every rank reads the same weights, so none are broadcast at the start.
     wrapped = DistributedDataParallel(
         model,
-        init_sync=False,
+        init_sync=has_weights,  # of rank 0; otherwise every rank reads the same ones
         **no_buffers,
         gradient_as_bucket_view=True,
         find_unused_parameters=settings.find_unused_parameters,

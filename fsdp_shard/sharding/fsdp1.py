@@ -17,7 +17,7 @@ from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import Block, no_split_blocks
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit, itemsize
 from fsdp_shard.sharding.forward_trace import trace_forward
-from fsdp_shard.sharding.module_shards import shards_of
+from fsdp_shard.sharding.module_shards import free_gathered, shards_of
 from fsdp_shard.sharding.prepare_model import empty_parameters, prepare_model
 from fsdp_shard.sharding.routed_lists import routed_lists
 from fsdp_shard.sharding.wrap_policy import is_param_wrapper
@@ -34,11 +34,14 @@ class Fsdp1Model:
     shard_mesh_dim = "shard"
 
     def no_sync(self) -> AbstractContextManager[None]:
-        if self.context.world_size == 1:  # nothing is reduced, and with tied weights torch 2.13 raises a RuntimeError
+        # On one rank nothing is reduced, and torch 2.13 raises a RuntimeError for tied weights. Offloaded gradients,
+        # however, are only added up without a reduction.
+        if self.context.world_size == 1 and not self.module.cpu_offload.offload_params:
             return nullcontext()
         return self.module.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        free_gathered(self.module)  # what a pass without a backward pass left, which the optimizer would not update
         return self.module.clip_grad_norm_(max_norm)  # the free function would use only this rank's norm
 
     def local_shards(self) -> dict[str, LocalShard]:

@@ -20,10 +20,10 @@ from fsdp_shard.sharding import expert_parallel, tensor_parallel
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit
 from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.gradients import clip_grad_norm_over_meshes
-from fsdp_shard.sharding.module_shards import shards_of
+from fsdp_shard.sharding.module_shards import reshard, shards_of
 from fsdp_shard.sharding.prepare_model import prepare_model
 from fsdp_shard.sharding.routed_lists import complete_gradients, is_within, skippable_modules
-from fsdp_shard.utils import replace_tensors, reshard_over
+from fsdp_shard.utils import at_end_of_backward, replace_tensors, reshard_over, tree_leaves
 
 _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # from torch 2.13 on
 
@@ -48,6 +48,7 @@ class Fsdp2Model:
             self.scalars.is_synced = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        reshard(self.module)  # gathered by a pass without a backward pass, parameters have no gradients
         if self.context.divides_modules or self.scalars.trained:
             return clip_grad_norm_over_meshes(self.module.parameters(), max_norm)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -60,6 +61,8 @@ class Fsdp2Model:
 class _Scalars:
     """Scalar parameters, which `fully_shard` refuses: each rank has them whole, and their gradients are averaged.
 
+    All are averaged together at the end of a backward pass, as a rank may use other ones than the others, or none.
+
     Attributes:
         trained: Those that are not frozen.
         is_synced: Whether the next backward pass averages their gradients over the ranks.
@@ -68,16 +71,35 @@ class _Scalars:
     def __init__(self, model: nn.Module, reduce_dtype: torch.dtype) -> None:
         self.trained = [param for param in model.parameters() if param.requires_grad and not param.ndim]
         self.is_synced = True
-        self._dtype = reduce_dtype
+        self._dtype, self._waits = reduce_dtype, False
         for param in self.trained:
-            param.register_post_accumulate_grad_hook(self._average)
+            param.register_post_accumulate_grad_hook(self._average_at_end)
+        if self.trained:
+            model.register_forward_hook(self._watch)
 
-    def _average(self, param: torch.Tensor) -> None:
-        if self.is_synced and param.grad is not None:
-            # Earlier micro-batches left this rank's part in it or, if synced, their mean, which averaging keeps.
-            total = param.grad.to(self._dtype)
-            dist.all_reduce(total)
-            param.grad.copy_(total / dist.get_world_size())
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._waits = False  # a backward pass that failed did not average
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._average_at_end)
+
+    def _average_at_end(self, _: torch.Tensor) -> None:
+        if self.is_synced and not self._waits:
+            self._waits = True
+            at_end_of_backward(self._average)
+
+    def _average(self) -> None:
+        """Average the gradients; those of micro-batches before are this rank's, or the mean, which averaging keeps."""
+        self._waits = False
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.trained]
+        is_used = [float(param.grad is not None) for param in self.trained]
+        total = torch.stack([grad.to(self._dtype) for grad in grads])
+        sums = torch.stack([total, total.new_tensor(is_used)])
+        dist.all_reduce(sums)
+        means = sums[0] / dist.get_world_size()
+        for param, mean, number in zip(self.trained, means, sums[1].tolist(), strict=True):
+            if number:
+                param.grad = mean.to(param.dtype)
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -73,9 +73,9 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
     if not isinstance(module, nn.Module) and not isinstance(getattr(module, "module", None), nn.Module):
         raise ModelError(f"{module!r} is neither a torch.nn.Module nor a result of `shard`.")
     inside = bare_module(module)
-    while isinstance(inside, DistributedDataParallel):
-        inside = inside.module
-    _reshard(inside)
+    while isinstance(inside, DistributedDataParallel) or uncompiled(inside) is not None:
+        inside = uncompiled(inside) or cast(nn.Module, inside.module)
+    reshard(inside)
     flat = _flat_shards(inside)
     # Both are slow, and layers have the same parameters.
     box, is_first = cache(local_shape_and_offset), cache(is_first_copy)
@@ -118,11 +118,26 @@ def free_gathered(module: nn.Module) -> None:
 
     Otherwise, FSDP1 would also keep an unused module in memory.
     """
-    _reshard(module)
+    reshard(module)
     free_flat_parameters(module)
 
 
-def _reshard(module: nn.Module) -> None:
+def free_after_passes_without_gradients(module: nn.Module) -> None:
+    """Free gathered parameters after each forward pass without gradients, from which no backward pass follows.
+
+    As torch keeps the root gathered, `parameters()` would yield parameters that are no shards, without their gradients,
+    and the next pass would not see what an optimizer or a copy had changed since.
+    """
+
+    def free(root: nn.Module, args: object, output: object) -> None:
+        if not torch.is_grad_enabled():
+            free_gathered(root)
+
+    module.register_forward_hook(free)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the gathered parameters of FSDP2, so that `parameters()` yields shards."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

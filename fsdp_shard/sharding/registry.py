@@ -161,14 +161,22 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
     check(config)
     refuse_changed(config, _OF_FINETUNE, "shard.", "is for finetune, and has no effect here; remove it.")
     check_ranks(config, context.world_size, on_gpu=context.device.type == "cuda")
-    joined = {"tensor_parallel": context.num_tensor_ranks, "expert_parallel": context.num_expert_ranks}
+    joined = {
+        "replicas": context.num_replicas if config.is_sharded else 1,
+        "tensor_parallel": context.num_tensor_ranks,
+        "expert_parallel": context.num_expert_ranks,
+    }
     for name, ranks in joined.items():
         if (given := getattr(config, name)) != ranks:
             raise ConfigError(
                 f"{name}={given}, but the process group was initialized with {name}={ranks}; pass the same to both."
             )
-    from fsdp_shard.sharding.prepare_model import complete_buffers, warn_of_batch_norms
+    from fsdp_shard.sharding.module_shards import free_after_passes_without_gradients
+    from fsdp_shard.sharding.prepare_model import check_dtypes, complete_buffers, warn_of_batch_norms
 
     warn_of_batch_norms(model, context)
+    check_dtypes(model, config)
     complete_buffers(model, context)
-    return config.shard(model, context)
+    sharded = config.shard(model, context)
+    free_after_passes_without_gradients(sharded.module)
+    return sharded

@@ -102,6 +102,7 @@ from .torch_private import (
     DataDependentOutputException as DataDependentOutputException,
     FakeTensorMode as FakeTensorMode,
     TorchDispatchMode as TorchDispatchMode,
+    at_end_of_backward as at_end_of_backward,
     changes_arguments as changes_arguments,
     clear_sharding_caches as clear_sharding_caches,
     fake_all_reduce as fake_all_reduce,

@@ -3,7 +3,7 @@
 Imported lazily through `utils`, so torch is loaded only if one of these is used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
@@ -77,6 +77,15 @@ def non_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tenso
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name in module._non_persistent_buffers_set:
             yield name, buffer
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass in which this is called, as from a hook of a tensor.
+
+    Without `_execution_engine`, the gradients of scalar parameters would be averaged one by one, in the order of each
+    rank's own pass. FSDP itself ends its backward passes so.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def uncompiled(module: nn.Module) -> nn.Module | None:

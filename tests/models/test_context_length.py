@@ -73,7 +73,7 @@ def test_frequencies_that_depend_on_the_batch_are_said() -> None:
     context = context_length_of(llama(max_position_embeddings=64, rope_parameters=rope))
     assert context.describe(64) == "data.sequence_length=64 of a context of 128 tokens"
     assert context.describe(65).startswith(
-        "warning: data.sequence_length=65 of a context of 128 tokens: in a batch with"
+        "warning: data.sequence_length=65 of a context of 128 tokens; in a batch with"
     )
 
 

@@ -5,6 +5,8 @@ Page-locking is stood in for, as it needs a GPU: memory that is not locked is co
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -56,3 +58,15 @@ def test_shards_stay_where_they_are_page_locked(ranks: int) -> None:
         assert elsewhere == set()
         assert first == pytest.approx(expected, rel=1e-6)
         assert second != pytest.approx(expected, rel=1e-3)
+
+
+def has_no_sync_of_torch(context: DistributedContext) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "pin_memory", torch.clone)
+        model = sharded(Fsdp1Config(cpu_offload=True, param_dtype="float32"), context)
+    return not isinstance(model.no_sync(), nullcontext)
+
+
+def test_offloaded_gradients_add_up_without_synchronization_also_on_one_rank() -> None:
+    """With it, torch would copy each micro-batch's gradients over those of the one before."""
+    assert on_ranks(1, has_no_sync_of_torch) == [True]

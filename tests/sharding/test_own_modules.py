@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -162,3 +164,75 @@ def test_experts_in_plain_lists_are_skippable() -> None:
     assert is_within("layers.1.experts.3.up.weight", found)
     assert not is_within("layers.10.norm.weight", found)
     assert not is_within("head.weight", found)
+
+
+def _steps(model: Any, parameters: list[nn.Parameter], clip: Any, rows: Any, between: Any) -> list[float]:
+    """The gradient norms of three steps, with a pass between the backward pass and the update."""
+    optimizer, norms = torch.optim.SGD(parameters, lr=0.5), []
+    for step in range(3):
+        tokens = rows(token_batch(step, 4, 5))
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        between(tokens)
+        norms.append(float(clip()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_a_pass_between_backward_and_update_changes_nothing(wrapper: str, has_graph: bool) -> None:
+    """torch keeps the root gathered after it: the next pass would use its old values, and `clip` find no gradients."""
+
+    def norms(context: DistributedContext) -> list[float]:
+        sharded = fs.shard(llama(), context, wrapper=wrapper, param_dtype="float32")
+        with torch.no_grad():
+            sharded.module(input_ids=token_batch(9, 2, 5))  # before the optimizer exists
+
+        def between(tokens: torch.Tensor) -> None:
+            with torch.set_grad_enabled(has_graph):
+                sharded.module(input_ids=tokens, use_cache=False).logits.detach()
+
+        parameters = list(sharded.module.parameters())
+        rows = lambda tokens: tokens.chunk(2)[context.rank]  # noqa: E731  # as short as it is
+        return _steps(sharded.module, parameters, lambda: fs.clip_grad_norm_(sharded, 1.0), rows, between)
+
+    plain = llama()
+    parameters = list(plain.parameters())
+    expected = _steps(
+        plain, parameters, lambda: nn.utils.clip_grad_norm_(parameters, 1.0), lambda tokens: tokens, lambda tokens: None
+    )
+    assert on_ranks(2, norms)[0] == pytest.approx(expected, rel=1e-4)
+
+
+def test_ddp_begins_with_the_weights_of_rank_0() -> None:
+    def first(context: DistributedContext) -> float:
+        sharded = fs.shard(llama(context.rank), context, wrapper="ddp")
+        return float(next(sharded.module.parameters()).detach().flatten()[0])
+
+    one, other = on_ranks(2, first)
+    assert one == other
+
+
+def test_settings_that_contradict_the_process_group_or_the_model() -> None:
+    def shard(context: DistributedContext) -> None:
+        with pytest.raises(ConfigError, match="replicas=2, but the process group was initialized with replicas=1"):
+            fs.shard(llama(), context, replicas=2)
+        mixed = llama().to(torch.bfloat16)
+        mixed.get_submodule("model.norm").float()
+        with pytest.raises(ConfigError, match=r"cannot shard the root .* parameters of bfloat16 and float32"):
+            fs.shard(mixed, context)
+
+    on_ranks(2, shard)
+
+
+def test_names_inside_a_compiled_wrapper(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model", seed=3)
+
+    def load(context: DistributedContext) -> bool:
+        model = llama()
+        compiled = torch.compile(DistributedDataParallel(model), backend="eager")
+        fs.load_weights(compiled, source)
+        return all(torch.equal(*pair) for pair in zip(model.parameters(), llama(3).parameters(), strict=True))
+
+    assert on_ranks(1, load) == [True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import CLIPConfig, CLIPModel
 
+import fsdp_shard as fs
 from fsdp_shard.checkpoint import (
     CheckpointConfig,
     StepStore,
@@ -263,3 +266,82 @@ def test_fsdp1_refuses_them() -> None:
     model = build_on_meta(config(), "float32")
     with pytest.raises(ConfigError, match="shard=fsdp1 cannot shard the scalar parameter logit_scale of CLIPModel"):
         check_shardable(model, Fsdp1Config())
+
+
+class ScaledExpert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x) * self.scale)
+
+
+class ScaledExperts(nn.Module):
+    """Some experts run, in an order that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(ScaledExpert() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        for number in chosen:
+            x = x + self.experts[number](x) * (number + 1)
+        return x
+
+
+class ScaledModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(ScaledExperts() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, chosen)
+        return x.square().mean()
+
+
+def _gradients_of_scales(model: nn.Module) -> list[float]:
+    scales = [param for name, param in model.named_parameters() if name.endswith("scale")]
+    return [0.0 if scale.grad is None else float(scale.grad) for scale in scales]
+
+
+# The experts that each of two ranks uses, in each micro-batch.
+_USED = {
+    "one is not used in the last micro-batch": [[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]],
+    "other ones": [[[0], [1]]],
+    "in another order": [[[0, 1], [1, 0]]],
+    "fewer": [[[0, 1, 2], [0]]],
+}
+
+
+def _rows(micro_batch: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * micro_batch + rank))
+
+
+def _scalar_gradients(context: DistributedContext) -> dict[str, list[float]]:
+    found = {}
+    for case, used in _USED.items():
+        model = fs.shard(ScaledModel(), context, param_dtype="float32", blocks=["ScaledExperts"])
+        for number, chosen in enumerate(used):
+            is_last = number == len(used) - 1
+            with nullcontext() if is_last else fs.no_sync(model):
+                model.module(_rows(number, context.rank), chosen[context.rank]).backward()
+        found[case] = _gradients_of_scales(model.module)
+    return found
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch before 2.13")
+def test_ranks_that_use_other_scalars_or_none_have_the_same_gradients() -> None:
+    results = on_ranks(2, _scalar_gradients)
+    for case, used in _USED.items():
+        plain = ScaledModel()
+        for number, chosen in enumerate(used):
+            for rank in range(2):
+                (plain(_rows(number, rank), chosen[rank]) / 2).backward()
+        expected = pytest.approx(_gradients_of_scales(plain), abs=1e-6)
+        assert [result[case] for result in results] == [expected] * 2, case

@@ -7,7 +7,7 @@ passed. `models.check_packing` rejects models that do not support this.
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
@@ -105,6 +105,20 @@ class PackedRows(RowDataset):
     def examples_of(self, index: int) -> Ints:
         """Return the numbers of the examples in a window."""
         return self.kept[self.starts[index] : self.starts[index + 1]]
+
+    def documents(self) -> Iterator[Ints]:
+        """Yield the tokens of each document, of a long one the joined pieces, which overlap by a token."""
+        pieces: list[Ints] = []
+        before = -1, -1  # the number that follows the previous example, and its last token
+        for number in np.sort(self.kept[self.starts[0] : self.starts[-1]]).tolist():
+            ids = self.examples.tokens_of(number)[0][: self.sequence_length + 1].astype(np.int64)
+            if pieces and before != (number, int(ids[0])):
+                yield np.concatenate(pieces)
+                pieces = []
+            pieces.append(ids[1:] if pieces else ids)
+            before = number + 1, int(ids[-1])
+        if pieces:
+            yield np.concatenate(pieces)
 
     def _sample(self, index: int | None, epoch: int) -> Sample:
         numbers = [] if index is None else self.examples_of(index).tolist()

@@ -24,6 +24,7 @@ from fsdp_shard.data import (
     Documents,
     Ints,
     MapDataset,
+    PackedRows,
     WindowDataset,
     prepare_documents,
     prepare_held_out,
@@ -132,9 +133,7 @@ def open_windows(config: DataConfig, stride: int | None, tokenizer: PreTrainedTo
     """
     rows, note = prepare_held_out(config, tokenizer)
     if not isinstance(rows, WindowDataset):
-        labels = [rows.sample(index).labels for index in range(len(rows))]
-        texts = [text for one in labels for text in _decoded_runs(one, one != IGNORE_INDEX, tokenizer)]
-        return ScoredText(rows, rows.identity, TextSize.of(texts), None, (note,))
+        return ScoredText(rows, rows.identity, _size_of_rows(rows, config.kind, tokenizer), None, (note,))
     ends = np.array([len(rows.tokens)], np.int64)
     windows = StridedWindows.over(rows.tokens, None, ends, config.window_length, stride)
     if not len(windows):
@@ -145,6 +144,16 @@ def open_windows(config: DataConfig, stride: int | None, tokenizer: PreTrainedTo
     whole: Iterable[str] = read_texts(config) if config.eval_fraction == 0 else [_decoded(ids, tokenizer)]
     size = TextSize.of(whole).less(_lone_tokens(ids[~is_scored], tokenizer))
     return ScoredText(windows, rows.identity, size, int((~is_scored).sum()))
+
+
+def _size_of_rows(rows: MapDataset, kind: str, tokenizer: PreTrainedTokenizerBase) -> TextSize:
+    """Return the size of the text of all scored tokens of rows in windows of their own, or packed."""
+    if kind == "text" and isinstance(rows, PackedRows):  # whole, as windows cut characters
+        documents = list(rows.documents())
+        firsts = np.array([ids[0] for ids in documents], np.int64)
+        return TextSize.of(_decoded(ids, tokenizer) for ids in documents).less(_lone_tokens(firsts, tokenizer))
+    labels = [rows.sample(index).labels for index in range(len(rows))]
+    return TextSize.of(text for one in labels for text in _decoded_runs(one, one != IGNORE_INDEX, tokenizer))
 
 
 def open_documents(config: DataConfig, stride: int | None, tokenizer: PreTrainedTokenizerBase) -> ScoredText:
@@ -194,9 +203,7 @@ def _is_scored(windows: StridedWindows) -> npt.NDArray[np.bool_]:
 
 
 def _decoded(ids: npt.NDArray[Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decode tokens, without the bytes of characters that are cut at either end, which decode to U+FFFD."""
-    text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    return text.strip("\ufffd")
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _decoded_runs(
@@ -209,4 +216,4 @@ def _decoded_runs(
 
 def _lone_tokens(ids: npt.NDArray[Any], tokenizer: PreTrainedTokenizerBase) -> TextSize:
     """Return the size of tokens decoded one by one; bytes of incomplete characters do not count."""
-    return TextSize.of(_decoded(ids[at : at + 1], tokenizer) for at in range(len(ids)))
+    return TextSize.of(_decoded(ids[at : at + 1], tokenizer).replace("\ufffd", "") for at in range(len(ids)))

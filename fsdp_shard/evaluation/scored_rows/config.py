@@ -67,7 +67,7 @@ class ScoringConfig:
         """Raise ConfigError if the package of a requested metric is not installed."""
         for name in self.asked or ():
             if (package := _PACKAGES[name]) is not None:
-                require_package(package, "eval", f"scoring.metrics=[{name}]", "remove it of the list")
+                require_package(package, "eval", f"scoring.metrics=[{name}]", "remove it from the list")
 
 
 def _is_installed(metric: str) -> bool:

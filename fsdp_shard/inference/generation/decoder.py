@@ -141,7 +141,7 @@ class Decoder:
             mask[row, columns] = 1
         if self.config.cache_implementation is not None:  # transformers then creates the cache itself
             prefix_cache = None
-        cache = {} if prefix_cache is None else prefix_cache.take(batch[0])
+        cache: dict[str, Any] = {} if prefix_cache is None else prefix_cache.take(batch[0])
         if getattr(self.model.config, "output_router_logits", False):  # of whose mask transformers fails with a cache
             cache["output_router_logits"] = False
         # On the computing device, because transformers moves each token's logits to the device of the ids.

@@ -174,12 +174,13 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
     shard, stored = run.shard, str(trained_dtype(model)).removeprefix("torch.")
     default_backward = 1 if shard.wrapper == "fsdp1" else 0
     backward = default_backward if shard.prefetch_backward is None else shard.prefetch_backward
+    has_nothing_to_sync = shard.wrapper == "fsdp1" and run.num_ranks == 1 and not shard.cpu_offload
     return StepRules(
         reshard=shard.reshard_after_forward,
         prefetch_forward=shard.prefetch_forward or 0,
         prefetch_backward=backward,
         num_micro_batches=run.num_micro_batches,
-        sync_every_micro_batch=shard.sync_every_micro_batch or (shard.wrapper == "fsdp1" and run.num_ranks == 1),
+        sync_every_micro_batch=shard.sync_every_micro_batch or has_nothing_to_sync,
         gradient_itemsize=sharding.itemsize(shard.param_dtype),
         casts_gradients=shard.param_dtype != shard.reduce_dtype,
         casts_reduced=shard.reduce_dtype != stored,

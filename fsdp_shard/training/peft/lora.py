@@ -321,7 +321,7 @@ def _all_linear(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
         if any(param.ndim > 2 for param in module.parameters(recurse=False)):
             raise ConfigError(
                 f"adapter.layers_to_transform needs adapter.target_modules for {type(model).__name__}, whose {name} is "
-                f"no plain linear layer; name the modules to adapt, such as [q_proj, v_proj]."
+                f"not a plain linear layer; name the modules to adapt, such as [q_proj, v_proj]."
             )
         if isinstance(module, torch.nn.Linear | Conv1D):
             found[name.rpartition(".")[2]] = None
