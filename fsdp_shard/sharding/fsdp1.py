@@ -55,9 +55,9 @@ def check_supported(model: nn.Module, settings: ShardConfig) -> None:
     run in a step, and single parameters that peft adapts.
     """
     for fqn in (name for name, module in model.named_modules() if is_param_wrapper(module)):
-        raise ConfigError(  # in place, on a view of a flat parameter, which autograd refuses
-            f"shard=fsdp1 cannot shard {fqn} of {type(model).__name__}, to whose weights peft's LoRA of single "
-            f"parameters adds; use shard=fsdp2, or adapt other modules (adapter.target_modules)."
+        raise ConfigError(  # it changes a view of a flat parameter in place, which autograd refuses
+            f"shard=fsdp1 cannot shard {fqn} of {type(model).__name__}, which has peft's LoRA of single "
+            f"parameters; use shard=fsdp2, or adapt other modules (adapter.target_modules)."
         )
     trace, blocks = trace_forward(model), list[Block]()
     with suppress(ModelError):  # units by size do not need blocks
