@@ -175,9 +175,9 @@ CASES: dict[str, Case] = {
     "up and out": (indexed, weight_map(lambda m: m.update(a="../../x.safetensors")), "outside the directory"),
     "up inside": (indexed, weight_map(lambda m: m.update(a="sub/../x.safetensors")), "outside the directory"),
     "absolute": (indexed, weight_map(lambda m: m.update(a="/etc/passwd")), "outside the directory"),
-    "empty name": (indexed, weight_map(lambda m: m.update(a="")), "no file name"),
-    "half a surrogate in a name": (indexed, weight_map(lambda m: m.update(a="a\ud800")), "no file name"),
-    "NUL in a name": (indexed, weight_map(lambda m: m.update(a="a\0b")), "no file name"),
+    "empty name": (indexed, weight_map(lambda m: m.update(a="")), "not a file name"),
+    "half a surrogate in a name": (indexed, weight_map(lambda m: m.update(a="a\ud800")), "not a file name"),
+    "NUL in a name": (indexed, weight_map(lambda m: m.update(a="a\0b")), "not a file name"),
     "a linked file": (
         indexed,
         lambda p: link_outside(p.parent / "model-00001-of-00002.safetensors"),
@@ -205,11 +205,11 @@ CASES: dict[str, Case] = {
     "info without ranges": (ranks, shard_info(lambda i: i.pop("tensors")), "KeyError"),
     "info with a negative start": (ranks, shard_info(lambda i: i["tensors"]["a"].update(start=-1)), "not a count"),
     "overlapping ranges": (ranks, shard_info(lambda i: i["tensors"]["a"].update(start=1)), "overlap"),
-    "beyond the shape": (ranks, shard_info(lambda i: i["tensors"]["a"].update(start=5)), "no part of the full shape"),
+    "beyond the shape": (ranks, shard_info(lambda i: i["tensors"]["a"].update(start=5)), "part of the full shape"),
     "shapes differ": (
         ranks,
         shard_info(lambda i: i["tensors"]["a"].update(shape=[3, 2])),
-        "files of different saves|no part of",
+        "files of different saves|not a part of",
     ),
     "range without tensor": (
         ranks,

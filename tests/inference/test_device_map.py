@@ -125,7 +125,7 @@ def test_a_mapping_takes_the_longest_name_and_tied_blocks_follow() -> None:
     [
         ({"layers": "cpu"}, "names no device for embed, head"),
         ({"": "cpu", "layers.0.mlp": "disk"}, r"would divide the block layers\.0"),
-        ({"": "cpu", "layer.0": "disk"}, r"no module with parameters \(did you mean layers\.0\?\)"),
+        ({"": "cpu", "layer.0": "disk"}, r"not a module with parameters \(did you mean layers\.0\?\)"),
         ({"": "cpu", "head": "disk"}, "share tied parameters"),
     ],
 )

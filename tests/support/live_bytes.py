@@ -308,7 +308,7 @@ def build_sharded(config: PretrainedConfig, run: PlannedRun, context: Distribute
 def _fill(model: ShardedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, shard in model.local_shards().items():
-        if not isinstance(shard.tensor, torch.nn.Parameter):
+        if "quantized" in name or not isinstance(shard.tensor, torch.nn.Parameter):
             shard.data.zero_()
         elif "norm" in name or "ln_" in name or "layer_norm" in name:
             shard.data.fill_(1.0)

@@ -182,9 +182,9 @@ def refuse_other_config(root: Path, side: Path) -> None:
     recorded = read_base_model(root)
     if recorded is not None and (changes := config_changes(recorded, side)):
         raise CheckpointError(
-            f"{root} is an adapter that was trained on {recorded.path}, and config.json in {side} has other values "
-            f"than that had: {', '.join(changes)}. Set them back, or give another base; convert, generate and evaluate "
-            f"use another config where config=PATH names it."
+            f"{root} is an adapter that was trained on {recorded.path}, and config.json in {side} differs from its "
+            f"config.json: {', '.join(changes)}. Restore these values, or give another base; convert, generate and "
+            f"evaluate use another config where config=PATH names it."
         )
 
 

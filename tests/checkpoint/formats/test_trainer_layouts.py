@@ -268,11 +268,11 @@ def unknown_names(root: Path) -> None:
         (several_models, "several checkpoints, .* give one of .*pytorch_model_fsdp_0, .*pytorch_model_fsdp_1"),
         (steps_and_epochs, "several checkpoints, .* give one of .*epoch_0, .*step_100"),
         (unknown_names, r"several checkpoints, .* give one of [^ ]*unet, [^ ]*vae\."),
-        (lambda root: weights(root / "final"), "no checkpoint itself, but .*final in it is one; give that path"),
+        (lambda root: weights(root / "final"), "not itself a checkpoint, but .*final in it is; give that path"),
         (lambda root: (root / "checkpoints").mkdir(), "no finished checkpoint yet"),
         (
             lambda root: touch(root, "step-5/notes.txt"),
-            "no checkpoint that fsdp-shard reads: the directory holds step-5",
+            "not a checkpoint that fsdp-shard can read: the directory holds step-5",
         ),
     ],
 )
@@ -316,7 +316,7 @@ def test_links_in_circles_end(tmp_path: Path) -> None:
     for number in range(200):
         (tmp_path / f"step-{number}").symlink_to(".")
         (tmp_path / "checkpoint" / f"step-{number}").symlink_to("..")
-    with pytest.raises(CheckpointError, match="no checkpoint that fsdp-shard reads"):
+    with pytest.raises(CheckpointError, match="not a checkpoint that fsdp-shard can read"):
         open_checkpoint(tmp_path)
     weights(tmp_path / "checkpoint" / "step-300")
     assert locate(tmp_path).step == 300

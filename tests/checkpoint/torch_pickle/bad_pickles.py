@@ -305,7 +305,7 @@ CASES: dict[str, Case] = {
     "stream of another version": (stream, replaced(b"\x80\x02M\xe9\x03.", b"\x80\x02M\xe8\x03."), "version"),
     "a plain pickle": (stream, lambda p: p.write_bytes(b"\x80\x02}."), "plain pickle"),
     # The file, and several with an index.
-    "a FIFO": (single, fifo(), "no checkpoint|not a regular file"),
+    "a FIFO": (single, fifo(), "not a checkpoint|not a regular file"),
     "a link outside": (single, link_outside(), "outside the directory"),
     "empty": (single, lambda p: p.write_bytes(b""), "is empty"),
     "text": (single, lambda p: p.write_text("version https://git-lfs"), "begins as no file of torch.save does"),
