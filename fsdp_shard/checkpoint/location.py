@@ -149,15 +149,15 @@ class Location:
             return classifier_directory(self.base.model_files, self.new_head.config)
         if self.config_path is not None:
             return _locate_named("config", self.config_path).config_directory
-        directory = self._beside_weights
+        directory = self._default_directory
         if self.format == GGUF_FORMAT and (self.weights.is_file() or not has_file(directory, CONFIG)):
             starts = (piece.start for entry in self.index.tensors.values() for piece in entry.pieces)
             return gguf_model_files(self.index.files()[0], min(starts, default=0))
         return directory
 
     @property
-    def _beside_weights(self) -> Path:
-        """The expected directory of config and tokenizer: that of the weights, or `side`."""
+    def _default_directory(self) -> Path:
+        """Where config and tokenizer are unless a path names others: `side`, or the directory of the weights."""
         return self.side or (self.weights if self.weights.is_dir() else self.weights.parent)
 
     @property
@@ -197,9 +197,9 @@ class Location:
             if not replace_tokenizer({}, list_model_files(directory)):
                 raise ModelError(f"tokenizer={self.tokenizer_path}: there are no files of a tokenizer in {directory}.")
             return directory
-        has_own = (self.is_adapter or self.config_path is not None) and has_tokenizer(self._beside_weights)
+        has_own = (self.is_adapter or self.config_path is not None) and has_tokenizer(self._default_directory)
         if has_own:
-            return self._beside_weights
+            return self._default_directory
         if self.is_adapter:
             refuse_other_tokenizer(self.weights, self.expected_config_directory)
         return self.expected_config_directory
@@ -225,8 +225,8 @@ class Location:
     @cached_property
     def index(self) -> TensorIndex:
         """The stored tensors, for an adapter its own; raises CheckpointError."""
-        if self._beside_weights.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
-            list_model_files(self._beside_weights)
+        if self._default_directory.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
+            list_model_files(self._default_directory)
         is_alone = self.config_path is not None and not self.is_adapter
         return open_weights(self.weights, self.expected_config_directory if is_alone else self.side, self.step)
 

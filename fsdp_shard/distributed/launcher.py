@@ -329,7 +329,7 @@ def check_machine(settings: LaunchConfig) -> None:
 def _refuse_settings_of_others(settings: LaunchConfig) -> None:
     """Raise ConfigError for settings of our launcher where it starts no ranks."""
     if is_joined := joins(settings, os.environ):
-        why = "has no effect on ranks that torchrun or srun has started; remove it, and give it to them."
+        why = "has no effect on ranks that torchrun or srun has started; give it to these programs instead."
         refuse_changed(settings, ("rendezvous", "max_restarts"), "launch.", why)
         found = world_sizes(settings)[0], num_local_ranks(settings)
         if settings.ranks not in (1, *found):

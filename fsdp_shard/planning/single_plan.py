@@ -135,5 +135,6 @@ def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) ->
     for device, num_bytes in (settings.budgets or {}).items():
         if found.peak_bytes.get(device_name(device), 0) > num_bytes:
             text += f"\nThat is more than the {format_size(num_bytes)} of dispatch.max_memory on {device_name(device)}."
+    # The name of the key before `execution_device`, which programs may read.
     dispatch = {"main" if name == "execution_device" else name: value for name, value in asdict(devices).items()}
     return text, {"device_map": devices.devices, "dispatch": dispatch | {"generation": found.figures()}}

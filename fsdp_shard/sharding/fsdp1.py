@@ -41,7 +41,7 @@ class Fsdp1Model:
         return self.module.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        free_gathered(self.module)  # what a pass without a backward pass left, which the optimizer would not update
+        free_gathered(self.module)  # after a pass without a backward pass, the next one would use old values
         return self.module.clip_grad_norm_(max_norm)  # the free function would use only this rank's norm
 
     def local_shards(self) -> dict[str, LocalShard]:

@@ -20,7 +20,7 @@ from fsdp_shard.sharding import expert_parallel, tensor_parallel
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit
 from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.gradients import clip_grad_norm_over_meshes
-from fsdp_shard.sharding.module_shards import reshard, shards_of
+from fsdp_shard.sharding.module_shards import free_gathered, shards_of
 from fsdp_shard.sharding.prepare_model import prepare_model
 from fsdp_shard.sharding.routed_lists import complete_gradients, is_within, skippable_modules
 from fsdp_shard.utils import at_end_of_backward, replace_tensors, reshard_over, tree_leaves
@@ -48,7 +48,7 @@ class Fsdp2Model:
             self.scalars.is_synced = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        reshard(self.module)  # gathered by a pass without a backward pass, parameters have no gradients
+        free_gathered(self.module)  # after a pass without a backward pass, gathered parameters have no gradients
         if self.context.divides_modules or self.scalars.trained:
             return clip_grad_norm_over_meshes(self.module.parameters(), max_norm)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -61,7 +61,7 @@ class Fsdp2Model:
 class _Scalars:
     """Scalar parameters, which `fully_shard` refuses: each rank has them whole, and their gradients are averaged.
 
-    All are averaged together at the end of a backward pass, as a rank may use other ones than the others, or none.
+    All are averaged together at the end of a backward pass: a rank may use other scalars than the others, or none.
 
     Attributes:
         trained: Those that are not frozen.
@@ -71,26 +71,26 @@ class _Scalars:
     def __init__(self, model: nn.Module, reduce_dtype: torch.dtype) -> None:
         self.trained = [param for param in model.parameters() if param.requires_grad and not param.ndim]
         self.is_synced = True
-        self._dtype, self._waits = reduce_dtype, False
+        self._dtype, self._is_queued = reduce_dtype, False
         for param in self.trained:
             param.register_post_accumulate_grad_hook(self._average_at_end)
         if self.trained:
             model.register_forward_hook(self._watch)
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._waits = False  # a backward pass that failed did not average
+        self._is_queued = False  # a backward pass that failed did not average
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._average_at_end)
 
     def _average_at_end(self, _: torch.Tensor) -> None:
-        if self.is_synced and not self._waits:
-            self._waits = True
+        if self.is_synced and not self._is_queued:
+            self._is_queued = True
             at_end_of_backward(self._average)
 
     def _average(self) -> None:
         """Average the gradients; those of micro-batches before are this rank's, or the mean, which averaging keeps."""
-        self._waits = False
+        self._is_queued = False
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in self.trained]
         is_used = [float(param.grad is not None) for param in self.trained]
         total = torch.stack([grad.to(self._dtype) for grad in grads])

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.sharding.config import ShardedModel
-from fsdp_shard.sharding.module_shards import reshard
-from fsdp_shard.utils import uncompiled
+from fsdp_shard.sharding.module_shards import free_gathered, without_wrappers
 
 
 def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.Tensor:
@@ -52,8 +51,8 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
         )
     if not isinstance(model, nn.Module):
         return model.clip_grad_norm_(max_norm)
-    while (compiled := uncompiled(model)) is not None:
-        model = compiled
+    model = without_wrappers(model)
+    free_gathered(model)  # after a pass without a backward pass, gathered parameters have no gradients
     if FullyShardedDataParallel.fsdp_modules(model):
         if not isinstance(model, FullyShardedDataParallel):
             raise ModelError(
@@ -61,7 +60,6 @@ def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.T
                 f"gradients have no common norm; wrap the whole model too."
             )
         return model.clip_grad_norm_(max_norm)
-    reshard(model)  # gathered by a pass without a backward pass, parameters have no gradients
     meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
     if meshes == {None}:
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -72,10 +72,8 @@ def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleSh
     """
     if not isinstance(module, nn.Module) and not isinstance(getattr(module, "module", None), nn.Module):
         raise ModelError(f"{module!r} is neither a torch.nn.Module nor a result of `shard`.")
-    inside = bare_module(module)
-    while isinstance(inside, DistributedDataParallel) or uncompiled(inside) is not None:
-        inside = uncompiled(inside) or cast(nn.Module, inside.module)
-    reshard(inside)
+    inside = without_wrappers(bare_module(module), DistributedDataParallel)
+    _reshard(inside)
     flat = _flat_shards(inside)
     # Both are slow, and layers have the same parameters.
     box, is_first = cache(local_shape_and_offset), cache(is_first_copy)
@@ -118,15 +116,15 @@ def free_gathered(module: nn.Module) -> None:
 
     Otherwise, FSDP1 would also keep an unused module in memory.
     """
-    reshard(module)
+    _reshard(module)
     free_flat_parameters(module)
 
 
 def free_after_passes_without_gradients(module: nn.Module) -> None:
     """Free gathered parameters after each forward pass without gradients, from which no backward pass follows.
 
-    As torch keeps the root gathered, `parameters()` would yield parameters that are no shards, without their gradients,
-    and the next pass would not see what an optimizer or a copy had changed since.
+    torch keeps the root gathered: `parameters()` would yield gathered parameters, which have no gradients, and the next
+    pass would not see what an optimizer or a copy had changed since.
     """
 
     def free(root: nn.Module, args: object, output: object) -> None:
@@ -136,8 +134,7 @@ def free_after_passes_without_gradients(module: nn.Module) -> None:
     module.register_forward_hook(free)
 
 
-def reshard(module: nn.Module) -> None:
-    """Free the gathered parameters of FSDP2, so that `parameters()` yields shards."""
+def _reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -171,9 +168,14 @@ def fill_copied_buffers(found: ModuleShards) -> None:
 
 def _inside(module: nn.Module) -> nn.Module:
     """The module without wrappers around the whole of it."""
+    return without_wrappers(module, DistributedDataParallel, fsdp.FullyShardedDataParallel)
+
+
+def without_wrappers(module: nn.Module, *wrappers: type[nn.Module]) -> nn.Module:
+    """The module without torch.compile and without `wrappers` around the whole of it, in any order."""
     while True:
-        if isinstance(module, DistributedDataParallel | fsdp.FullyShardedDataParallel):
-            module = module.module
+        if isinstance(module, wrappers):
+            module = cast(nn.Module, module.module)
         elif (compiled := uncompiled(module)) is not None:
             module = compiled
         else:

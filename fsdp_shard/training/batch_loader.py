@@ -231,10 +231,8 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         return {name: copy_to(device, torch.from_numpy(array)) for name, array in arrays.items()}
 
-    labels, label_positions = (
-        torch.from_numpy(batch.labels),
-        torch.from_numpy(np.flatnonzero(batch.labels != IGNORE_INDEX)),
-    )
+    labels = torch.from_numpy(batch.labels)
+    label_positions = torch.from_numpy(np.flatnonzero(batch.labels != IGNORE_INDEX))
     inputs = to_tensors(batch.inputs)
     extras = to_tensors(batch.extras)
     values = to_tensors(batch.token_values)

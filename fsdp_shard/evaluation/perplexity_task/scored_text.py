@@ -149,9 +149,9 @@ def open_windows(config: DataConfig, stride: int | None, tokenizer: PreTrainedTo
 def _size_of_rows(rows: MapDataset, kind: str, tokenizer: PreTrainedTokenizerBase) -> TextSize:
     """Return the size of the text of all scored tokens of rows in windows of their own, or packed."""
     if kind == "text" and isinstance(rows, PackedRows):  # whole, as windows cut characters
-        documents = list(rows.documents())
-        firsts = np.array([ids[0] for ids in documents], np.int64)
-        return TextSize.of(_decoded(ids, tokenizer) for ids in documents).less(_lone_tokens(firsts, tokenizer))
+        documents = rows.documents()
+        sizes = [TextSize.of([_decoded(ids, tokenizer)]).less(_lone_tokens(ids[:1], tokenizer)) for ids in documents]
+        return TextSize(*map(sum, zip(*sizes, strict=True)))
     labels = [rows.sample(index).labels for index in range(len(rows))]
     return TextSize.of(text for one in labels for text in _decoded_runs(one, one != IGNORE_INDEX, tokenizer))
 

@@ -141,9 +141,9 @@ class Decoder:
             mask[row, columns] = 1
         if self.config.cache_implementation is not None:  # transformers then creates the cache itself
             prefix_cache = None
-        cache: dict[str, Any] = {} if prefix_cache is None else prefix_cache.take(batch[0])
-        if getattr(self.model.config, "output_router_logits", False):  # of whose mask transformers fails with a cache
-            cache["output_router_logits"] = False
+        options: dict[str, Any] = {} if prefix_cache is None else prefix_cache.take(batch[0])
+        if getattr(self.model.config, "output_router_logits", False):
+            options["output_router_logits"] = False  # transformers fails to compute their loss with a cache
         # On the computing device, because transformers moves each token's logits to the device of the ids.
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
         generate: Any = self.model.generate
@@ -159,7 +159,7 @@ class Decoder:
                 stopping_criteria=transformers.StoppingCriteriaList([watch]),
                 tokenizer=self.tokenizer,  # required if the model's config has stop_strings
                 streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
-                **cache,
+                **options,
             )
         finite.check(self.model)
         if prefix_cache is not None:

@@ -108,7 +108,7 @@ class Fsdp1Simulator(FsdpSimulator):
         if has_two:
             self.has_sharded.discard(unit.fqn)
         # A flat parameter that changes its dtype has an AccumulateGrad for each call: the last one holds its gradient
-        # beside the sum.
+        # in addition to the sum.
         holds_call = has_sum and unit.cast > 0 and not has_two
         self.add(UNREDUCED, unit.gradients if holds_call else 0)
         self._reduce(unit)
