@@ -85,8 +85,6 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
 
     The flattened parameters of a unit are concatenated, and the result is divided evenly.
     """
-    if num_shards == 1:  # NO_SHARD: unsharded parameters
-        return [{name: (prod(shape),) for name, shape in shapes.items()}]
     shards: list[dict[str, Shape]] = [{} for _ in range(num_shards)]
     for number, unit in enumerate(units):
         spans, end = _flat_spans({name: shapes[name] for name in unit.parameters}, unit.dtype)

@@ -18,7 +18,11 @@ from .checkpoints.saver import FinetuneSaver as FinetuneSaver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave
 from .config import TrainConfig as TrainConfig, check_inputs as check_inputs, num_micro_batches as num_micro_batches
 from .dataset_figures import data_figures as data_figures, describe_streams as describe_streams
-from .finetune_checks import check_finetune as check_finetune, check_trained as check_trained
+from .finetune_checks import (
+    check_combination as check_combination,
+    check_finetune as check_finetune,
+    check_trained as check_trained,
+)
 from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
 from .load_model import (
     LoadedModel as LoadedModel,
@@ -68,7 +72,7 @@ from .module_weights import load_weights as load_weights, save_pretrained as sav
 from .objectives.dispatched_model import dispatched_rows as dispatched_rows
 from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ForwardPass as ForwardPass, ObjectiveConfig as ObjectiveConfig
-from .objectives.objective_checks import check_objective as check_objective, check_task as check_task
+from .objectives.objective_checks import check_task as check_task
 from .objectives.reference_model import (
     ModelReference as ModelReference,
     PrecomputedReference as PrecomputedReference,

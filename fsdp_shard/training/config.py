@@ -217,6 +217,34 @@ class ModelSettings(Protocol):
         """The location that `model.path` leads to."""
 
 
+class CombinedSettings(Protocol):
+    """The sections of a training run's config that restrict each other."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model."""
+
+    @property
+    def shard(self) -> ShardConfig:
+        """How it is sharded."""
+
+    @property
+    def train(self) -> TrainConfig:
+        """The steps."""
+
+    @property
+    def optim(self) -> OptimConfig:
+        """The optimizer."""
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        """The trained part of the model."""
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """The objective."""
+
+
 class FinetuneSettings(ModelSettings, Protocol):
     """The part of a training run's config that training uses."""
 

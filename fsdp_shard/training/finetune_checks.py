@@ -12,13 +12,13 @@ from fsdp_shard.distributed import is_restarted, uses_gpus, world_sizes
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.run_lock import check_free
-from fsdp_shard.training.config import FinetuneSettings, check_held_out, num_micro_batches
+from fsdp_shard.training.config import CombinedSettings, FinetuneSettings, check_held_out, num_micro_batches
 from fsdp_shard.training.held_out.sample_completions import check_samples
 from fsdp_shard.training.load_model import check_adapter_mesh, chunk_loss, match_weights
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.custom_functions import import_loss
-from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
+from fsdp_shard.training.loss.fused_kernels import check_installed, check_kernels, check_known
 from fsdp_shard.training.model_identity import check_base_model, model_name
 from fsdp_shard.training.model_origin import (
     check_classifier,
@@ -72,30 +72,50 @@ def check_finetune(config: FinetuneSettings) -> None:
         check_plots()
 
 
+def check_combination(
+    settings: CombinedSettings, num_ranks: int, *, on_gpu: bool, is_packed: bool, is_streamed: bool
+) -> None:
+    """Raise ConfigError if `finetune` refuses these sections together, whatever the data and the architecture.
+
+    Args:
+        settings: The sections.
+        num_ranks: Number of ranks.
+        on_gpu: Whether the ranks have GPUs.
+        is_packed: Whether samples are packed.
+        is_streamed: Whether samples are unknown before training.
+    """
+    model, shard, train, adapter = settings.model, settings.shard, settings.train, settings.adapter
+    sharding.check_ranks(shard, num_ranks, on_gpu=on_gpu)
+    sharding.check_accumulation(shard, num_micro_batches(train, sharding.num_data_ranks(shard, num_ranks)))
+    if train.tf32 and not on_gpu:
+        raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Remove it.")
+    check_objective(settings.objective, model, shard, adapter, is_packed=is_packed, is_streamed=is_streamed)
+    check_kernels(model.kernels, shard, on_gpu=on_gpu)
+    if model.chunked_loss is True and shard.tensor_parallel > 1:
+        raise ConfigError(
+            f"model.chunked_loss=true cannot be combined with shard.tensor_parallel={shard.tensor_parallel}, which "
+            f"divides the output head; set model.chunked_loss=auto."
+        )
+    settings.optim.check_installed()
+    settings.optim.check_divided(shard.tensor_parallel, shard.expert_parallel)
+    adapter.check_installed()
+    check_adapter_mesh(adapter, shard)
+    if train.ema_decay is not None and adapter.init in PRINCIPAL:
+        raise ConfigError(
+            f"train.ema_decay cannot be combined with adapter.init={'|'.join(PRINCIPAL)} yet; remove one of them."
+        )
+
+
 def _check_settings(config: FinetuneSettings) -> None:
     """Check what needs neither the run directory nor the model: ranks, settings, data files, packages."""
-    on_gpu = uses_gpus(config.launch)
+    packing, streaming, on_gpu = config.data.packing, config.data.streaming, uses_gpus(config.launch)
     for num_ranks in world_sizes(config.launch):
-        sharding.check_ranks(config.shard, num_ranks, on_gpu=on_gpu)
-        num_data_ranks = sharding.num_data_ranks(config.shard, num_ranks)
-        sharding.check_accumulation(config.shard, num_micro_batches(config.train, num_data_ranks))
-    if config.train.tf32 and not on_gpu:
-        raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Remove it.")
-    packing, streaming = config.data.packing, config.data.streaming
-    sections = (config.objective, config.model, config.shard, config.adapter)
-    check_objective(*sections, is_packed=packing, is_streamed=streaming)
-    check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
-    config.optim.check_installed()
-    config.optim.check_divided(config.shard.tensor_parallel, config.shard.expert_parallel)
+        check_combination(config, num_ranks, on_gpu=on_gpu, is_packed=packing, is_streamed=streaming)
+    check_installed(config.model.kernels)
     import_loss(config.loss)
     data.check_task(config.model.task, config.data, config.objective.samples)
     data.check_data(config.data, config.model.task, config.objective.samples)
     check_held_out(config.train, config.data)
-    config.adapter.check_installed()
-    if config.train.ema_decay is not None and config.adapter.init in PRINCIPAL:
-        raise ConfigError(
-            f"train.ema_decay cannot be combined with adapter.init={'|'.join(PRINCIPAL)} yet; remove one of them."
-        )
 
 
 def _find_resumed(config: FinetuneSettings) -> Path | None:
@@ -166,7 +186,6 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resume_fr
         decoder_start(model)
     sharding.check_shardable(model, shard)
     check_known(model_config, config.model.kernels)
-    check_adapter_mesh(adapter, shard)
     if isinstance(adapter, LoraConfig):
         _check_lora(config, adapter, model, source, resume_from, () if head is None else head.modules)
     config.optim.check_parameters([name for name, _ in model.named_parameters(remove_duplicate=False)])

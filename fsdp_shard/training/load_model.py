@@ -354,11 +354,6 @@ def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, 
     """
     if shard.tensor_parallel == 1:
         use_loss_head(model, config.chunked_loss, any_vocabulary=any_vocabulary)
-    elif config.chunked_loss is True:
-        raise ConfigError(
-            f"model.chunked_loss=true cannot be combined with shard.tensor_parallel={shard.tensor_parallel}, which "
-            f"divides the output head; set model.chunked_loss=auto."
-        )
 
 
 def _figures(shards: Mapping[str, LocalShard], block_bytes: int, context: DistributedContext) -> LoadFigures:

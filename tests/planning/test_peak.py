@@ -198,6 +198,13 @@ _SETTINGS = {
     "recomputation of every second": Setting(shard={"activation_checkpointing": 2}, **_LONG),
     "selective recomputation": Setting(shard={"activation_checkpointing": "selective"}, **_LONG),
     "fsdp1, recomputation": Setting(2, "fsdp1", {"activation_checkpointing": True}, **_LONG),
+    "fsdp1, recomputation of small units": Setting(
+        2, "fsdp1", {"min_params": 9000, "activation_checkpointing": True, "param_dtype": "float32"}
+    ),
+    "fsdp1, t5, recomputation of small units": Setting(
+        2, "fsdp1", {"min_params": 40_000, "activation_checkpointing": True}, model=t5, rows=1, length=8
+    ),
+    "fsdp1, two units": Setting(2, "fsdp1", {"min_params": 400_000, "param_dtype": "float32"}, rows=1, length=8),
     "accumulation": Setting(micro_batches=3),
     "accumulation, reduced once": Setting(micro_batches=3, shard={"sync_every_micro_batch": False}),
     "accumulation, reduced once, float32": Setting(
@@ -212,6 +219,7 @@ _SETTINGS = {
     ),
     "LoRA": Setting(adapter=_LORA),
     "fsdp1, LoRA": Setting(2, "fsdp1", adapter=_LORA),
+    "fsdp1, LoRA, one rank": Setting(1, "fsdp1", adapter=_LORA),
     "nf4": Setting(adapter=LoraConfig(rank=8, quantize="nf4")),
     "int8": Setting(adapter=LoraConfig(rank=8, quantize="int8")),
     "fsdp1, nf4": Setting(2, "fsdp1", adapter=LoraConfig(rank=8, quantize="nf4")),

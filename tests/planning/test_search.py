@@ -457,6 +457,9 @@ def test_host_memory_that_is_short_is_no_advice() -> None:
         (["data.packing=true", "model.attention=flash_attention_2", "train.micro_batch_size=2"], "boundaries of doc"),
         (["optim=muon", "launch.ranks=2", "shard.tensor_parallel=2"], r"cannot gather with shard\.tensor_parallel=2"),
         (["adapter=lora", "launch.ranks=2", "shard.tensor_parallel=2"], "adapter=lora cannot be combined with"),
+        (["adapter=lora", "adapter.init=pissa", "train.ema_decay=0.9"], "train.ema_decay cannot be combined with"),
+        (["model.kernels=liger", "launch.ranks=2", "shard.tensor_parallel=2"], "liger cannot be combined with"),
+        (["model.chunked_loss=true", "launch.ranks=2", "shard.tensor_parallel=2"], "divides the output head"),
     ],
 )  # fmt: skip
 def test_what_finetune_would_refuse_is_not_advised(typed: list[str], says: str) -> None:

@@ -20,7 +20,7 @@ from fsdp_shard.config import FinetuneConfig, PlanConfig, compose_jobs
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known, use_kernels
+from fsdp_shard.training.loss.fused_kernels import check_installed, check_kernels, check_known, use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from tests.support.runs import RECIPES
 from tests.support.tiny import llama, llama_config, token_batch
@@ -125,8 +125,9 @@ def test_machines_and_settings_without_it(monkeypatch: pytest.MonkeyPatch) -> No
         check_kernels("liger", ShardConfig(), on_gpu=False)
     monkeypatch.setattr("fsdp_shard.utils.environment.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs liger-kernel, which is not installed.*\[liger\]"):
-        check_kernels("liger", ShardConfig(), on_gpu=True)
+        check_installed("liger")
     monkeypatch.setattr("fsdp_shard.utils.environment.find_spec", lambda name: object())
+    check_installed("liger")
     for name in ("tensor_parallel", "expert_parallel"):
         with pytest.raises(ConfigError, match=rf"cannot be combined with shard\.{name}=2"):
             check_kernels("liger", ShardConfig(**{name: 2}), on_gpu=True)

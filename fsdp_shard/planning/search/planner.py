@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
-from fsdp_shard import sharding
 from fsdp_shard.data import PAIRS
-from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import check_packing, check_shared_prompts
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
 from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
@@ -16,7 +14,7 @@ from fsdp_shard.planning.memory import built_model, plan_memory
 from fsdp_shard.planning.memory_plan import HostMemory, MemoryPlan
 from fsdp_shard.planning.plan_cache import PlanCache, without_activations, without_loss
 from fsdp_shard.planning.planned_run import PlannedRun
-from fsdp_shard.training import check_adapter_mesh, check_inputs, check_objective, check_trained, num_micro_batches
+from fsdp_shard.training import check_combination, check_inputs, check_trained
 from fsdp_shard.utils import check
 
 
@@ -83,17 +81,8 @@ class Planner:
             check(section)
         if self.check_together is not None:
             self.check_together(run)
-        sharding.check_ranks(run.shard, run.num_ranks, on_gpu=self.on_gpu)
-        sharding.check_accumulation(run.shard, num_micro_batches(run.train, run.num_data_ranks))
-        sections = (run.objective, run.model, run.shard, run.adapter)
-        check_objective(*sections, is_packed=run.is_packed, is_streamed=run.is_streamed)
+        check_combination(run, run.num_ranks, on_gpu=self.on_gpu, is_packed=run.is_packed, is_streamed=run.is_streamed)
         check_inputs(run.model, run.shard, run.train, is_packed=run.is_packed)
-        if run.model.chunked_loss is True and run.shard.tensor_parallel > 1:
-            raise ConfigError("model.chunked_loss=true cannot be combined with shard.tensor_parallel.")
-        run.optim.check_divided(run.shard.tensor_parallel, run.shard.expert_parallel)
-        check_adapter_mesh(run.adapter, run.shard)
-        run.optim.check_installed()
-        run.adapter.check_installed()
 
     def check_model(self, run: PlannedRun) -> None:
         """Raise an InputError if `finetune` would reject the model with these settings, once `plan` accepted them."""

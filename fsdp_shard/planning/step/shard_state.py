@@ -99,7 +99,7 @@ def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
         parts = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
         owned = [[name for name in names if name in updated] for names in parts]
     with_gradient = list(updated if run.shard.is_sharded else trained)  # DDP's buckets hold all
-    if run.shard.flattens_units and run.num_shards > 1:  # one gradient per unit, which covers frozen parameters too
+    if run.shard.flattens_units:  # one gradient per unit, which covers frozen parameters too
         flat = [(number, unit) for number, unit in enumerate(units) if not updated.isdisjoint(unit.parameters)]
         with_gradient = [name for number, unit in flat for name in (*unit.parameters, f"(padding of unit {number})")]
     return UnitShards(

@@ -20,20 +20,25 @@ _OUR_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def check_kernels(kernels: str, shard: ShardConfig, *, on_gpu: bool) -> None:
-    """Raise ConfigError if `model.kernels` is not available on this machine or with `shard`."""
+    """Raise ConfigError if `model.kernels` cannot be combined with these ranks."""
     if kernels == NONE:
         return
     if not on_gpu:
         raise ConfigError(
             f"model.kernels={kernels} is for GPUs, but the ranks of this run are on the CPU; set model.kernels=none."
         )
-    require_package("liger_kernel", "liger", f"model.kernels={kernels}", "set model.kernels=none")
     for name in ("tensor_parallel", "expert_parallel"):
         if (num_ranks := getattr(shard, name)) > 1:
             raise ConfigError(
                 f"model.kernels={kernels} cannot be combined with shard.{name}={num_ranks}, which divides layers "
                 f"over ranks. Remove one of them."
             )
+
+
+def check_installed(kernels: str) -> None:
+    """Raise ConfigError if the package of `model.kernels` is not installed."""
+    if kernels != NONE:
+        require_package("liger_kernel", "liger", f"model.kernels={kernels}", "set model.kernels=none")
 
 
 def check_known(config: PretrainedConfig, kernels: str) -> None:

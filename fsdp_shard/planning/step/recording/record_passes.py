@@ -117,8 +117,11 @@ def record_passes(
         watched = dict.fromkeys([*blocks, *(unit.fqn for unit in units), ""])
         inside = tuple(f"{fqn}." for fqn in passed_over)
         by_fqn = {unit.fqn: unit for unit in units}
-        for fqn in (fqn for fqn in watched if fqn not in passed_over and not fqn.startswith(inside or ("\0",))):
-            _watch(model, recorder, settings, fqn, by_fqn.get(fqn), is_uncast=fqn in uncast)
+        for fqn in (fqn for fqn in watched if fqn not in passed_over and not fqn.startswith(inside)):
+            unit = by_fqn.get(fqn)
+            names = [] if unit is None else [name for name in unit.parameters if not name.startswith(inside)]
+            params = [model.get_parameter(name) for name in names]
+            _watch(model, recorder, settings, fqn, unit, params, is_uncast=fqn in uncast)
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.accumulated)
@@ -239,11 +242,20 @@ def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Non
 
 
 def _watch(
-    model: nn.Module, recorder: Recorder, settings: ShardConfig, fqn: str, unit: Unit | None, *, is_uncast: bool
+    model: nn.Module,
+    recorder: Recorder,
+    settings: ShardConfig,
+    fqn: str,
+    unit: Unit | None,
+    params: Sequence[nn.Parameter],
+    *,
+    is_uncast: bool,
 ) -> None:
-    """Make the recorder mark when a module is entered and left in both passes, and cast as its wrapper does."""
+    """Make the recorder mark when a module is entered and left in both passes, and cast as its wrapper does.
+
+    `params` are the unit's parameters outside of skipped blocks: only those get gradients.
+    """
     module = model.get_submodule(fqn)
-    params = [model.get_parameter(name) for name in unit.parameters] if unit is not None else []
     trained = {id(param) for param in params if param.requires_grad}
     casts = settings.is_sharded and unit is not None and not unit.is_bytes and not is_uncast
     by_gradients = settings.flattens_units and bool(trained)

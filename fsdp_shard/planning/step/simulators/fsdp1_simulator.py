@@ -20,6 +20,7 @@ class Fsdp1Simulator(FsdpSimulator):
         self._held: list[UnitBytes] = []  # those whose flat gradient is incomplete
         self._calls = Counter[str]()  # of each module in the forward pass
         self._begun = Counter[str]()  # of these, those whose backward pass has begun
+        self._is_in_backward: dict[str, bool] = {}  # of the units whose backward pass has begun
 
     def step(self, recordings: Recordings) -> None:
         entered = (event.module for event in recordings.training if event.kind == PRE_FORWARD)
@@ -39,16 +40,19 @@ class Fsdp1Simulator(FsdpSimulator):
                 self.unshard((key[0], name), self.by_fqn[name])
 
     def post_forward(self, key: Key, unit: UnitBytes) -> None:
-        if self.in_backward:
+        if self._is_in_backward.get(unit.fqn):
             return
-        self.order.append(key)
+        if not self.in_backward:
+            self.order.append(key)
         if unit.num_shards == 1 or (unit.fqn and self.rules.reshard is not False):
             self.free(key, unit)
 
     def pre_backward(self, key: Key, unit: UnitBytes) -> None:
-        self.unshard(key, unit)
-        if self.rules.prefetch_backward:
-            self.unshard_one_before(key)
+        if unit.fqn not in self._is_in_backward:  # only the first of its outputs that gets a gradient
+            self._is_in_backward[unit.fqn] = True
+            self.unshard(key, unit)
+            if self.rules.prefetch_backward:
+                self.unshard_one_before(key)
         if unit.gradients and self._calls[unit.fqn] > 1:
             self._begin_call(unit)
 
@@ -88,6 +92,7 @@ class Fsdp1Simulator(FsdpSimulator):
         self._late = None
 
     def _finish(self, unit: UnitBytes) -> None:
+        self._is_in_backward[unit.fqn] = False
         key = (False, unit.fqn)
         frees = self.is_synced or self.rules.reshard is not False or unit.num_shards == 1
         if not unit.gradients:
@@ -141,6 +146,7 @@ class Fsdp1Simulator(FsdpSimulator):
                 self._finish(unit)
             self.free((False, unit.fqn), unit)
         self.order.clear()
+        self._is_in_backward.clear()
 
     def update(self) -> None:
         super().update()
