@@ -458,7 +458,6 @@ def test_host_memory_that_is_short_is_no_advice() -> None:
         (["optim=muon", "launch.ranks=2", "shard.tensor_parallel=2"], r"cannot gather with shard\.tensor_parallel=2"),
         (["adapter=lora", "launch.ranks=2", "shard.tensor_parallel=2"], "adapter=lora cannot be combined with"),
         (["adapter=lora", "adapter.init=pissa", "train.ema_decay=0.9"], "train.ema_decay cannot be combined with"),
-        (["model.kernels=liger", "launch.ranks=2", "shard.tensor_parallel=2"], "liger cannot be combined with"),
         (["model.chunked_loss=true", "launch.ranks=2", "shard.tensor_parallel=2"], "divides the output head"),
     ],
 )  # fmt: skip
@@ -467,6 +466,14 @@ def test_what_finetune_would_refuse_is_not_advised(typed: list[str], says: str) 
     run = replace(run_of(config), is_packed=config.data.packing, is_streamed=config.data.streaming)
     with pytest.raises(InputError, match=says):
         Planner(llama_config()).check(run)
+
+
+def test_layers_with_fused_kernels_are_not_divided() -> None:
+    """A run's own settings, which `doctor` and `plan RUN` plan, may have kernels; `plan` takes none."""
+    run = run_of(composed(["data.sequence_length=64", "launch.ranks=2", "shard.tensor_parallel=2"]))
+    with_kernels = replace(run, model=replace(run.model, kernels="liger"))
+    with pytest.raises(InputError, match=r"model\.kernels=liger cannot be combined with shard\.tensor_parallel=2"):
+        Planner(llama_config()).check(with_kernels)
 
 
 def test_packing_is_refused_where_finetune_refuses_it() -> None:
