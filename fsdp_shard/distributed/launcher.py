@@ -163,23 +163,34 @@ def _join_ranks(
             f"{_why_alone(world_size)}"
         ) from error
     try:
-        _refuse_other_settings(config, store, rank, world_size)
-        if check is not None:
-            _check_once_per_machine(check, config, store, world_size)
-        if rank == 0:
-            try:
-                begin(config)
-            except BaseException:
-                store.set("run_dir", "")
-                raise
-            store.set("run_dir", config.run_dir)
-        elif not (received := store.get("run_dir")):
-            sys.exit(1)  # rank 0 reports why
-        else:
-            config.run_dir = received.decode()
+        try:
+            _refuse_other_settings(config, store, rank, world_size)
+            if check is not None:
+                _check_once_per_machine(check, config, store, world_size)
+            _agree_on_run_dir(begin, config, store, rank)
+        except DistNetworkError as error:
+            raise RunError(
+                f"Rank {rank} of {world_size} lost rank 0 before the run began ({first_line(error).rstrip('.')}); see "
+                f"why rank 0 ended."
+            ) from error
         work(config)
     finally:
         leave_store(store, world_size, serves=rank == 0, seconds=_SECONDS_TO_LEAVE)
+
+
+def _agree_on_run_dir(begin: Callable[[C], None], config: C, store: "Store", rank: int) -> None:
+    """Begin the run on rank 0, and set `run_dir` to rank 0's on the others."""
+    if rank == 0:
+        try:
+            begin(config)
+        except BaseException:
+            store.set("run_dir", "")
+            raise
+        store.set("run_dir", config.run_dir)
+    elif not (received := store.get("run_dir")):
+        sys.exit(1)  # rank 0 reports why
+    else:
+        config.run_dir = received.decode()
 
 
 def _address_text(settings: LaunchConfig, error: Exception) -> str:

@@ -6,6 +6,7 @@ import doctest
 import json
 import random
 import signal
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,6 +167,30 @@ def test_ranks_of_torchrun_run_one_after_the_other(tiny_model: Path, texts: Path
     assert done.status == 0, done.err
     first, second = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("first", "second"))
     assert first["final_loss"] == second["final_loss"]
+
+
+@pytest.mark.long
+def test_a_refused_run_leaves_the_ranks_able_to_start_another(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    """Rank 1 starts it while rank 0 still holds the error, and with it the store of the refused run."""
+    (tmp_path / "script.py").write_text(
+        "import json, os, sys, time\nimport fsdp_shard as fs\nfrom fsdp_shard.errors import FsdpShardError\n"
+        "refused, given = json.loads(sys.argv[1])\n"
+        "try:\n    fs.finetune(refused)\n"
+        "except FsdpShardError:\n    time.sleep(0 if os.environ['RANK'] == '1' else 2)\nelse:\n    sys.exit(3)\n"
+        "fs.finetune(given)\n"
+    )
+    given = settings(tiny_model, texts, tmp_path / "run", "launch.timeout_seconds=60")
+    asked = json.dumps([[*given, "adapter=lora", "adapter.target_modules=[nothing]"], given])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    numbers = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "script.py", asked]
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(run, command, tmp_path, RANK=rank, LOCAL_RANK=rank, **numbers) for rank in "01"]
+        for rank in ranks:
+            assert rank.result().status == 0, rank.result().err
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
 
 
 def test_no_data_worker_outlives_a_run(tiny_model: Path, texts: Path, tmp_path: Path) -> None:

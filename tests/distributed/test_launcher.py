@@ -646,6 +646,26 @@ def test_the_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
     _one_run(tmp_path, 2)
 
 
+def test_a_rank_says_that_rank_0_is_gone(tmp_path: Path) -> None:
+    """Rank 0 is killed before it has said which settings and directory it has."""
+    (tmp_path / "text.txt").write_text("text")
+    port = _free_port()
+    serving = (
+        f"import time, torch.distributed as dist\n"
+        f"store = dist.TCPStore('127.0.0.1', {port}, 2, True, multi_tenant=True)\n"  # returns once both are there
+        f"time.sleep(1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", serving], env=environment()):
+        second = _start(
+            tmp_path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        said = second.communicate(timeout=100)[1]
+    assert re.search(
+        r"error: rank 1: Rank 1 of 2 lost rank 0 before the run began \(.*\); see why rank 0 ended\.\n", said
+    ), said
+    assert second.returncode == 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("starter", ["srun", "machines"])
 def test_ranks_with_other_settings_are_refused(starter: str, tmp_path: Path) -> None:
