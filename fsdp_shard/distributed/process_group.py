@@ -5,6 +5,7 @@ Other rooms get a `DistributedContext` and call its collectives; only this room 
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -158,10 +159,12 @@ def init_distributed(
     parallel = (tensor_parallel, expert_parallel, context_parallel)
     _check_sizes(world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
+    hook = sys.excepthook
     if is_joined:
         _check_backend(torch_device)
     else:
         _init_process_group(rendezvous, rank, world_size, timeout, torch_device)
+    hook_of_group = sys.excepthook
     is_done = False
     try:
         groups = _groups(world_size, replicas, parallel, torch_device.type, timeout)
@@ -170,6 +173,8 @@ def init_distributed(
     finally:
         if not is_joined and (is_done or world_size == 1):
             dist.destroy_process_group()
+            if sys.excepthook is hook_of_group:  # torch leaves it, which writes `[rank0]` before each line
+                sys.excepthook = hook
             clear_sharding_caches()
 
 

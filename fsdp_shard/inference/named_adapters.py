@@ -104,7 +104,8 @@ def _inject(model: PreTrainedModel, name: str, location: Location) -> None:
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects it itself
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         try:
-            model.add_adapter(config, name)
+            with torch.random.fork_rng(devices=[]):  # peft draws first values, which `_fill` replaces
+                model.add_adapter(config, name)
         except ValueError as error:
             raise CheckpointError(f"{location.index.root} does not fit {type(model).__name__}: {error}") from error
 

@@ -230,7 +230,7 @@ def test_threads_take_turns(tiny_model: Path, texts: Path, tmp_path: Path) -> No
 
 def test_what_the_caller_has_set_changes_no_figures_and_stays(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     lora = ["adapter=lora", "train.neftune_alpha=5"]
-    losses = []
+    losses, hook = [], sys.excepthook
     for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
         torch.manual_seed(number)
         random.seed(number)
@@ -250,6 +250,7 @@ def test_what_the_caller_has_set_changes_no_figures_and_stays(tiny_model: Path, 
         losses.append(figures["final_loss"])
         assert torch.equal(torch.rand(2), expected[0])
         assert (random.random(), np.random.rand()) == expected[1:]
+        assert sys.excepthook is hook
     assert losses == losses[:1] * 3
 
 

@@ -80,7 +80,9 @@ def test_logits_are_those_of_peft(base: Path, adapters: dict[str, Path], dtype: 
     for name in adapters:
         of_peft.set_adapter(name)
         expected[name] = logits_of(of_peft)
+    random_state = torch.get_rng_state()
     model = load_dispatched(base, device_map, dtype=dtype, adapters=adapters)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.equal(logits_of(model), expected["sql"]), "the first one is active"
     for name in ("chat", None, "sql", None, "chat"):
         use_adapter(model, name)

@@ -30,6 +30,7 @@ _ALLOWED = {
     ("cli.exit", "assigns an attribute of sys"): "outputs that the command line's own process was started without",
     ("distributed.signals", "assigns sys.unraisablehook"): "in the command line's own process and its ranks",
     ("utils.limited_process", "tunes gc"): "in the process that it forked, which ends there",
+    ("distributed.process_group", "assigns sys.excepthook"): "puts back what torch replaced for the process group",
     ("config.compose", "assigns sys.argv"): "hydra.main reads it; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.deterministic"): "a documented setting; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.benchmark"): "a documented setting; it is restored",
