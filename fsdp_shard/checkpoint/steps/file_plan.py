@@ -186,23 +186,34 @@ def plan_sharded(
         box = (boxes or {}).get(spec.name)
         held = stored_shape(spec.shape, start, count) if box is None else box[1]
         specs.append(TensorSpec(spec.name, spec.dtype, held))
-        ranges[spec.name] = {"shape": list(spec.shape), "start": start}
-        if box is not None:
-            ranges[spec.name]["offsets"] = list(box[0])
-    document = {
-        "format_version": SHARD_FORMAT_VERSION,
-        "rank": rank,
-        "world_size": world_size,
-        "step": step,
-        "save": save,
-        "aliases": dict(aliases or {}),
-        "tensors": ranges,
-    }
+        ranges[spec.name] = range_entry(spec.shape, start, None if box is None else box[0])
+    document = shard_document(rank, world_size, step, save, aliases or {}, ranges)
     metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
     # Tensors of complete pages come first, so that they begin at a page boundary and the parts of all ranks can be
     # mapped.
     specs.sort(key=lambda spec: spec.num_bytes % PAGE_BYTES != 0)
     return _plan_file(shard_name(rank, world_size), specs, metadata, {})
+
+
+def shard_document(
+    rank: int, world_size: int, step: int | None, save: str, aliases: Mapping[str, str], ranges: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Our entry in the metadata of a rank file, with the `range_entry` of each of its tensors."""
+    return {
+        "format_version": SHARD_FORMAT_VERSION,
+        "rank": rank,
+        "world_size": world_size,
+        "step": step,
+        "save": save,
+        "aliases": dict(aliases),
+        "tensors": ranges,
+    }
+
+
+def range_entry(shape: Sequence[int], start: int, offsets: Sequence[int] | None = None) -> dict[str, Any]:
+    """A tensor in this entry: its full shape, the first flat element in the file, and the offsets of a box."""
+    entry: dict[str, Any] = {"shape": list(shape), "start": start}
+    return entry if offsets is None else {**entry, "offsets": list(offsets)}
 
 
 def stored_shape(shape: tuple[int, ...], start: int, count: int) -> tuple[int, ...]:
@@ -254,7 +265,7 @@ class ShardInfo:
 
 
 def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
-    """Parse the entry of `plan_sharded` in the header of `path`; raise CheckpointError if it is wrong in any way."""
+    """Parse the `shard_document` in the header of `path`; raise CheckpointError if it is wrong in any way."""
     if SHARD_KEY not in metadata:
         raise CheckpointError(f"{path} has no {SHARD_KEY} entry in its metadata: it was not written by fsdp-shard.")
     where = f"the {SHARD_KEY} metadata of {path}"

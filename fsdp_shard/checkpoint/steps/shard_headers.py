@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.io import FileHeader, itemsize, member
 from fsdp_shard.checkpoint.piece_table import Division, Held
-from fsdp_shard.checkpoint.steps.file_plan import SHARD_FORMAT_VERSION, SHARD_KEY, stored_shape
+from fsdp_shard.checkpoint.steps.file_plan import SHARD_KEY, range_entry, shard_document, stored_shape
 from fsdp_shard.checkpoint.steps.shard_index import ShardIndex
 from fsdp_shard.utils import open_regular, parse_json, read_range
 
@@ -84,23 +84,14 @@ class _DescribedHeaders:
             end = offset + part.num_elements * size
             stored[name] = {"dtype": dtype, "shape": part.shape, "data_offsets": [offset, end]}
             entries[name] = part.entry
-        info = {
-            "format_version": SHARD_FORMAT_VERSION,
-            "rank": rank,
-            "world_size": self._index.world_size,
-            "step": self._index.step,
-            "save": self._index.save,
-            "aliases": self._index.aliases,
-            "tensors": entries,
-        }
-        return stored, info
+        index = self._index
+        return stored, shard_document(rank, index.world_size, index.step, index.save, index.aliases, entries)
 
 
 def _part(division: Division, held: Held) -> _Part:
-    shape = list(division.shape)
     if held.box is None:
         stored = stored_shape(division.shape, held.start, held.num_elements)
-        return _Part(list(stored), held.num_elements, {"shape": shape, "start": held.start})
+        return _Part(list(stored), held.num_elements, range_entry(division.shape, held.start))
     offsets, box = held.box
     start = tensor_slices.flat_start(division.shape, offsets)
-    return _Part(list(box), math.prod(box), {"shape": shape, "start": start, "offsets": list(offsets)})
+    return _Part(list(box), math.prod(box), range_entry(division.shape, start, offsets))
