@@ -139,6 +139,7 @@ from .steps.manifest import (
     FileRecord as FileRecord,
     Manifest as Manifest,
     TensorRecord as TensorRecord,
+    has_listed_files as has_listed_files,
     read_manifest as read_manifest,
 )
 from .steps.shard_index import SHARD_INDEX as SHARD_INDEX

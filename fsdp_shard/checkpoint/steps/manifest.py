@@ -146,6 +146,14 @@ def read_manifest_of_folder(folder: Path) -> Manifest | None:
     return replace(manifest, files=files, tensors={}, aliases={}) if files else None
 
 
+def has_listed_files(root: Path, manifest: Manifest) -> bool:
+    """Whether a directory has each file of its manifest, with the size that was written."""
+    try:
+        return all(member(root, name).stat().st_size == record.size for name, record in manifest.files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
 def parse_manifest(content: bytes, where: str) -> Manifest:
     """Parse the content of a manifest.json and compare it with its digest; `where` names the file in errors."""
     return _sealed_manifest(parse_json(content, where), content, where)

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from fsdp_shard.checkpoint.io import atomicity, fault_point, has_file, member
-from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, has_listed_files, read_manifest
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError, os_error_text
 from fsdp_shard.utils import fsync_path, has_content, read_bounded, write_atomically
 
@@ -281,11 +281,10 @@ def _complete_manifest(directory: Path) -> Manifest | None:
     """The manifest of a step with all of its files in full size; None for other steps."""
     try:
         manifest = read_manifest(directory)
-        files = {} if manifest is None else manifest.files
-        is_complete = all(member(directory, name).stat().st_size == files[name].size for name in files)
     except (CheckpointError, OSError):
         return None
-    return manifest if files and is_complete else None
+    is_complete = manifest is not None and manifest.files and has_listed_files(directory, manifest)
+    return manifest if is_complete else None
 
 
 def _remove_optimizer(directory: Path) -> None:

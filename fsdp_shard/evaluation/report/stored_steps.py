@@ -16,6 +16,7 @@ from fsdp_shard.checkpoint import (
     OPTIMIZER,
     Manifest,
     StepStore,
+    has_listed_files,
     locate,
     member,
     parse_shard_name,
@@ -111,7 +112,7 @@ def _read_step(path: Path, step: int, kept: tuple[str, ...]) -> ReportedStep:
         optimizer_bytes=sum(optimizer.values()),
         digest=digest,
         kept=kept,
-        is_complete=all(_has_size(path, name, size) for name, size in sizes.items()),
+        is_complete=has_listed_files(path, manifest),
         rank_bytes=_by_rank(sizes, ""),
         rank_optimizer_bytes=_by_rank(sizes, f"{OPTIMIZER}/"),
     )
@@ -125,13 +126,6 @@ def _read_manifest(path: Path, modified_ns: int, num_bytes: int) -> tuple[Manife
     if manifest is None or found is None:
         raise InputError(f"{path / MANIFEST} is not a manifest of fsdp-shard.")
     return manifest, found[1].decode()
-
-
-def _has_size(root: Path, name: str, size: int) -> bool:
-    try:
-        return member(root, name).stat().st_size == size
-    except (InputError, OSError):
-        return False
 
 
 def _by_rank(sizes: Mapping[str, int], prefix: str) -> tuple[int, ...]:
