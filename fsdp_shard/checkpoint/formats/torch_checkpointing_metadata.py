@@ -6,10 +6,10 @@ It is a pickle of plain dictionaries, read through our own allow-list. Source: `
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.io import find_torch_name, member
@@ -23,6 +23,7 @@ _VERSION = "2.0"
 _MARK, _MARK_BYTES = b"nested_path_to_metadata", 4096  # a key close to the beginning
 _MAX_GROUPS = 1024  # groups of ranks, each with the tensor on its own mesh
 
+T = TypeVar("T")
 Keys = tuple[str, ...]
 
 
@@ -109,10 +110,14 @@ class _Parser:
 
     def __init__(self, where: Path) -> None:
         self._where = where
-        self._ranks: dict[int, frozenset[int]] = {}  # this and the following by object id
-        self._meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._shardings: dict[int, Sharding | None] = {}
-        self._groups: dict[int, Groups] = {}
+        self._parsed: dict[tuple[str, int], Any] = {}  # by the function that parses, and the object's id
+
+    def _once(self, parse: Callable[[Any], T], stored: Any) -> T:
+        key = parse.__name__, id(stored)
+        if key not in self._parsed:
+            self._parsed[key] = parse(stored)
+        found: T = self._parsed[key]
+        return found
 
     def item(self, item: Any) -> ItemMetadata:
         groups: dict[Keys, Groups] = {}
@@ -120,16 +125,16 @@ class _Parser:
         uses: Counter[int] = Counter()  # of each list of groups, by its id
         described = item["nested_path_to_metadata"]
         for keys, stored in zip(self._all_keys(described), described.values(), strict=True):
-            groups[keys] = self._parsed(stored)
+            groups[keys] = self._once(self._groups, stored)
             lists[id(stored)] = stored
             uses[id(stored)] += 1
-        num_of: Counter[int] = Counter()  # tensors on each list of ranks, by its id
+        num_on: Counter[frozenset[int]] = Counter()  # tensors by their ranks
         for key, stored in lists.items():
-            for group in stored:
-                num_of[id(group["ranks"])] += uses[key]
+            for ranks, _ in self._once(self._groups, stored):
+                num_on[ranks] += uses[key]
         num_tensors: Counter[int] = Counter()
-        for key, number in num_of.items():
-            for rank in self._ranks[key]:
+        for ranks, number in num_on.items():
+            for rank in ranks:
                 num_tensors[rank] += number
         by_name = {".".join(keys): keys for keys in groups}
         if len(by_name) != len(described):
@@ -138,13 +143,13 @@ class _Parser:
         files = {rank: _file(layouts.get(rank)) for rank in sorted(num_tensors)}
         return ItemMetadata(files, num_tensors, by_name, groups)
 
-    def _parsed(self, groups: Any) -> Groups:
-        if id(groups) not in self._groups:
-            if not isinstance(groups, list) or len(groups) > _MAX_GROUPS:
-                raise ValueError(f"a tensor on more than {_MAX_GROUPS} meshes")
-            found = [(self._ranks_of(group["ranks"]), self._sharding(group["sharding_metadata"])) for group in groups]
-            self._groups[id(groups)] = found
-        return self._groups[id(groups)]
+    def _groups(self, groups: Any) -> Groups:
+        if not isinstance(groups, list) or len(groups) > _MAX_GROUPS:
+            raise ValueError(f"a tensor on more than {_MAX_GROUPS} meshes")
+        return [
+            (self._once(_ranks, group["ranks"]), self._once(self._sharding, group["sharding_metadata"]))
+            for group in groups
+        ]
 
     def _all_keys(self, paths: Mapping[Any, Any]) -> list[Keys]:
         """Parse the paths of all tensors, each a list in JSON, into keys; doing it all at once is faster."""
@@ -157,34 +162,30 @@ class _Parser:
                 raise TypeError(f"{str(keys)[:100]} as the path of a tensor")
         return [tuple(map(str, keys)) for keys in found]
 
-    def _ranks_of(self, ranks: Any) -> frozenset[int]:
-        if id(ranks) not in self._ranks:
-            self._ranks[id(ranks)] = frozenset(counts(ranks, limits().mesh_ranks))
-        return self._ranks[id(ranks)]
-
     def _sharding(self, packed: Any) -> Sharding | None:
-        if id(packed) not in self._shardings:
-            is_dtensor = packed["type"] == "DTensorShardingMetadata"
-            self._shardings[id(packed)] = self._of_dtensor(packed["data"]) if is_dtensor else None
-        return self._shardings[id(packed)]
-
-    def _of_dtensor(self, data: Any) -> Sharding:
+        if packed["type"] != "DTensorShardingMetadata":
+            return None
+        data = packed["data"]
         dtype = find_torch_name(text(data["dtype"]))
         if dtype is None:
             raise ValueError(f"{data['dtype'][:100]} as a dtype")
-        mesh_shape, mesh_ranks = self._mesh(data["mesh_spec"])
+        mesh_shape, mesh_ranks = self._once(_mesh, data["mesh_spec"])
         if len(data["placements"]) != len(mesh_shape):
             raise ValueError(f"{len(data['placements'])} placements on a mesh of {len(mesh_shape)} dimensions")
         placements = tuple(map(_placement, data["placements"]))
         return Sharding(dtype, counts(data["global_shape"]), mesh_shape, mesh_ranks, placements)
 
-    def _mesh(self, spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if id(spec) not in self._meshes:
-            shape, ranks = counts(spec["mesh_shape"]), counts(spec["mesh_data"], limits().mesh_ranks)
-            if math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
-                raise ValueError(f"a mesh of shape {list(shape)} with the ranks {list(ranks[:16])}")
-            self._meshes[id(spec)] = shape, ranks
-        return self._meshes[id(spec)]
+
+def _ranks(ranks: Any) -> frozenset[int]:
+    return frozenset(counts(ranks, limits().mesh_ranks))
+
+
+def _mesh(spec: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of a mesh and its ranks."""
+    shape, ranks = counts(spec["mesh_shape"]), counts(spec["mesh_data"], limits().mesh_ranks)
+    if math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
+        raise ValueError(f"a mesh of shape {list(shape)} with the ranks {list(ranks[:16])}")
+    return shape, ranks
 
 
 def _placement(spec: Any) -> Placement:
