@@ -6,8 +6,8 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile, zip_longest
 from typing import Any
 
 from fsdp_shard.errors import ConfigError, one_line
@@ -71,15 +71,20 @@ def first_few(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format `rows`, of which the first is the header, as aligned columns, with numbers right-aligned."""
-    rows = [[one_line(cell) for cell in row] for row in rows]
-    columns = list(zip(*rows, strict=True))
-    pads = [str.rjust if any(cell[:1].isdigit() for cell in column[1:]) else str.ljust for column in columns]
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows
-    ]
+def format_table(rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> list[str]:
+    """Format `rows` as aligned columns; a row may lack the last cells.
+
+    Args:
+        rows: The rows.
+        right: The right-aligned columns. If None, these are the columns with numbers, and the first row is the header.
+    """
+    columns = list(zip_longest(*([one_line(cell) for cell in row] for row in rows), fillvalue=""))
+    if right is None:
+        right = {at for at, column in enumerate(columns) if any(cell[:1].isdigit() for cell in column[1:])}
+    for at, column in enumerate(columns):
+        width = max(map(len, column))
+        columns[at] = tuple(cell.rjust(width) if at in right else cell.ljust(width) for cell in column)
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def printable(text: str) -> str:

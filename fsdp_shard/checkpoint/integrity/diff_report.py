@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdp_shard.checkpoint.integrity.inspect_report import align, fold, shape_text
+from fsdp_shard.checkpoint.integrity.inspect_report import fold, shape_text
 from fsdp_shard.checkpoint.io import TensorSpec, torch_name
 from fsdp_shard.errors import one_line
-from fsdp_shard.utils import format_count, format_size
+from fsdp_shard.utils import format_count, format_size, format_table
 
 _LAYERS_SHOWN, _TENSORS_SHOWN, _LINES_SHOWN = 10, 3, 20
 
@@ -142,7 +142,7 @@ def _values(differences: Sequence[TensorDifference], everything: bool) -> Iterat
     for layer, tensors in shown:
         rows += _layer_rows(layer, tensors, everything)
     yield from ("", f"other values: {format_count(len(other), 'tensor')}, those that differ most first")
-    yield from align(rows, right=range(1, 4))
+    yield from format_table(rows, right=range(1, 4))
     if left := list(layers.values())[len(shown) :]:
         yield f"{len(left):,} more layers and modules, {_at_most(left[0])}; --all shows them"
     yield "relative: to the larger of the two values. cosine: of the angle between A and B as vectors."

@@ -7,7 +7,7 @@ import fnmatch
 import itertools
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint.steps.manifest import Manifest
 from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER
 from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError, one_line
-from fsdp_shard.utils import first_few, format_count, format_size
+from fsdp_shard.utils import first_few, format_count, format_size, format_table
 
 _SHOWN, _FILES_SHOWN = 3, 16
 
@@ -92,22 +92,12 @@ class CheckpointSummary:
             (one_line(t.name), t.dtype, shape_text(t.shape), format_size(t.num_bytes), first_few(t.files, 3))
             for t in self.tensors
         ]
-        return "\n".join(align(rows, right=(3,)))
+        return "\n".join(format_table(rows, right=(3,)))
 
 
 def shape_text(shape: Sequence[int]) -> str:
     """Return a shape as `4 x 8`, or `scalar`."""
     return " x ".join(map(str, shape)) or "scalar"
-
-
-def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
-    """Format rows as lines of columns, those in `right` right-aligned. The last column is not padded."""
-    rows = [[one_line(cell) for cell in row] for row in rows]
-    columns = range(max(map(len, rows), default=1) - 1)
-    widths = [max(len(row[column]) for row in rows if len(row) > column) for column in columns]
-    for row in rows:
-        cells = [row[c].rjust(widths[c]) if c in right else row[c].ljust(widths[c]) for c in columns if c < len(row)]
-        yield "  ".join([*cells, *row[len(columns) :]]).rstrip()
 
 
 def summarize_checkpoint(checkpoint: TensorIndex | str | Path, pattern: str = "*") -> CheckpointSummary:
