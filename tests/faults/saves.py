@@ -7,6 +7,7 @@ thread, which changes the state as soon as it may, as training does.
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -56,7 +57,8 @@ class State:
         """The whole state after `step`."""
         for shard in (*self.weights.values(), *self.optimizer.values()):
             shard.data.fill_(float(step))
-        return StepContent(self.weights, {}, self.optimizer, {"step": step}, {"config.json": _CONFIG})
+        files = {"config.json": _CONFIG, TRAINER: json.dumps({"step": step}).encode()}
+        return StepContent(self.weights, {}, self.optimizer, files)
 
 
 def _half(shape: tuple[int, ...], rank: int) -> LocalShard:

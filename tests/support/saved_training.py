@@ -93,7 +93,6 @@ def train_and_save(context: DistributedContext, config: ShardConfig, root: Path,
         shards,
         tied_names(llama()),
         optimizer_shards(optimizer, shards),
-        {"step": 1},
         collect_model_files(locate(model_dir), ModelConfig(dtype="float32"), DataConfig()),
     )
     for layout in ("sharded", "gathered"):

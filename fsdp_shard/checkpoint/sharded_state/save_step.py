@@ -6,12 +6,11 @@ them are local, and fault points name the moments in between. A rank's traffic d
 except on rank 0, which makes the index of rank files and the manifest from the other ranks' reports.
 """
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fsdp_shard.checkpoint.digests import complete_chunk_digests, record_tensor
 from fsdp_shard.checkpoint.io import fault_point
@@ -19,14 +18,14 @@ from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
 from fsdp_shard.checkpoint.steps.file_plan import SINGLE_FILE
 from fsdp_shard.checkpoint.steps.manifest import Manifest, TensorRecord
 from fsdp_shard.checkpoint.steps.shard_index import SHARD_INDEX, RankReport, build_shard_index
-from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER, TRAINER, StepStore
+from fsdp_shard.checkpoint.steps.step_store import AVERAGE, OPTIMIZER, StepStore
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError
 
 
 @dataclass(frozen=True)
 class StepContent:
-    """The content of a step directory. `trainer` and `model_files` (config, tokenizer) are needed on rank 0 only.
+    """The content of a step directory. `model_files` (config, tokenizer, trainer state) are needed on rank 0 only.
 
     `average` holds averages of the weights, a second set of rank files in a folder of the step. `single_file` is the
     name of the weight file if the layout has only one. Shards are read through `reading`.
@@ -35,7 +34,6 @@ class StepContent:
     weights: Mapping[str, LocalShard]
     aliases: Mapping[str, str]
     optimizer: Mapping[str, LocalShard] = field(default_factory=dict)
-    trainer: Mapping[str, Any] = field(default_factory=dict)
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     single_file: str = SINGLE_FILE
     average: Mapping[str, LocalShard] = field(default_factory=dict)
@@ -114,8 +112,7 @@ def _plan(
         plan = write_plan.plan_folder_writes(folder, shards, replace(target, aliases=aliases)) if is_there else None
         others.append(plan or write_plan.WritePlan([], {}))
     if target.rank == 0:
-        trainer = (json.dumps(dict(state.trainer), indent=2) + "\n").encode()
-        weights = weights.with_files({**state.model_files, **({TRAINER: trainer} if state.trainer else {})})
+        weights = weights.with_files(state.model_files)
     return write_shards.RankPlans(weights, *others)
 
 

@@ -1,6 +1,5 @@
 """Saves steps of a run of `finetune`: when a step is due, and which parts of the run it stores."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -85,8 +84,7 @@ class FinetuneSaver(StepSaver):
             weights=shards,
             aliases=self._loaded.aliases,
             optimizer=self._optimizer_states(shards) if self._config.optimizer else {},
-            trainer=json.loads(trainer.to_json()),
-            model_files=self._model_files,
+            model_files={**self._model_files, checkpoint.TRAINER: trainer.to_json().encode()},
             average={} if self.average is None else self.average.weights(),
         )
         if (adapter := self._loaded.adapter) is None:

@@ -51,7 +51,7 @@ def test_buffers_are_copied_at_once_and_the_rest_before_it_may_change() -> None:
         {"weight": shard(weight), "buffer": shard(buffer), "other": shard(other, writes=False)},
         {},
         {"weight.step": shard(step)},
-        {"step": 5},
+        {"trainer.json": b"{}"},
     )
     staging = Staging()
     staged, copy = staging.stage(state)
@@ -63,7 +63,7 @@ def test_buffers_are_copied_at_once_and_the_rest_before_it_may_change() -> None:
     assert read(copy, staged.weights["buffer"]) == [1, 1, 1]
     assert read(copy, staged.optimizer["weight.step"]) == [5]
     assert len(staged.weights["other"].data) == 0, "another rank writes it, so it takes no memory"
-    assert (staged.weights["weight"].shape, staged.trainer) == ((10,), {"step": 5})
+    assert (staged.weights["weight"].shape, staged.model_files) == ((10,), {"trainer.json": b"{}"})
 
 
 def test_what_is_written_in_time_is_never_copied() -> None:
