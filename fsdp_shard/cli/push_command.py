@@ -32,7 +32,17 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.config import OPTIONS, FinetuneConfig
 from fsdp_shard.errors import ConfigError, RemoteError, one_line
 from fsdp_shard.evaluation import CardSubject
-from fsdp_shard.utils import in_yaml, read_bounded, say, shipped_directory, try_lock, user_cache, walk, write_atomically
+from fsdp_shard.utils import (
+    chosen_options,
+    in_yaml,
+    read_bounded,
+    say,
+    shipped_directory,
+    try_lock,
+    user_cache,
+    walk,
+    write_atomically,
+)
 
 _MESSAGE, _LONGEST_MESSAGE = "Push {} with fsdp-shard", 200  # of a commit, in characters
 
@@ -152,11 +162,9 @@ def default_settings(chosen: Mapping[str, str]) -> dict[str, str]:
     for group, options in OPTIONS.items():
         if hasattr(config, group) and chosen.get(group) in options:
             setattr(config, group, options[chosen[group]]())
-    shipped_defaults = yaml.safe_load((shipped_directory("conf") / "finetune.yaml").read_text(encoding="utf-8"))[
-        "defaults"
-    ]
-    groups = {group: str(option) for one in shipped_defaults if isinstance(one, dict) for group, option in one.items()}
-    return groups | {name: "null" if value is None else in_yaml(value) for name, _, value in walk(config)}
+    shipped = yaml.safe_load((shipped_directory("conf") / "finetune.yaml").read_text(encoding="utf-8"))
+    groups = {group: str(option) for group, option in chosen_options(shipped["defaults"]).items()}
+    return groups | {name: in_yaml(value) for name, _, value in walk(config)}
 
 
 def _convert_and_upload(

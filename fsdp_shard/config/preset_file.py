@@ -1,7 +1,7 @@
 """Reads a user's YAML file, given as the first argument: settings as in a preset, or the complete config of a run."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fsdp_shard.config.config_yaml import escape
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.config.yaml_values import load_yaml
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import in_yaml, walk
+from fsdp_shard.utils import flatten, in_yaml, walk
 
 CONFIG_NAME = "own_file"  # name of the file in Hydra's ConfigStore
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")  # `\${`, as in config.yaml, is not one
@@ -98,18 +98,11 @@ def _refuse_twice(file: str, content: dict[str, Any]) -> None:
     """Raise ConfigError for a setting given twice, as `model.path` and in `model`."""
     places: dict[str, str] = {}
     for key, value in content.items():
-        for name in _names(value, key):
+        names = [name for name, _ in flatten({key: value})]
+        for name in names:
             if name in places:
                 raise ConfigError(f"{file}: {name} is given twice, in {places[name]} and in {key}; give it once.")
-        places |= dict.fromkeys(_names(value, key), key)
-
-
-def _names(value: Any, name: str) -> Iterator[str]:
-    if not isinstance(value, dict):
-        yield name
-        return
-    for key, one in value.items():
-        yield from _names(one, f"{name}.{key}")
+        places |= dict.fromkeys(names, key)
 
 
 def check_whole_config(file: Path, schema: type) -> None:

@@ -100,8 +100,6 @@ def _others(values: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def _format(value: Any) -> str:
     """Format `value` as in an override, with a placeholder for the time in the default of run_dir."""
-    if value is None:
-        return "null"
     if isinstance(value, str):
         return value.replace("${now:%Y-%m-%d_%H-%M-%S}", "<date>_<time>")
     if isinstance(value, list):

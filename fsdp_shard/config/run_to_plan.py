@@ -13,6 +13,7 @@ from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of, is
 from fsdp_shard.config.preset_file import CONFIG_NAME, read_settings
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import chosen_options
 
 # Settings that may also be given, as they do not change the planned run.
 _FREE = ("run", "run_dir", "debug", "device", "dispatch", "adapters", "trace", "hydra")
@@ -64,7 +65,7 @@ def register_run(run: str, schema: type[RunConfig]) -> str:
     if "finetune_schema" not in entries:
         raise ConfigError(f"{file} is not the config of a run of finetune, the only ones that can be planned.")
     groups = groups_of(schema)
-    chosen = {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+    chosen = chosen_options(entries)
     overrides = [{f"override /{group}": option} for group, option in chosen.items() if group in groups]
     command = command_of(schema)
     node = OmegaConf.create({"defaults": [f"/{command}", *overrides, "_self_"], **_plan_settings(content, schema)})

@@ -70,6 +70,8 @@ from .settings import (
     Parsed as Parsed,
     check as check,
     check_one as check_one,
+    chosen_options as chosen_options,
+    flatten as flatten,
     free_text as free_text,
     in_yaml as in_yaml,
     is_chosen as is_chosen,

@@ -98,6 +98,20 @@ def warnings_of(config: Any) -> list[str]:
     return [f"warning: {name}={in_yaml(value)}: {text}" for name, text, value in said if text and value]
 
 
+def flatten(values: Mapping[Any, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of each value in nested maps; a name is the value's keys, joined by `separator`."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}{separator}{name}", inner) for name, inner in flatten(value, separator))
+        else:
+            yield str(key), value
+
+
+def chosen_options(defaults: Iterable[Any]) -> dict[Any, Any]:
+    """The chosen option of each group in the `defaults` of a config, which also name other configs."""
+    return {group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()}
+
+
 class Parsed(Generic[T]):
     """The typed value of a setting, parsed once: by `check`, or when it is first used.
 
@@ -233,7 +247,9 @@ def _check_type(name: str, annotation: Any, value: Any) -> None:
 
 
 def in_yaml(value: Any) -> str:
-    """Format a value as in YAML: `true`, not `True`."""
+    """Format a value as in YAML: `true` and `null`, not `True` and `None`."""
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

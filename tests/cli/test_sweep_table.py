@@ -37,6 +37,13 @@ def test_a_row_has_what_differs_and_the_figures(tmp_path: Path) -> None:
     ]
 
 
+def test_a_setting_that_is_null_is_shown_as_it_is_given(tmp_path: Path) -> None:
+    given = ["-m", "model.path=m", "data.path=d", "train.max_grad_norm=null,1", f"run_dir={tmp_path}"]
+    jobs = compose_jobs(FinetuneConfig, given, "finetune")
+    rows = [line.split() for line in sweep_table(jobs, set()).splitlines()]
+    assert [row[:2] for row in rows] == [["run", "train.max_grad_norm"], ["0", "null"], ["1", "1.0"]]
+
+
 def test_a_run_of_another_sweep_is_not_continued(tmp_path: Path) -> None:
     def jobs(rates: str, steps: int) -> list[Job[FinetuneConfig]]:
         given = ["-m", "model.path=m", "data.path=d", f"run_dir={tmp_path}", f"train.steps={steps}"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_shard.checkpoint import FileRecord, Manifest, StepStore
 from fsdp_shard.errors import InputError
 from fsdp_shard.evaluation.report.comparison import build_report, compare
 from fsdp_shard.evaluation.report.html_page import to_html
@@ -269,6 +270,20 @@ def test_damage_is_counted(tmp_path: Path) -> None:
     assert _table(report, "runs").rows[0][1].value == "stopped"
     assert "2 damaged lines" in to_html(report)
     assert "2 damaged lines" in to_text(report)
+
+
+def test_a_step_that_lacks_a_file_is_told(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    store = StepStore(path / "checkpoints")
+    for step in (2, 4):
+        (directory := store.begin(step)).joinpath("data").write_text("x")
+        store.commit(directory, step, Manifest("gathered", step, files={"data": FileRecord(1)}))
+    assert [step.is_complete for step in read_run(path, "a").checkpoints] == [True, True]
+    (store.path(2) / "data").write_text("xx")
+    found = read_run(path, "a")
+    assert [step.is_complete for step in found.checkpoints] == [False, True]
+    said = "step-00000002 lacks files of its manifest, or has them in another size."
+    assert [problem.rpartition("/")[2] for problem in found.problems] == [said]
 
 
 def test_a_run_that_failed_shows_its_error(tmp_path: Path) -> None:

@@ -12,12 +12,15 @@ import pytest
 from fsdp_shard.errors import ConfigError, one_line
 from fsdp_shard.utils import (
     balanced_partition,
+    chosen_options,
     environment,
     first_line,
+    flatten,
     format_count,
     format_number,
     format_size,
     format_table,
+    in_yaml,
     install_command,
     missing_file_system,
     printable,
@@ -142,6 +145,25 @@ def test_names_from_files_neither_move_the_cursor_nor_fill_the_screen() -> None:
     assert (long.startswith("tensor xxx"), long.endswith("give another one.")) == (True, True)
     assert printable("a\x1b\nb") == "a\\x1b\nb"
     assert format_table([["name"], ["a\nb"]]) == ["name", "a\\nb"]
+
+
+def test_columns_are_aligned_to_the_right_by_their_numbers_or_as_told() -> None:
+    rows = [["name", "bytes", "of"], ["a", "7", "x"], ["long", "125", ""]]
+    assert format_table(rows) == ["name  bytes  of", "a         7  x", "long    125"]
+    rows = [["", "-", "b"], ["first layer"], ["x", "0.5", "12"]]
+    assert format_table(rows, right=(1,)) == ["               -  b", "first layer", "x            0.5  12"]
+    assert format_table([], right=(1,)) == []
+
+
+def test_nested_settings_have_dotted_names_and_values_as_in_yaml() -> None:
+    values = {"optim": {"lr": 0.1, "of": {"x": None}, "none": {}}, "seed": 1}
+    assert list(flatten(values)) == [("optim.lr", 0.1), ("optim.of.x", None), ("seed", 1)]
+    assert [name for name, _ in flatten(values, "/")] == ["optim/lr", "optim/of/x", "seed"]
+    assert [in_yaml(value) for value in (None, True, 0.5, "None")] == ["null", "true", "0.5", "None"]
+    assert chosen_options(["a_schema", {"shard": "fsdp2"}, "_self_", {"optim": "adamw"}]) == {
+        "shard": "fsdp2",
+        "optim": "adamw",
+    }
 
 
 def test_what_the_encoding_of_the_terminal_lacks_is_escaped() -> None:

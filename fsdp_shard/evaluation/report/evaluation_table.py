@@ -12,6 +12,7 @@ from fsdp_shard.evaluation.report.report_data import Cell, Table, digest, number
 from fsdp_shard.evaluation.report.run_files import Run, as_interval, as_map, as_number, harness_measures
 from fsdp_shard.evaluation.report.same_weights import WeightDigests, digests_in
 from fsdp_shard.evaluation.scored_rows.config import MEASURES
+from fsdp_shard.utils import flatten
 
 _NOTE = (
     "An evaluation is of a step of a run if both have the same digest of their weights, wherever they lie; otherwise "
@@ -82,18 +83,12 @@ def _scores(run: Run, trained: Sequence[Run], digests: WeightDigests) -> Iterato
     for name, weights, figures in models:
         found = digests_in(weights)
         cell = _weights(run, name, weights, trained, digests)
-        settings = dict(_flat(as_map(provenance.get("settings"))))
+        given = flatten(as_map(provenance.get("settings")))
+        settings = {
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in given if value is not None
+        }
         weights_digest = digest(None if found is None else found[0])
         yield _Score(run, cell, figures, weights_digest, as_map(provenance.get("data")), settings)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The settings by dotted name, without those that are null."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
 
 
 def _with_differing(scores: Sequence[_Score]) -> list[_Score]:

@@ -25,7 +25,18 @@ from fsdp_shard.errors import CheckpointError, FsdpShardError, InputError, one_l
 from fsdp_shard.evaluation.report.setting_changes import SettingChange, changes_in
 from fsdp_shard.evaluation.report.stored_steps import ReportedStep, read_steps
 from fsdp_shard.training import EVALUATIONS, LOCK, METRICS, SAMPLES, holder, of_last_held_out, read_lines
-from fsdp_shard.utils import ERROR, RESULT, format_count, in_yaml, limits, read_bounded, read_json, redact, run_limited
+from fsdp_shard.utils import (
+    ERROR,
+    RESULT,
+    chosen_options,
+    flatten,
+    format_count,
+    in_yaml,
+    read_bounded,
+    read_json,
+    redact,
+    run_limited,
+)
 
 COMPLETED, RUNNING, FAILED, STOPPED = "completed", "running", "failed", "stopped"
 _MAX_DEPTH = 4  # directories below one that is not a run, such as outputs/finetune/DATE
@@ -351,20 +362,12 @@ def _parse_settings(content: bytes) -> dict[str, str]:
     document = yaml.safe_load(content.decode())
     if not isinstance(document, dict):
         raise CheckpointError(f"a {CONFIG_FILE} is not a map of settings, so they are not shown.")
-    chosen = document.pop("defaults", None)
-    groups = [one for one in chosen if isinstance(one, dict)] if isinstance(chosen, list) else []
-    flat = {str(group): in_yaml(option) for one in groups for group, option in one.items()}
-    for name, value in _flatten(document, "", limits().nesting):
-        flat[name] = redact(value)  # runs of older versions recorded the signatures of addresses
+    defaults = document.pop("defaults", None)
+    chosen = chosen_options(defaults) if isinstance(defaults, list) else {}
+    flat = {str(group): in_yaml(option) for group, option in chosen.items()}
+    for name, value in flatten(document):
+        flat[name] = redact(in_yaml(value))  # runs of older versions recorded the signatures of addresses
     return flat
-
-
-def _flatten(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value and depth:
-            yield from _flatten(value, f"{prefix}{name}.", depth - 1)
-        elif value != {}:  # a group without settings
-            yield f"{prefix}{name}", "null" if value is None else in_yaml(value)
 
 
 def _lines(file: Path, is_locked: bool, problems: list[str]) -> list[dict[str, Any]]:

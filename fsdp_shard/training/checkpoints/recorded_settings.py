@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import RUN_CONFIG
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import in_yaml, read_bounded, run_limited, walk
+from fsdp_shard.utils import chosen_options, in_yaml, read_bounded, run_limited, walk
 
 if TYPE_CHECKING:
     from fsdp_shard.training.config import FinetuneSettings
@@ -41,8 +41,7 @@ def parse_settings(content: bytes, what: str) -> dict[str, Any]:
 def _parse(content: bytes, what: str) -> dict[str, Any]:
     try:
         document: Any = OmegaConf.to_container(OmegaConf.create(content.decode()), resolve=False)
-        groups = [choice for choice in document["defaults"] if isinstance(choice, dict)]
-        return {**document, "defaults": {group: option for choice in groups for group, option in choice.items()}}
+        return {**document, "defaults": chosen_options(document["defaults"])}
     except Exception as error:  # YAML, OmegaConf and a file that is not a map share no exception class
         raise CheckpointError(
             f"{what} is damaged: it is not the settings of a run ({type(error).__name__})."
@@ -94,4 +93,4 @@ def _value(document: Mapping[str, Any], name: str) -> str:
         if not isinstance(found, dict) or key not in found:
             return _ABSENT
         found = found[key]
-    return "null" if found is None else in_yaml(found)
+    return in_yaml(found)

@@ -7,7 +7,7 @@ dropped, as training matters more. Each is configured by its own environment var
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
@@ -19,6 +19,7 @@ from fsdp_shard.errors import ConfigError, FsdpShardError, Interrupted
 from fsdp_shard.training.config import TRACKERS
 from fsdp_shard.training.logging.accelerate_private import temporary_cpu_state
 from fsdp_shard.utils import (
+    flatten,
     nearest,
     read_json,
     redact,
@@ -195,7 +196,8 @@ class Trackers:
 
     def log(self, group: str, row: Mapping[str, Any]) -> None:
         """Log the figures of a row at its step as GROUP/NAME, or GROUP/NAME/NAME if nested. None is omitted."""
-        figures = {name: value for name, value in _flatten(row, f"{group}/") if name != f"{group}/step"}
+        named = flatten({group: row}, "/")
+        figures = {name: value for name, value in named if value is not None and name != f"{group}/step"}
         for name, tracker in self._open.items():
             if name not in self._failed:
                 self._try(name, partial(tracker.log, _accepted_figures(_KINDS[name], figures), step=row["step"]))
@@ -217,14 +219,6 @@ def _read_ids(run_dir: Path) -> dict[str, str]:
         if isinstance(found, dict) and found.pop(_PLACE, None) == str(run_dir.absolute()):
             return {name: run_id for name, run_id in found.items() if isinstance(run_id, str) and run_id}
     return {}
-
-
-def _flatten(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}/")
-        elif value is not None:
-            yield f"{prefix}{name}", value
 
 
 def _describe(error: Exception) -> str:
