@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint.keys.quantized_weights import quantization
 from fsdp_shard.checkpoint.location import Location
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
-from fsdp_shard.utils import first_few, first_line, read_json
+from fsdp_shard.utils import first_few, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,14 +70,7 @@ def _model(directory: Path, config: Mapping[str, Any]) -> PreTrainedModel | None
     kind = config.get("model_type", "")
     if "auto_map" in config or (isinstance(kind, str) and kind not in CONFIG_MAPPING):
         return None
-    try:
-        return build_on_meta(load_config(directory), "float32")
-    except ModelError:
-        raise
-    except Exception as error:  # anything that the file's content causes in transformers
-        raise ModelError(
-            f"transformers cannot build the model of {directory / CONFIG}: {type(error).__name__}, {first_line(error)}"
-        ) from error
+    return build_on_meta(load_config(directory), "float32")
 
 
 def model_of_config(directory: Path) -> PreTrainedModel | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,18 @@ def test_absent_ties_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     with open_checkpoint(tmp_path) as index:
         assert index.aliases | absent_ties(index, tmp_path) == tied_names(model)
         assert stored_twice(index) == {}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("hidden_size", "many"), ("num_attention_heads", 0), ("hidden_act", ["silu"]), ("model_type", "unheard of")],
+)
+def test_a_model_that_cannot_be_built_has_no_known_ties(setting: str, value: object, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["llama, tied"]).save_pretrained(tmp_path)
+    config = json.loads((file := tmp_path / "config.json").read_text())
+    file.write_text(json.dumps(config | {"architectures": None, setting: value}))
+    with open_checkpoint(tmp_path) as index:
+        assert absent_ties(index, tmp_path) == {}
 
 
 def test_usual_decoders_need_no_transformers(tmp_path: Path) -> None:
