@@ -36,8 +36,8 @@ from .local_shard import (
 )
 from .process_group import (
     DistributedContext as DistributedContext,
+    context_groups as context_groups,
     init_distributed as init_distributed,
-    mesh_shapes as mesh_shapes,
 )
 from .rendezvous import is_this_machine as is_this_machine
 from .signals import (

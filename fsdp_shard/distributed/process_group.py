@@ -167,7 +167,7 @@ def init_distributed(
     hook_of_group = sys.excepthook
     is_done = False
     try:
-        groups = _groups(world_size, replicas, parallel, torch_device.type, timeout)
+        groups = context_groups(world_size, replicas, parallel, torch_device.type, timeout)
         yield DistributedContext(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device, **groups)
         is_done = True
     finally:
@@ -203,12 +203,20 @@ def _check_sizes(
         )
 
 
-def _groups(
+def context_groups(
     world_size: int, replicas: int, parallel: tuple[int, int, int], device_type: str, timeout: timedelta
 ) -> dict[str, Any]:
-    """Meshes, groups and timeout of a context; `parallel` are its numbers of tensor, expert and context ranks."""
+    """Meshes, groups and timeout of a context; a collective.
+
+    Args:
+        world_size: Number of ranks in the process group.
+        replicas: Number of copies of the model.
+        parallel: Numbers of tensor, expert and context ranks.
+        device_type: Type of the ranks' devices.
+        timeout: Timeout of the groups.
+    """
     tensor, expert, context = parallel
-    shape, expert_shape = mesh_shapes(world_size, replicas, tensor, expert)
+    shape, expert_shape = _mesh_shapes(world_size, replicas, tensor, expert)
     return {
         "mesh": _make_mesh(device_type, shape, timeout),
         "expert_mesh": None if expert_shape is None else _make_mesh(device_type, expert_shape, timeout),
@@ -218,7 +226,7 @@ def _groups(
     }
 
 
-def mesh_shapes(
+def _mesh_shapes(
     world_size: int, replicas: int, tensor: int, expert: int
 ) -> tuple[dict[str, int], dict[str, int] | None]:
     """The dimensions of `mesh` and `expert_mesh` of a context, the latter None without expert parallelism."""

@@ -6,15 +6,16 @@ costs the same for two ranks as for thousands.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
-from typing import Any
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_shard.distributed import DistributedContext, SilentCommunicator, mesh_shapes
+from fsdp_shard.distributed import DistributedContext, SilentCommunicator, context_groups
 from fsdp_shard.utils import fake_store, without_fakes
+
+_TIMEOUT = timedelta(minutes=30)  # nothing waits
 
 
 class FakeContext(SilentCommunicator, DistributedContext):
@@ -25,7 +26,7 @@ class FakeContext(SilentCommunicator, DistributedContext):
 
     def _new_mesh(self, shape: dict[str, int]) -> DeviceMesh:
         with without_fakes():  # a model may be sharded while tensors are fake
-            return _mesh(shape, self.rank)
+            return super()._new_mesh(shape)
 
 
 @contextmanager
@@ -53,31 +54,8 @@ def as_fake_rank(
     """
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
-        shape, expert_shape = mesh_shapes(world_size, replicas, tensor_parallel, expert_parallel)
-        first = rank - rank % context_parallel
-        neighbors = _group(list(range(first, first + context_parallel))) if context_parallel > 1 else None
-        yield FakeContext(
-            rank=rank,
-            world_size=world_size,
-            local_rank=0,
-            device=torch.device("cpu"),
-            mesh=_mesh(shape, rank),
-            expert_mesh=None if expert_shape is None else _mesh(expert_shape, rank),
-            num_context_ranks=context_parallel,
-            context_group=neighbors,
-        )
+        parallel = (tensor_parallel, expert_parallel, context_parallel)
+        groups = context_groups(world_size, replicas, parallel, "cpu", _TIMEOUT)
+        yield FakeContext(rank=rank, world_size=world_size, local_rank=0, device=torch.device("cpu"), **groups)
     finally:
         dist.destroy_process_group()
-
-
-def _mesh(shape: dict[str, int], rank: int) -> DeviceMesh:
-    """Create a mesh of all ranks in row-major order, with only the groups of `rank`."""
-    ranks = torch.arange(prod(shape.values())).view(*shape.values())
-    place = [int(index) for index in (ranks == rank).nonzero()[0]]
-    lines = [ranks[tuple(slice(None) if i == dim else at for i, at in enumerate(place))] for dim in range(len(place))]
-    groups: list[Any] = [_group(line.tolist()) for line in lines]
-    return DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=tuple(shape))
-
-
-def _group(members: list[int]) -> Any:
-    return dist.group.WORLD if len(members) == dist.get_world_size() else dist.new_group(members, backend="fake")
