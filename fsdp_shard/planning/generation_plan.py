@@ -20,9 +20,9 @@ from fsdp_shard.inference import READ_BYTES, DevicePlan, KVCacheBudget, cached_b
 from fsdp_shard.models import kv_cache_of, no_split_blocks
 from fsdp_shard.planning.step.recording.events import DONE, POST_FORWARD, Event
 from fsdp_shard.planning.step.recording.record_passes import CANNOT_RUN, record_forward, what_failed
-from fsdp_shard.planning.step.recording.recorder import Recorder, storages_of
+from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.planning.step.snapshot import ACTIVATIONS, Snapshot, highest, highest_of_phases
-from fsdp_shard.utils import format_size, format_table, storage_key
+from fsdp_shard.utils import format_size, format_table, storage_bytes, tensors_in
 
 WEIGHTS, ADAPTERS, IN_FLIGHT, READ, CACHE = "weights", "adapters", "blocks in flight", "read buffers", "KV cache"
 _PHASES = ("prefill", "logits", "decode")
@@ -133,8 +133,7 @@ def _cached_bytes(cache: Any) -> list[int]:
     if hasattr(cache, "self_attention_cache"):
         pairs = zip(_cached_bytes(cache.self_attention_cache), _cached_bytes(cache.cross_attention_cache), strict=False)
         return [sum(pair) for pair in pairs]
-    layers = (storages_of(vars(layer)) for layer in getattr(cache, "layers", ()))
-    return [sum({storage_key(each): each.nbytes() for each in storages}.values()) for storages in layers]
+    return [storage_bytes(tensors_in(vars(layer))) for layer in getattr(cache, "layers", ())]
 
 
 def plan_generation(

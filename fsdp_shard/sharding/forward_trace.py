@@ -17,7 +17,7 @@ import torch
 from torch import UntypedStorage, nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.utils import TorchDispatchMode
+from fsdp_shard.utils import TorchDispatchMode, tensors_in
 
 _NUM_TOKENS = 16
 _DTYPE = torch.bfloat16  # the only one that grouped matrix products of experts support
@@ -194,22 +194,13 @@ class _Uses(TorchDispatchMode):
         self.trace.called.add(self.fqns[module])
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((*args, *(kwargs or {}).values())):
+        for tensor in tensors_in((args, kwargs)):
             held = self.holders.get(tensor.untyped_storage(), ())
             self.read.update(self.names.get(tensor.untyped_storage(), ()))
             self.trace.outside.update(self.fqns[module] for module in held if module not in self.running)
         if function.name() == "aten::_local_scalar_dense":  # a value that control flow depends on
             return 1.0 if args[0].is_floating_point() else 1
         return function(*args, **(kwargs or {}))
-
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments of an operator, including those in lists."""
-    for value in arguments:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

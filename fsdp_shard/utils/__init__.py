@@ -6,7 +6,7 @@ By purpose:
     atomic_write                  files that appear complete or not at all
     bounded_read, file_limits, limited_process   files that may be hostile
     process_memory, environment   this process: memory, environment variables, optional packages
-    module_tensors, partitioning  tensors of a module; dividing work
+    tensors, partitioning         tensors of modules and of nested values; dividing work
     package_data                  the recipes and configs that ship
     torch_private                 all private names of torch
 """

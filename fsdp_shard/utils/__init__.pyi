@@ -42,7 +42,6 @@ from .limited_process import (
     LimitedProcess as LimitedProcess,
     run_limited as run_limited,
 )
-from .module_tensors import replace_tensors as replace_tensors
 from .package_data import (
     configs as configs,
     recipes as recipes,
@@ -82,6 +81,12 @@ from .settings import (
     setting as setting,
     walk as walk,
     warnings_of as warnings_of,
+)
+from .tensors import (
+    plain_parts as plain_parts,
+    replace_tensors as replace_tensors,
+    storage_bytes as storage_bytes,
+    tensors_in as tensors_in,
 )
 from .text import (
     ADDRESS as ADDRESS,

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.sharding import ContextRanks, attention_over
 from fsdp_shard.sharding.context_parallel.attention import use_context_parallel
-from fsdp_shard.utils import TorchDispatchMode
+from fsdp_shard.utils import TorchDispatchMode, tensors_in
 from tests.support.ranks import on_ranks
 
 HEADS, KEY_VALUE_HEADS, WIDTH, LAYERS, BATCH = 8, 2, 8, 2, 2
@@ -48,8 +48,8 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        given = {id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(output):
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
             if id(storage) not in given | self._known:
                 self._add(storage)
@@ -66,13 +66,6 @@ class Peak(TorchDispatchMode):
         weakref.finalize(storage, end)
         self._now += size
         self.peak = max(self.peak, self._now)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in inside for tensor in _tensors(item)]
 
 
 def model_of(*, width: int = WIDTH, vocabulary: int = 64) -> Any:

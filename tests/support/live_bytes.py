@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
@@ -46,6 +45,7 @@ from fsdp_shard.training import (
     train,
     use_loss_head,
 )
+from fsdp_shard.utils import plain_parts, storage_bytes, tensors_in
 from tests.support.ranks import on_ranks
 
 # A thread of gloo holds the tensors of a collective a moment longer than whoever waits for it.
@@ -93,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._num_waits = 4  # some operators are part of waiting
-        for tensor in _tensors((result, args, kwargs)):
+        for tensor in tensors_in((result, args, kwargs)):
             self._count(tensor, maker)
         self._poll()
         return result
@@ -142,14 +142,6 @@ class LiveBytes(TorchDispatchMode):
                 self.by_maker = Counter()
                 for size, maker in self._live.values():
                     self.by_maker[maker] += size
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
 
 
 @dataclass(frozen=True)
@@ -230,24 +222,6 @@ def _measure(
         live.most_by_phase,
         largest,
     )
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages of `tensors`, each once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
-def plain_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The plain tensors that `values` are or are made of."""
-    for value in values:
-        if isinstance(value, DTensor):
-            yield value.to_local()
-        elif hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            yield from plain_parts(getattr(value, name) for name in names)
-        elif isinstance(value, torch.Tensor):
-            yield value
 
 
 class _Silent:

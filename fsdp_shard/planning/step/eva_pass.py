@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.planning.step.micro_batch import BatchSize, planned_batch
 from fsdp_shard.planning.step.recording.events import Event
-from fsdp_shard.planning.step.recording.recorder import Recorder, tensors_in
+from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.training import ObjectiveConfig, adapters_disabled, new_pca, run_watching
-from fsdp_shard.utils import FakeTensorMode, one_thread, storage_key
+from fsdp_shard.utils import FakeTensorMode, one_thread, storage_bytes, tensors_in
 
 _STEP = "step of the directions"  # the kind of an event
 _A = ".lora_A.default.weight"
@@ -95,10 +95,9 @@ def _pca_bytes(num_directions: int, num_features: int, num_rows: int) -> tuple[i
         for _ in range(2):  # in float64 from the second one on
             pca.partial_fit(torch.empty(num_rows, num_features))
         rows, state = torch.empty(num_rows, num_features), [*tensors_in(vars(pca))]
-        storages = {storage_key(found.untyped_storage()): found.untyped_storage().nbytes() for found in state}
         recorder = Recorder()
         recorder.ignore([rows, state])
         with recorder:
             pca.partial_fit(rows)
         recorder.mark("", "")
-        return sum(storages.values()), recorder.events[0].rise
+        return storage_bytes(state), recorder.events[0].rise

@@ -21,9 +21,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from fsdp_shard.planning.step.recording.recorder import run_fake, tensors_in
+from fsdp_shard.planning.step.recording.recorder import run_fake
 from fsdp_shard.planning.trace import known_values
 from fsdp_shard.utils import (
     FakeTensorMode,
@@ -31,7 +30,9 @@ from fsdp_shard.utils import (
     changes_arguments,
     in_backward,
     is_faking,
+    plain_parts,
     storage_key,
+    tensors_in,
     without_fakes,
 )
 
@@ -291,19 +292,6 @@ def snapshots(events: Iterable[GrowthEvent], uncounted: Collection[str] = ()) ->
             highest.num_bytes, highest.by_kind = total, dict(now)
     if highest.num_bytes >= 0:
         yield highest
-
-
-@torch.no_grad()
-def plain_parts(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The plain tensors in `values`, including the parts of DTensors and of quantized tensors."""
-    for value in values:
-        if isinstance(value, DTensor):
-            yield from plain_parts([value.to_local()])
-        elif hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            yield from plain_parts(getattr(value, name) for name in names)
-        elif isinstance(value, torch.Tensor):
-            yield value
 
 
 def _all_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,10 +34,9 @@ from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.planning.meta_model import build_planned
 from fsdp_shard.planning.planned_run import PlannedRun
 from fsdp_shard.planning.step.recording.fake_attention import attention_without_values
-from fsdp_shard.planning.step.recording.recorder import tensors_in
 from fsdp_shard.planning.step.snapshot import Snapshot, highest, highest_of_phases
 from fsdp_shard.planning.trace.fake_rank import as_fake_rank
-from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveSnapshot, LiveStorages, plain_parts, snapshots
+from fsdp_shard.planning.trace.live_storages import GLOO, OFFLOADED, LiveSnapshot, LiveStorages, snapshots
 from fsdp_shard.training import (
     DistillConfig,
     ModelReference,
@@ -49,7 +48,7 @@ from fsdp_shard.training import (
     train,
     use_loss_head,
 )
-from fsdp_shard.utils import first_line, initialize_fsdp2, one_thread, storage_key
+from fsdp_shard.utils import first_line, initialize_fsdp2, one_thread, plain_parts, storage_bytes, tensors_in
 
 _STEPS = 2
 _MICRO_BATCHES = 3  # the first, a middle one, the last; further ones would be like the middle one
@@ -346,17 +345,17 @@ def _phases(
         gradients = [param.grad for param in module.parameters() if param.grad is not None]
         live.mark(gradients, "gradients")
         live.phase, live.where = "optimizer", ""
-        state["gradients"] = _storage_bytes(gradients)
+        state["gradients"] = storage_bytes(plain_parts(gradients))
 
     def after_update(*args: Any) -> None:
         states = getattr(optimizer, "inner_state", optimizer.state).values()
         held = [value for values in states for value in values.values()]
         live.mark(held, "optimizer")
-        state["optimizer"] = _storage_bytes(held)
+        state["optimizer"] = storage_bytes(plain_parts(held))
         if run.average is not None:
-            state["average"] = _storage_bytes(shard.data for shard in run.average.trained().values())
+            state["average"] = storage_bytes(plain_parts(shard.data for shard in run.average.trained().values()))
         if isinstance(run.reference, ModelReference) and run.reference.model is not run.model:
-            state["reference"] = _storage_bytes(run.reference.model.module.parameters())
+            state["reference"] = storage_bytes(plain_parts(run.reference.model.module.parameters()))
 
     with ExitStack() as hooks:
         handles = [
@@ -385,13 +384,6 @@ def _hook_block(live: LiveStorages, fqn: str, block: nn.Module) -> list[Any]:
             first.grad_fn.register_prehook(enter)
 
     return [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-
-
-def _storage_bytes(tensors: Any) -> int:
-    """Bytes of the storages of `tensors`, each counted once."""
-    return sum(
-        {storage_key(part.untyped_storage()): part.untyped_storage().nbytes() for part in plain_parts(tensors)}.values()
-    )
 
 
 class _Samples(data.Dataset):

@@ -31,7 +31,7 @@ from fsdp_shard.planning.step.recording.events import (
     Recordings,
 )
 from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, attention_without_values
-from fsdp_shard.planning.step.recording.recorder import Recorder, tensors_in
+from fsdp_shard.planning.step.recording.recorder import Recorder
 from fsdp_shard.planning.step.recording.repeated_blocks import (
     BlockRun,
     alike_blocks,
@@ -40,7 +40,7 @@ from fsdp_shard.planning.step.recording.repeated_blocks import (
     with_repeats,
 )
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
-from fsdp_shard.utils import FakeTensorMode, first_line, only_errors_of, replace_tensors
+from fsdp_shard.utils import FakeTensorMode, first_line, only_errors_of, replace_tensors, tensors_in, tree_map
 
 # Errors of models that cannot run without values: they take no text, or their control flow depends on values.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError)
@@ -303,23 +303,14 @@ def _watch(
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in nested values to `dtype`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_cast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        for key in value:
-            value[key] = _cast(value[key], dtype)
-    return value
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, value
+    )
 
 
 def _with_new(value: Any, made: Iterator[torch.Tensor]) -> Any:
     """Replace the tensors of `value` that need gradients with the next ones of `made`."""
-    if isinstance(value, torch.Tensor):
-        return next(made) if value.requires_grad else value
-    if type(value) in (tuple, list):
-        return type(value)(_with_new(item, made) for item in value)
-    return {key: _with_new(item, made) for key, item in value.items()} if type(value) is dict else value
+    return tree_map(lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf, value)
 
 
 class _Finish(torch.autograd.Function):

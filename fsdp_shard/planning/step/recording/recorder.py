@@ -8,7 +8,7 @@ import torch
 from torch import UntypedStorage
 
 from fsdp_shard.planning.step.recording.events import POST_FORWARD, PRE_FORWARD, Event
-from fsdp_shard.utils import TorchDispatchMode, storage_key
+from fsdp_shard.utils import TorchDispatchMode, storage_key, tensors_in
 
 GROUPED_PRODUCT = "aten::_grouped_mm"  # of experts
 _MAX_OPERATORS = 1_000_000  # a minute or two: models that compute token by token in Python exceed it
@@ -137,12 +137,3 @@ def pinned_bytes(num_bytes: int) -> int:
 def storages_of(value: Any) -> Iterator[UntypedStorage]:
     """The storages of all tensors in nested tuples, lists and mappings."""
     return (tensor.untyped_storage() for tensor in tensors_in(value))
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and mappings."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
