@@ -165,7 +165,7 @@ class BatchSize:
         """Return the size of a micro-batch of `run`; `config` is the model's."""
         num_parts, num_targets = run.shard.context_parallel, 0
         if isinstance(run.objective, DistillConfig):
-            num_targets = run.objective.top_k or int(config.get_text_config().vocab_size)
+            num_targets = run.objective.num_top_tokens(config)
         return cls(
             run.num_read_rows,
             run.padded_length,

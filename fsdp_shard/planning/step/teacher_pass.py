@@ -84,9 +84,8 @@ def _plan_teacher(distill: DistillConfig, run: PlannedRun) -> PlannedTeacher:
         raise type(error)(f"objective.teacher={distill.teacher}: {error}") from error
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     use_loss_head(model, "auto", any_vocabulary=True)
-    top_k = distill.top_k or int(config.get_text_config().vocab_size)
     try:
-        taken, problem = _pass_bytes(model, run, top_k), None
+        taken, problem = _pass_bytes(model, run, distill.num_top_tokens(config)), None
     except CANNOT_RUN as error:
         taken, problem = 0, what_failed(error)
     held = devices.resident_bytes.get(devices.execution_device, 0) + devices.buffer_bytes + buffers

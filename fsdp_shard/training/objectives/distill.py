@@ -14,6 +14,7 @@ from fsdp_shard.utils import REQUIRED, setting
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 COMPUTED = "computed"
 
@@ -71,6 +72,10 @@ class DistillConfig(ObjectiveConfig):
     def is_precomputed(self) -> bool:
         """Whether the teacher runs before training, so that its targets come with the samples."""
         return self.teacher_logits == PRECOMPUTED
+
+    def num_top_tokens(self, config: PretrainedConfig) -> int:
+        """How many of the teacher's tokens count for each prediction; `config` is the teacher's, or the student's."""
+        return self.top_k or int(config.get_text_config().vocab_size)
 
     @cached_property
     def source(self) -> Location:

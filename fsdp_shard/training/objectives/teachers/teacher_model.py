@@ -80,15 +80,7 @@ def open_teacher(config: FinetuneSettings, distill: DistillConfig, context: Dist
         context: The ranks.
     """
     model = open_dispatched(config, distill.source, distill.teacher_max_memory, context, "teacher")
-    return ModelTeacher(model, num_tokens(distill, config))
-
-
-def num_tokens(distill: DistillConfig, config: FinetuneSettings) -> int:
-    """Return how many of the teacher's tokens count for each prediction."""
-    if distill.top_k is not None:
-        return distill.top_k
-    text = load_config(distill.source.config_directory, config.model.trust_remote_code).get_text_config()
-    return int(text.vocab_size)
+    return ModelTeacher(model, distill.num_top_tokens(model.config))
 
 
 def add_targets(config: FinetuneSettings, distill: DistillConfig, start: RunStart, data: Samples) -> Samples:
@@ -131,7 +123,8 @@ def _with_targets(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
 
 def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[SourceDataset]) -> list[TeacherCache]:
     """Return the cache for each source and the teacher's weights, all of which are read."""
-    k, teacher = num_tokens(distill, config), distill.source
+    teacher = distill.source
+    k = distill.num_top_tokens(load_config(teacher.config_directory, config.model.trust_remote_code))
     model = model_digests(describe_model(teacher))
     names = [json_digest([_VERSION, model, k, source.identity]) for source in sources]
     return [TeacherCache(cache_directory(config.data) / f"teacher-{name}", k) for name in names]
