@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import RunError
-from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning.config import PlanDataConfig, PlannedLaunchConfig, PlanSavingConfig
 from fsdp_shard.planning.devices import DeviceConfig
-from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
+from fsdp_shard.planning.planned_run import RunSections
 from fsdp_shard.utils import say, walk
 
 if TYPE_CHECKING:
@@ -23,16 +21,10 @@ if TYPE_CHECKING:
     from fsdp_shard.planning.search.pareto_front import Front
 
 
-class SectionSettings(Protocol):
+class SectionSettings(RunSections, Protocol):
     """The sections of a run that affect its memory, and the command line's part of them."""
 
     explicit_settings: frozenset[str]
-    model: ModelConfig
-    shard: ShardConfig
-    objective: ObjectiveConfig
-    adapter: AdapterConfig
-    optim: OptimConfig
-    train: TrainConfig
 
     @property
     def launch(self) -> LaunchConfig:

@@ -4,23 +4,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from fsdp_shard import models, sharding
-from fsdp_shard.data import PAIRS, ROWS
+from fsdp_shard.checkpoint import CheckpointConfig
+from fsdp_shard.data import PAIRS, ROWS, DataConfig
+from fsdp_shard.planning.config import PlanDataConfig, PlanSavingConfig
 from fsdp_shard.planning.step.recording.fake_attention import FULL, PACKED, PADDED
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
-
-
-class _Data(Protocol):
-    packing: bool
-    streaming: bool
-    target_length: int | None
-    mask_fraction: float
-
-
-class _Saving(Protocol):
-    asynchronous: bool
-    every: int
-    save_best: bool
-    optimizer: bool
 
 
 class RunSections(Protocol):
@@ -34,11 +22,11 @@ class RunSections(Protocol):
     objective: ObjectiveConfig
 
     @property
-    def data(self) -> _Data:
+    def data(self) -> DataConfig | PlanDataConfig:
         """The data settings."""
 
     @property
-    def checkpoint(self) -> _Saving:
+    def checkpoint(self) -> CheckpointConfig | PlanSavingConfig:
         """The checkpoint settings."""
 
 
