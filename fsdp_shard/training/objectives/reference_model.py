@@ -11,6 +11,7 @@ import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -186,52 +187,38 @@ def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> S
     run_on_main(start.context, lambda: resume.planned_training(data.train, config, start.resume_from))
     if data.held_out is not None:
         data = replace(data, held_out=data.held_out.head(config.train.eval_windows))
-    cached = _CachedReference(config, start)
-    files = run_on_main(cached.waiting, lambda: _cache_files(config, data.sources))
     extended, notes = [], []
-    for source, file in zip(data.sources, files, strict=True):
-        values, note = cached.values(source, file)
+    for source, (values, note) in zip(data.sources, _values(config, start, data.sources), strict=True):
         extended.append(with_extras(source, EXTRA, values.numpy()))
         notes.append(note)
-    cached.free()
     return data.with_sources(extended, notes)
 
 
-class _CachedReference:
-    """The cached or computed values of each source; the reference is loaded when the first must be computed.
+def _values(
+    config: FinetuneSettings, start: RunStart, sources: Sequence[SourceDataset]
+) -> list[tuple[torch.Tensor, str]]:
+    """Return the values of each source, float32 [num_pairs, 2], cached or computed, and a line to print; a collective.
 
-    Args:
-        config: The settings of `finetune`.
-        start: The ranks.
-
-    Attributes:
-        waiting: The ranks, with enough time to wait for the one that reads all weights.
+    The reference is loaded when the first must be computed.
     """
-
-    def __init__(self, config: FinetuneSettings, start: RunStart) -> None:
-        self._config, self._start = config, start
-        self._reference: _PassReference | None = None
-        self.waiting = start.context.with_new_group(LONGEST_TIMEOUT_SECONDS)
-
-    def values(self, source: SourceDataset, file: Path) -> tuple[torch.Tensor, str]:
-        """Return the values of a source, float32 [num_pairs, 2], and a line to print; a collective."""
+    waiting = start.context.with_new_group(LONGEST_TIMEOUT_SECONDS)  # for the one that reads all weights
+    files = run_on_main(waiting, lambda: _cache_files(config, sources))
+    reference: _PassReference | None = None
+    found = []
+    for source, file in zip(sources, files, strict=True):
         what = f"reference log-probabilities of {format_count(len(source), 'sample')}"
         assert isinstance(source, ComparedRows), "objectives with a reference have such samples"
-        known = run_on_main(self.waiting, lambda: _read(file, source.num_pairs))
-        if known is not None:
-            return known, f"{what}: from {file}"
-        if self._reference is None:
-            self._reference = _load_for_pass(self._config, self._start.context)
-        computed = _compute(self._reference, source, self._config, self._start)
-        run_on_main(self.waiting, lambda: _write(file, computed))
-        return computed, f"{what}: computed, and kept in {file}"
-
-    def free(self) -> None:
-        """Free the memory of the reference."""
-        if isinstance(self._reference, ModelReference):
-            free_gathered(self._reference.model.module)
-        self._reference = None
-        gc.collect()  # modules and hooks refer to each other
+        values, origin = run_on_main(waiting, partial(_read, file, source.num_pairs)), f"from {file}"
+        if values is None:
+            reference = _load_for_pass(config, start.context) if reference is None else reference
+            values, origin = _compute(reference, source, config, start), f"computed, and kept in {file}"
+            run_on_main(waiting, partial(_write, file, values))
+        found.append((values, f"{what}: {origin}"))
+    if isinstance(reference, ModelReference):
+        free_gathered(reference.model.module)
+    del reference
+    gc.collect()  # modules and hooks refer to each other
+    return found
 
 
 def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> list[Path]:
