@@ -90,7 +90,7 @@ def peft_model(base: Path) -> Any:
         if "lora_" in name:
             plain = name.removeprefix("base_model.model.")
             whole = LocalShard(param, param.detach().view(-1), 0, tuple(param.shape), writes=True)
-            fill_new({plain: whole}, {}, 7)
+            fill_new({plain: whole}, {}, 7, {"init_lora_weights": True})
     return model.train()
 
 

@@ -91,7 +91,7 @@ def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     for name, param in model.named_parameters():
         if "lora_" in name:
             shard = LocalShard(param, param.detach().view(-1), 0, tuple(param.shape), writes=True)
-            fill_new({name.removeprefix("base_model.model."): shard}, {}, 7)
+            fill_new({name.removeprefix("base_model.model."): shard}, {}, 7, {"init_lora_weights": True})
     optimizer = create_loraplus_optimizer(
         model, torch.optim.AdamW, lr=LR, loraplus_lr_ratio=RATIO, loraplus_lr_embedding=OF_EMBEDDINGS
     )

@@ -112,7 +112,7 @@ def decoded_peft(model: nn.Module, kind: str, rank: int = 3, alpha: int = 24) ->
     for name, param in wrapped.named_parameters():
         if "lora_" in name:
             whole = LocalShard(param, param.detach().view(-1), 0, tuple(param.shape), writes=True)
-            fill_new({name.removeprefix("base_model.model."): whole}, {}, 7)
+            fill_new({name.removeprefix("base_model.model."): whole}, {}, 7, {"init_lora_weights": True})
     return wrapped.train()
 
 

@@ -159,9 +159,9 @@ def plan_sharded(
     rank: int,
     world_size: int,
     *,
-    step: int | None = None,
-    save: str = "",
-    aliases: Mapping[str, str] | None = None,
+    step: int | None,
+    save: str,
+    aliases: Mapping[str, str],
     boxes: Mapping[str, Box] | None = None,
 ) -> FilePlan:
     """Plan the file of one rank.
@@ -187,7 +187,7 @@ def plan_sharded(
         held = stored_shape(spec.shape, start, count) if box is None else box[1]
         specs.append(TensorSpec(spec.name, spec.dtype, held))
         ranges[spec.name] = range_entry(spec.shape, start, None if box is None else box[0])
-    document = shard_document(rank, world_size, step, save, aliases or {}, ranges)
+    document = shard_document(rank, world_size, step, save, aliases, ranges)
     metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
     # Tensors of complete pages come first, so that they begin at a page boundary and the parts of all ranks can be
     # mapped.

@@ -30,7 +30,7 @@ class Magnitude:
 
 
 def fill_new(
-    shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: int, settings: Mapping[str, Any] | None = None
+    shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: int, settings: Mapping[str, Any]
 ) -> None:
     """Initialize the factors of a new adapter like peft: their product is zero.
 
@@ -42,9 +42,9 @@ def fill_new(
         shards: This rank's shards of all parameters and buffers.
         names: Those that are filled from stored tensors.
         seed: Seed of the run.
-        settings: Content of adapter_config.json: `init_lora_weights`, true by default, and `r`.
+        settings: Content of adapter_config.json: `init_lora_weights` and `r`.
     """
-    kind = True if settings is None else settings["init_lora_weights"]
+    kind = settings["init_lora_weights"]
     for name, shard in shards.items():
         if name in names or "lora_magnitude_vector" in name:
             continue
@@ -60,7 +60,6 @@ def fill_new(
             if "lora_embedding_B" in name:
                 values.normal_(generator=generator)
             elif kind == "gaussian":
-                assert settings is not None
                 values.normal_(std=1 / settings["r"], generator=generator)
             else:
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
