@@ -193,15 +193,16 @@ def _status(field: str) -> int:
 
 
 class Peak:
-    """The most anonymous memory of this process, looked at every 5 ms; the kernel keeps a peak of all memory only."""
+    """The most memory of this process since it was made, looked at every 5 ms: a field of /proc/self/status."""
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
+    def __init__(self, field: str) -> None:
+        self._field, self.first_bytes = field, _status(field)
+        self.num_bytes = self.first_bytes
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            self.num_bytes = max(self.num_bytes, _status("RssAnon"))
+            self.num_bytes = max(self.num_bytes, _status(self._field))
             time.sleep(0.005)
 
 
@@ -223,11 +224,11 @@ def main(name: str, source: str, *arguments: str) -> None:
 
     if name.startswith("ours"):
         from fsdp_shard.inference import dispatch_model  # noqa: F401 - likewise
-    peak = Peak()
-    start, anonymous = time.perf_counter(), _status("RssAnon")
+    peak = Peak("RssAnon")  # of anonymous memory the kernel keeps no peak
+    start = time.perf_counter()
     model = WAYS[name](source, *arguments)
     found = {"token": first_token(model), "seconds": time.perf_counter() - start}
-    found["anonymous_bytes"] = _status("RssAnon") - anonymous
+    found["anonymous_bytes"] = _status("RssAnon") - peak.first_bytes
     found["peak_anonymous_bytes"] = peak.num_bytes
     if tokens:
         found["warm_token_seconds"] = per_token(model, tokens, lambda: None)

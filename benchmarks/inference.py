@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import shutil
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from convert import Bench as Sources, Row
 from generate_from import WORDS
-from measure import Cost, forget, kept_memory, memory_limit, run, warm
+from measure import Cost, forget, kept_memory, median, memory_limit, run, warm
 
 HERE = Path(__file__).resolve().parent
 PYTHON = sys.executable
@@ -52,7 +51,7 @@ class Bench:
                     for directory in list(self.sources.work.rglob(kind)):
                         shutil.rmtree(directory, ignore_errors=True)
         print(f"\n{title}")
-        costs = {name: _median(these) for name, these in found.items()}
+        costs = {name: median(these) for name, these in found.items()}
         for name, cost in costs.items():
             inside = ", ".join(f"{key} {value:.4g}" for key, value in cost.inside.items() if key != "token")
             print(f"  {name:<26} {cost}; {inside}", flush=True)
@@ -68,14 +67,6 @@ class Bench:
 
     def way(self, name: str, source: Path, *arguments: str) -> list[str]:
         return [PYTHON, str(HERE / "generate_from.py"), name, str(source), *arguments]
-
-
-def _median(costs: Sequence[Cost]) -> Cost:
-    def of(pick: Callable[[Cost], float]) -> float:
-        return statistics.median(pick(cost) for cost in costs)
-
-    inside = {key: statistics.median(cost.inside[key] for cost in costs) for key in costs[0].inside}
-    return Cost(of(lambda c: c.seconds), of(lambda c: c.cpu_seconds), of(lambda c: c.peak_bytes), inside)
 
 
 def _weights(source: Path) -> int:

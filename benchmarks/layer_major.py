@@ -18,7 +18,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,35 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from convert import Bench as Sources, Row
-from generate_from import accelerate, evict, plain
+from generate_from import Peak, accelerate, evict, plain
 from measure import MB, memory_limit, run
 
 from fsdp_shard import convert
 
 HERE = Path(__file__).resolve().parent
 SIDES = ("in memory", "layer-major", "batch-major", "accelerate")
-
-
-class Peak:
-    """The most memory of this process since it was made, mapped files included, looked at every 5 ms."""
-
-    def __init__(self) -> None:
-        self._first = self._peak = _resident()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._peak - self._first
-
-    def _watch(self) -> None:
-        while True:
-            self._peak = max(self._peak, _resident())
-            time.sleep(0.005)
-
-
-def _resident() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 def score(model: Any, ids: Any) -> list[float]:
@@ -79,7 +56,7 @@ def side(name: str, source: str, budget: int, documents: int, tokens: int, batch
     import fsdp_shard as fs
     from fsdp_shard.inference import DispatchConfig, plan_schedule, stream_of
 
-    peak = Peak()
+    peak = Peak("VmRSS")  # mapped files included
     generator = torch.Generator().manual_seed(0)
     batches = torch.randint(200, (documents, tokens), generator=generator).split(batch_size)
     found: dict[str, Any] = {}
@@ -106,7 +83,7 @@ def side(name: str, source: str, budget: int, documents: int, tokens: int, batch
     return found | {
         "seconds": seconds,
         "losses": losses,
-        "added_bytes": peak.num_bytes,
+        "added_bytes": peak.num_bytes - peak.first_bytes,
         "hidden_bytes": hidden,
         "num_batches": len(batches),
     }

@@ -88,16 +88,16 @@ def side_by_side(
             os.sync()
             found[name].append(run(commands[name]))
     shutil.rmtree(target, ignore_errors=True)
-    return {name: _median(costs) for name, costs in found.items()}
+    return {name: median(costs) for name, costs in found.items()}
 
 
-def _median(costs: Sequence[Cost]) -> Cost:
-    keys = costs[0].inside.keys()
+def median(costs: Sequence[Cost]) -> Cost:
+    """The median of each figure."""
     return Cost(
         statistics.median(cost.seconds for cost in costs),
         statistics.median(cost.cpu_seconds for cost in costs),
         statistics.median(cost.peak_bytes for cost in costs),
-        {key: statistics.median(cost.inside[key] for cost in costs) for key in keys},
+        {key: statistics.median(cost.inside[key] for cost in costs) for key in costs[0].inside},
     )
 
 
