@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fsdp_shard.models import attention_implementations
 from fsdp_shard.planning.step.recording.recorder import GROUPED_PRODUCT, grouped_product
-from fsdp_shard.utils import TorchDispatchMode, is_costly_operator, replace_tensors, tree_leaves, tree_map
+from fsdp_shard.utils import TorchDispatchMode, is_costly_operator, replace_tensors, tensors_in, tree_leaves, tree_map
 
 _STEP, _LONGEST_STEP = 64, 1024  # tokens; 64 is a multiple of the chunk size of linear attention
 _LENGTHS = ((1, 1), (2, 2), (3, 3))  # in steps; without a decoder both lengths are equal
@@ -326,7 +326,7 @@ class _Runs:
         return self._found
 
     def _run_block(self, fqn: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = list(tensors_in((args, kwargs)))
         kind = self.kinds[fqn] = _kind(module, given)
         self.num_calls[fqn] += 1
         if kind not in self._found:
@@ -345,7 +345,7 @@ class _Runs:
     def _measure_block(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> _BlockCounts:
         counts = _BlockCounts()
         args, kwargs = tree_map(_alone, (args, kwargs))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = list(tensors_in((args, kwargs)))
         counts.input_bytes = sum(tensor.nbytes for tensor in given if tensor.requires_grad)
         passes = iter(("forward", "recomputed"))
 
