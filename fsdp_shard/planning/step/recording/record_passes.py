@@ -40,7 +40,15 @@ from fsdp_shard.planning.step.recording.repeated_blocks import (
     with_repeats,
 )
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
-from fsdp_shard.utils import FakeTensorMode, first_line, only_errors_of, replace_tensors, tensors_in, tree_map
+from fsdp_shard.utils import (
+    FakeTensorMode,
+    first_line,
+    only_errors_of,
+    replace_tensors,
+    tensors_in,
+    tree_leaves,
+    tree_map,
+)
 
 # Errors of models that cannot run without values: they take no text, or their control flow depends on values.
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, KeyError)
@@ -264,7 +272,8 @@ def _watch(
         recorder.mark(PRE_FORWARD, fqn)
         if casts and unit is not None:
             args, kwargs = (_cast(value, getattr(torch, unit.dtype)) for value in (args, kwargs))
-        needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        leaves = tree_leaves((args, kwargs))
+        needing = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if by_gradients or not needing or not torch.is_grad_enabled():
             return args, kwargs
         made = iter(_Finish.apply(partial(recorder.mark, POST_BACKWARD, fqn), *needing))  # type: ignore[no-untyped-call]  # untyped in torch
