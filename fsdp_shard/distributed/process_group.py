@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self
@@ -159,23 +159,11 @@ def init_distributed(
     parallel = (tensor_parallel, expert_parallel, context_parallel)
     _check_sizes(world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
-    hook = sys.excepthook
     if is_joined:
         _check_backend(torch_device)
-    else:
-        _init_process_group(rendezvous, rank, world_size, timeout, torch_device)
-    hook_of_group = sys.excepthook
-    is_done = False
-    try:
+    with nullcontext() if is_joined else _process_group(rendezvous, rank, world_size, timeout, torch_device):
         groups = context_groups(world_size, replicas, parallel, torch_device.type, timeout)
         yield DistributedContext(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device, **groups)
-        is_done = True
-    finally:
-        if not is_joined and (is_done or world_size == 1):
-            dist.destroy_process_group()
-            if sys.excepthook is hook_of_group:  # torch leaves it, which writes `[rank0]` before each line
-                sys.excepthook = hook
-            clear_sharding_caches()
 
 
 def _check_sizes(
@@ -242,11 +230,27 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _init_process_group(rendezvous: str, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
+@contextmanager
+def _process_group(
+    rendezvous: str, rank: int, world_size: int, timeout: timedelta, device: torch.device
+) -> Iterator[None]:
+    """Initialize the process group; at the end destroy it, unless this rank fails among others."""
     backend, seconds = _backend(device), timeout.total_seconds()
     store = join_store(rendezvous, seconds) if world_size > 1 else HashStore()
     bound = device if device.type == "cuda" else None  # or NCCL would guess the device from the rank
+    hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
+    hook_of_group = sys.excepthook
+    is_done = False
+    try:
+        yield
+        is_done = True
+    finally:
+        if is_done or world_size == 1:
+            dist.destroy_process_group()
+            if sys.excepthook is hook_of_group:  # torch leaves it, which writes `[rank0]` before each line
+                sys.excepthook = hook
+            clear_sharding_caches()
 
 
 def _check_backend(device: torch.device) -> None:
