@@ -346,7 +346,7 @@ def test_debug_shows_the_traceback_of_the_rank(how: str, ranks: int, place: Path
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_a_rank_that_is_no_number_is_reported(name: str, place: Path) -> None:
     """Before the ranks meet, for which the others may have to be waited for."""
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", name: "x"}
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", name: "x"}
     done = run([*FSDP_SHARD, "run", OWN_RECIPE, *_GIVEN, "run_dir=run"], place, **variables)
     assert done.status == 2
     assert f"{name}=x is not a number, as torchrun or srun sets it" in done.error
