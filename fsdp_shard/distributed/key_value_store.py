@@ -13,9 +13,9 @@ from fsdp_shard.errors import ConfigError
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
 ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
 _calls = itertools.count()  # of `join_store` in this process
-# Those that this process serves. A rank may connect for its next call before rank 0 has ended the previous one; torch
-# serves all stores of an address as one, as long as one of them exists.
-_served: list[Store] = []
+# The first store of rank 0 at each address, as (MASTER_ADDR, MASTER_PORT). A rank may connect for its next call before
+# rank 0 has ended the previous one, and torch serves all stores of an address as one while any of them exists.
+_kept: dict[tuple[str, str], Store] = {}
 
 
 def join_store(rendezvous: str, timeout_seconds: float) -> Store:
@@ -45,7 +45,7 @@ def join_store(rendezvous: str, timeout_seconds: float) -> Store:
     timeout = timedelta(seconds=timeout_seconds)
     store, _, _ = next(torch_rendezvous(rendezvous, rank, world_size, timeout=timeout))
     if rendezvous == "env://" and rank == 0:
-        _served.append(store)
+        _kept.setdefault((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), store)
     return PrefixStore(f"fsdp-shard/attempt-{attempt()}/{next(_calls)}", store)
 
 

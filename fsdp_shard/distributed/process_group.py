@@ -202,6 +202,9 @@ def context_groups(
         parallel: Numbers of tensor, expert and context ranks.
         device_type: Type of the ranks' devices.
         timeout: Timeout of the groups.
+
+    Returns:
+        Arguments of `DistributedContext`.
     """
     tensor, expert, context = parallel
     shape, expert_shape = _mesh_shapes(world_size, replicas, tensor, expert)

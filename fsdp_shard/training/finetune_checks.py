@@ -14,7 +14,7 @@ from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.run_lock import check_free
 from fsdp_shard.training.config import CombinedSettings, FinetuneSettings, check_held_out, num_micro_batches
 from fsdp_shard.training.held_out.sample_completions import check_samples
-from fsdp_shard.training.load_model import check_adapter_mesh, chunk_loss, match_weights
+from fsdp_shard.training.load_model import check_adapter_mesh, check_chunked_loss, chunk_loss, match_weights
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.custom_functions import import_loss
@@ -91,11 +91,7 @@ def check_combination(
         raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Remove it.")
     check_objective(settings.objective, model, shard, adapter, is_packed=is_packed, is_streamed=is_streamed)
     check_kernels(model.kernels, shard, on_gpu=on_gpu)
-    if model.chunked_loss is True and shard.tensor_parallel > 1:
-        raise ConfigError(
-            f"model.chunked_loss=true cannot be combined with shard.tensor_parallel={shard.tensor_parallel}, which "
-            f"divides the output head; set model.chunked_loss=auto."
-        )
+    check_chunked_loss(model, shard)
     settings.optim.check_installed()
     settings.optim.check_divided(shard.tensor_parallel, shard.expert_parallel)
     adapter.check_installed()

@@ -343,6 +343,15 @@ def check_adapter_mesh(adapter: AdapterConfig, shard: ShardConfig) -> None:
         )
 
 
+def check_chunked_loss(config: ModelConfig, shard: ShardConfig) -> None:
+    """Raise ConfigError if `model.chunked_loss` is asked for where layers are divided over ranks."""
+    if config.chunked_loss is True and shard.tensor_parallel > 1:
+        raise ConfigError(
+            f"model.chunked_loss=true cannot be combined with shard.tensor_parallel={shard.tensor_parallel}, which "
+            f"divides the output head; set model.chunked_loss=auto."
+        )
+
+
 def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, *, any_vocabulary: bool) -> None:
     """Apply `model.chunked_loss`, unless tensor parallelism divides the output head, which then gathers the logits.
 
@@ -352,6 +361,7 @@ def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, 
         shard: How it will be sharded.
         any_vocabulary: Whether `auto` includes small vocabularies, as for log-probabilities of pairs of answers.
     """
+    check_chunked_loss(config, shard)
     if shard.tensor_parallel == 1:
         use_loss_head(model, config.chunked_loss, any_vocabulary=any_vocabulary)
 

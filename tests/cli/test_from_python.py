@@ -6,7 +6,6 @@ import doctest
 import json
 import random
 import signal
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 import fsdp_shard as fs
 from fsdp_shard.errors import CheckpointError, ConfigError
-from tests.support.commands import FSDP_SHARD, run
+from tests.support.commands import FSDP_SHARD, free_port, run
 
 SCRIPT = """
 import json, os, sys
@@ -181,10 +180,7 @@ def test_a_refused_run_leaves_the_ranks_able_to_start_another(tiny_model: Path, 
     )
     given = settings(tiny_model, texts, tmp_path / "run", "launch.timeout_seconds=60")
     asked = json.dumps([[*given, "adapter=lora", "adapter.target_modules=[nothing]"], given])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    numbers = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    numbers = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "script.py", asked]
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(run, command, tmp_path, RANK=rank, LOCAL_RANK=rank, **numbers) for rank in "01"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from fsdp_shard.checkpoint import FAULTS, StepStore, read_manifest, verify
 from fsdp_shard.distributed import rendezvous
 from tests.faults.counts import count
 from tests.faults.saves import LONG
+from tests.support.commands import free_port
 from tests.support.runs import Started, run_recipe
 
 _STEPS = 60
@@ -58,11 +58,8 @@ def test_a_machine_leaves_and_comes_back(
 
     monkeypatch.setattr(rendezvous, "_LAST_CALL_SECONDS", 1)  # how long a round waits for more machines
     monkeypatch.setattr(FAULTS, "hook", lambda point: time.sleep(0.15) if point == "begun" else None)
-    with socket.socket() as open_socket:
-        open_socket.bind(("127.0.0.1", 0))
-        port = open_socket.getsockname()[1]
     settings += ["checkpoint.every=1", "checkpoint.asynchronous=false", "launch.max_restarts=3", "launch.nodes=1:2"]
-    settings += [f"launch.rendezvous=localhost:{port}", "launch.grace_seconds=20"]
+    settings += [f"launch.rendezvous=localhost:{free_port()}", "launch.grace_seconds=20"]
     run_dir = tmp_path / "run"
     first = Started("finetune", run_dir, *settings)
     time.sleep(0.3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import pytest
 
 from fsdp_shard.distributed import LaunchConfig, rendezvous
 from fsdp_shard.distributed.key_value_store import ATTEMPT
+from tests.support.commands import free_port
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _Round = tuple[int, int, str, int, str]  # rank, machines, address and port of the store, number
@@ -29,9 +29,7 @@ def _join(machine: rendezvous.Rendezvous) -> _Round:
 
 def one_comes_later() -> list[_Round]:
     rendezvous._LAST_CALL_SECONDS = 1
-    with socket.socket() as open_socket:
-        open_socket.bind(("127.0.0.1", 0))
-        settings = LaunchConfig(nodes="1:2", rendezvous=f"localhost:{open_socket.getsockname()[1]}")
+    settings = LaunchConfig(nodes="1:2", rendezvous=f"localhost:{free_port()}")
     first = rendezvous.Rendezvous.create(settings)
     alone = _join(first)
     later = rendezvous.Rendezvous.create(settings)

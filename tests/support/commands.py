@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OWN_RECIPE = Path(__file__).with_name("own_recipe.py")
 
 FSDP_SHARD = (sys.executable, "-m", "fsdp_shard")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.torch_pickle import read_torch_file
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_refused, assert_same
+from tests.support.commands import free_port
 from tests.support.deepspeed_layout import save_zero
 
 pytestmark = [
@@ -36,13 +36,6 @@ KINDS = [
     (3, "bf16_masters"),
     (1, "bf16_optimizer"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

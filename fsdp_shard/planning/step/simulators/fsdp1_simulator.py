@@ -40,7 +40,7 @@ class Fsdp1Simulator(FsdpSimulator):
                 self.unshard((key[0], name), self.by_fqn[name])
 
     def post_forward(self, key: Key, unit: UnitBytes) -> None:
-        if self._is_in_backward.get(unit.fqn):
+        if self._is_in_backward.get(unit.fqn):  # recomputed for it; other units are freed again
             return
         if not self.in_backward:
             self.order.append(key)
