@@ -128,7 +128,9 @@ def _is_passed_by(model: nn.Module, name: str, read: Collection[str]) -> bool:
         if isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
             before = path[: -len(part) - 1]
             ran = {type(child) for key, child in owner.named_children() if _any_under(read, f"{before}{key}.")}
-            if not ran or type(inside) in ran:
+            if ran:
+                return type(inside) not in ran
+            if isinstance(owner, nn.ModuleList):  # a ModuleDict of peft has the matrices of each adapter
                 return False
         owner = inside
     return True

@@ -258,6 +258,7 @@ _SETTINGS = {
     "fsdp1, images": Setting(2, "fsdp1", model=gemma_with_images),
     "ddp, images": Setting(2, "ddp", {"find_unused_parameters": True}, model=gemma_with_images),
     "images for cross-attention": Setting(model=llama_with_images),
+    "images for cross-attention, lora": Setting(model=llama_with_images, adapter=_LORA),
     "ddp, images for cross-attention": Setting(2, "ddp", {"find_unused_parameters": True}, model=llama_with_images),
     "mixture": Setting(model=mixture),
     "mixture, float32": Setting(model=mixture, shard={"param_dtype": "float32"}),
@@ -321,3 +322,20 @@ def test_a_planned_run_takes_what_was_planned(name: str) -> None:
             # Under FSDP1 a save without an evaluation before it has gradients.
             most = 1.05 if (setting.wrapper, phase) != ("fsdp1", "save") else 1.25
             assert 1.0 <= planned / found.by_phase[phase] <= most, (phase, planned, found.by_phase[phase])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("adapter", [AdapterConfig(), _LORA], ids=["full", "lora"])
+def test_flat_parameters_of_layers_that_text_skips_have_no_gradient(adapter: AdapterConfig) -> None:
+    """But all of a unit have one, if text uses any of it: the root trains a projector of images with zeros."""
+    setting = Setting(2, "fsdp1", model=llama_with_images, adapter=adapter)
+    config, run = setting.model(), setting.run()
+    plan, measured = plan_memory(config, run), measure_run(config, run)
+    for rank, found in zip(plan.per_rank, measured, strict=True):
+        assert 0 <= rank.parameters_bytes - found.parameters < 512, "the space between scalars"
+        assert rank.optimizer_bytes == found.optimizer
+        assert rank.peak_bytes is not None, plan.problem
+        assert 1.0 <= rank.peak_bytes / found.peak <= 1.05
+        assert min(min(snapshot.terms.values()) for snapshot in rank.snapshots) > 0
+    # Torch drops the gradient of a unit on a rank that holds none of its trained parameters.
+    assert plan.per_rank[1].gradients_bytes == measured[1].gradients

@@ -89,10 +89,11 @@ def unit_shards(part: RankPart, run: PlannedRun) -> UnitShards:
     model, units = part.model, part.units
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
-    updated = trained.keys() - sharding.unused_by_text(model)
-    if run.shard.flattens_units:  # a unit's parameters have one gradient
-        updated = {name for unit in units if not updated.isdisjoint(unit.parameters) for name in unit.parameters}
-        updated &= trained.keys()
+    unused = sharding.unused_by_text(model)
+    updated = trained.keys() - unused
+    if run.shard.flattens_units:  # a unit has one gradient, if any parameter is trained and any is used
+        used = (unit.parameters for unit in units if not unused.issuperset(unit.parameters))
+        updated = {name for names in used if not trained.keys().isdisjoint(names) for name in names} & trained.keys()
     local_shapes = _local_shapes(part, shapes, run)
     owned: Sequence[Sequence[str]] | None = None
     if run.optim.needs_full_params:

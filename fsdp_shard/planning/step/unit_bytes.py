@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.sharding import ShardConfig, Unit, itemsize
+from fsdp_shard.sharding import ShardConfig, Unit, itemsize, unused_by_text
 
 _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param
 
@@ -24,6 +24,7 @@ class UnitBytes:
         largest_cast: The same for its largest parameter.
         gathered: The gathered parameters, in the compute dtype.
         gradients: The unsharded gradients that the backward pass produces.
+        alignment: Those bytes of a flat gradient that are between parameters, or of parameters without a gradient.
         reduced_from: The input of the reduction: the unsharded gradients in its dtype.
         reduced: This rank's part of the reduction.
         kept: The same in the dtype of the parameters.
@@ -42,6 +43,7 @@ class UnitBytes:
     largest_cast: int = 0
     gathered: int = 0
     gradients: int = 0
+    alignment: int = 0
     reduced_from: int = 0
     reduced: int = 0
     kept: int = 0
@@ -78,11 +80,12 @@ def unit_bytes(
     for unit in units:
         params = [model.get_parameter(name) for name in unit.parameters]
         is_kept = not unit.fqn or model.get_submodule(unit.fqn) is head
-        measure = _flat_bytes if shard.flattens_units else _rows_bytes
         is_divided = unit.fqn in experts
-        of_unit = measure(
-            unit, params, shard, num_shards // shard.expert_parallel if is_divided else num_shards, is_kept
-        )
+        over = num_shards // shard.expert_parallel if is_divided else num_shards
+        if shard.flattens_units:
+            of_unit = _flat_bytes(unit, params, shard, over, is_kept, unused_by_text(model))
+        else:
+            of_unit = _rows_bytes(unit, params, shard, over, is_kept)
         if shard.tensor_parallel > 1:
             undivided, others_rows = zip(*(_undivided(param, embeddings, head) for param in params), strict=True)
             of_unit = replace(of_unit, undivided=sum(undivided), others_rows=sum(others_rows))
@@ -144,9 +147,17 @@ def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
 
 
 def _flat_bytes(
-    unit: Unit, params: Sequence[nn.Parameter], shard: ShardConfig, num_shards: int, is_kept: bool
+    unit: Unit,
+    params: Sequence[nn.Parameter],
+    shard: ShardConfig,
+    num_shards: int,
+    is_kept: bool,
+    unused: Collection[str],
 ) -> UnitBytes:
-    """Unit bytes under FullyShardedDataParallel: one flat parameter, with a gradient for all if any part is trained."""
+    """Unit bytes under FullyShardedDataParallel: one flat parameter, with a gradient for all if any part is trained.
+
+    `unused` are the names of parameters that no pass over text uses.
+    """
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
     end, multiple = 0, max(1, _FLAT_ALIGN_BYTES // compute)
     for param in params:
@@ -155,7 +166,8 @@ def _flat_bytes(
     wide = params[0].element_size() if params else compute
     is_cast = wide != compute and not unit.is_bytes
     whole = length * num_shards
-    trained = any(param.requires_grad for param in params)
+    used = [param for name, param in zip(unit.parameters, params, strict=True) if name not in unused]
+    trained = bool(used) and any(param.requires_grad for param in params)
     cast = length * compute if is_cast else 0
     return UnitBytes(
         unit.fqn,
@@ -164,6 +176,7 @@ def _flat_bytes(
         largest_cast=cast,
         gathered=whole * (compute if is_cast else wide) if is_cast or num_shards > 1 else 0,
         gradients=end * compute if trained else 0,
+        alignment=(end - sum(param.numel() for param in used)) * compute if trained else 0,
         reduced_from=whole * reduce if trained else 0,
         reduced=length * reduce if trained else 0,
         kept=length * wide if trained else 0,

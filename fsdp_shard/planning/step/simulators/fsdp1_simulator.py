@@ -99,6 +99,7 @@ class Fsdp1Simulator(FsdpSimulator):
             self.free(key, unit) if frees else None
             return
         self.note(unit.fqn, extra={UNREDUCED: unit.gradients})  # copied from the parameters' gradients to a flat one
+        self.add(UNREDUCED, unit.alignment)
         has_sum = self._begun.pop(unit.fqn, 0) > 1
         if has_sum:
             self.add(UNREDUCED, -unit.gradients)
