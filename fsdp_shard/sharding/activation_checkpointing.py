@@ -120,7 +120,7 @@ class _SavedBlock:
         self.tensors: weakref.WeakSet[_SavedTensor] = weakref.WeakSet()
         self.is_used = False
         self._offload = offload
-        self._known: dict[Any, _SavedTensor] = {}
+        self._known: dict[Any, tuple[_SavedTensor, torch.Tensor]] = {}
         self._copied: torch.cuda.Event | None = None
 
     def save(self, tensor: torch.Tensor) -> "torch.Tensor | _SavedTensor":
@@ -133,10 +133,12 @@ class _SavedBlock:
             return tensor
         layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version(tensor)
         key = layout if tensor.requires_grad else id(tensor)
-        if key not in self._known:  # its tensors are alive, so neither memory nor objects are reused
-            self._known[key] = saved = _SavedTensor(self, tensor, self._offload.copies)
+        if key not in self._known:
+            saved = _SavedTensor(self, tensor, self._offload.copies)
+            # The object stays, too: another one, such as the next mask of dropout, could get its id otherwise.
+            self._known[key] = saved, tensor
             self.tensors.add(saved)
-        return self._known[key]
+        return self._known[key][0]
 
     def end_forward(self) -> None:
         """Record the end of the copies, and leave the tensors to autograd."""

@@ -321,8 +321,8 @@ def _read_totals(
         waited: Seconds that this rank waited for its samples.
     """
     context = run.context
-    known = torch.tensor([waited, float(device_peak_bytes(context.device.type)), run.stop.number]).double()
-    known = copy_to(context.device, known)
+    on_host = [waited, float(device_peak_bytes(context.device.type)), float(run.stop.number)]
+    known = copy_to(context.device, torch.tensor(on_host, dtype=torch.float64))
     sums = torch.stack([loss.double(), grad_norm.to(context.device, torch.float64, non_blocking=True), known[0]])
     highest = known[1:]
     own_norm = sums[1:2].clone()

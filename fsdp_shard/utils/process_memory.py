@@ -120,7 +120,7 @@ def empty_pages(num_bytes: int) -> torch.Tensor:
 
 
 def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
-    """Page-lock `memory` until this tensor and all views of it are deleted.
+    """Page-lock `memory` until this tensor and all views of it are deleted. Forked processes do not have it.
 
     `torch.empty(pin_memory=True)` would allocate the next power of two. If the driver refuses, a warning is issued and
     copies are slower; nothing else changes.
@@ -145,6 +145,10 @@ def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
                 stacklevel=2,
             )
             return False
+    # A fork copies such pages at once, as a GPU may write into them, and no child needs them.
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), ctypes.c_int(mmap.MADV_DONTFORK)
+    )
     # Otherwise these addresses would still count as locked for later memory there, and locking it would fail.
     weakref.finalize(memory, _unlock, memory.data_ptr(), device).atexit = False
     return True

@@ -41,7 +41,8 @@ _SETTINGS: dict[str, list[str]] = {
     "selective": ["shard.activation_checkpointing=selective"],
     "activation_offload": ["shard.activation_offload=true"],
     "cpu_offload": ["shard.cpu_offload=true"],
-    "fsdp1 cpu_offload": ["shard=fsdp1", "shard.cpu_offload=true", "optim=muon"],
+    # In one micro-batch: this wrapper keeps the gradients of the last only.
+    "fsdp1 cpu_offload": ["shard=fsdp1", "shard.cpu_offload=true", "optim=muon", "train.micro_batch_size=4"],
     "norms_in_float32": ["shard.norms_in_float32=true"],
     "accumulation": ["train.micro_batch_size=1", "shard.sync_every_micro_batch=false"],
     "compile": ["shard.compile=true"],

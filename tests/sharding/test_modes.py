@@ -315,6 +315,26 @@ def test_offload_moves_each_tensor_once_and_no_parameter() -> None:
     assert not on_device(), "let go by the backward pass"
 
 
+class Masked(nn.Module):
+    """Makes one mask after the other, of which only autograd keeps what it needs, as dropout does on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for every in range(2, 8):
+            x = x * (torch.arange(8) % every == 0).float() + x.masked_fill(torch.arange(8) % every == 1, 0.5)
+        return x
+
+
+def test_offload_tells_masks_apart_that_come_one_after_the_other() -> None:
+    grads = []
+    for offload in (False, True):
+        block, x = Masked(), torch.ones(4, 8, requires_grad=True)
+        if offload:
+            offload_blocks([block], CPU)
+        block(x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 class Elsewhere(torch.autograd.Function):
     """Saves a tensor that is not where the block computes, as `checkpoint` and attention with a seed do on a GPU."""
 

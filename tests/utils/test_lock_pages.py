@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import mmap
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +62,19 @@ def test_a_refusal_is_reported_here_and_nowhere_else(calls: list[Any], monkeypat
     assert launched == [_GPU]
     del memory
     assert calls[-1][0] == "register"
+
+
+def test_a_forked_process_has_no_copy_of_locked_memory(calls: list[Any]) -> None:
+    locked, kept = empty_pages(1000).fill_(7), empty_pages(1000).fill_(7)
+    assert lock_pages(locked, _GPU)
+    ends = {}
+    for name, memory in (("locked", locked), ("kept", kept)):
+        if not (pid := os.fork()):
+            faulthandler.disable()
+            os._exit(int(memory[999]))
+        ends[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ends == {"locked": -signal.SIGSEGV, "kept": 7}
+    assert int(locked[999]) == 7
 
 
 def test_nothing_is_locked_of_nothing(calls: list[Any]) -> None:
