@@ -149,6 +149,7 @@ def test_what_is_called_best_and_is_no_pointer(tmp_path: Path) -> None:
             open_checkpoint(tmp_path / name)
 
 
+@pytest.mark.long
 def test_every_command_takes_the_name_of_a_step(
     run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +346,7 @@ def test_an_adapter_of_an_old_peft(tiny_model: Path, tmp_path: Path) -> None:
         convert(tmp_path / "old", tmp_path / "target")
 
 
+@pytest.mark.long
 def test_an_adapter_whose_base_moved(
     tiny_model: Path,
     texts: Path,

@@ -253,6 +253,7 @@ def test_verify_needs_numpy_only_where_there_is_no_manifest(checkpoint: Path) ->
 # Recipes
 
 
+@pytest.mark.long
 def test_a_recipe_runs_in_this_process_or_on_ranks(place: Path) -> None:
     done = _own(place)
     assert (done.status, done.err) == (0, "")
@@ -265,6 +266,7 @@ def test_a_recipe_runs_in_this_process_or_on_ranks(place: Path) -> None:
     assert "ranks: 2" in (place / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.long
 def test_a_sweep_runs_one_after_the_other_and_goes_on_after_a_failure(place: Path) -> None:
     done = _own(place, "-m", "act=loss,data,write", "launch.ranks=1")
     assert done.status == 1
@@ -352,6 +354,7 @@ def test_a_rank_that_is_no_number_is_reported(name: str, place: Path) -> None:
     assert f"{name}=x is not a number, as torchrun or srun sets it" in done.error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_out_of_memory_says_what_needs_less(ranks: int, place: Path) -> None:
     done = _own(place, "act=fill", f"launch.ranks={ranks}")
@@ -364,6 +367,7 @@ def test_a_rank_out_of_memory_says_what_needs_less(ranks: int, place: Path) -> N
     assert "torch.empty(1 << 50)" in _own(place, "act=fill", f"launch.ranks={ranks}", "--debug").err
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_named(place: Path) -> None:
     done = _own(place, "act=die", "launch.ranks=2")
     assert done.status == 1
@@ -398,6 +402,7 @@ def test_a_signal_lets_every_rank_save(number: signal.Signals, ranks: int, place
         assert (place / "run" / f"saved-{rank}").read_text() == "1 signal"
 
 
+@pytest.mark.long
 def test_ctrl_c_while_nothing_handles_it(place: Path) -> None:
     process = subprocess.Popen(
         [*FSDP_SHARD, "run", str(OWN_RECIPE), *_GIVEN, "run_dir=run", "act=wait", "launch.device=cpu"],
@@ -437,6 +442,7 @@ def test_a_file_without_a_recipe(place: Path) -> None:
     assert fsdp_shard("run", cwd=place).status == 2
 
 
+@pytest.mark.long
 def test_a_recipe_can_import_what_lies_beside_it(place: Path) -> None:
     (place / "beside.py").write_text("NAME = 'found'\n")
     text = OWN_RECIPE.read_text().replace("import os\n", "import os\nimport beside\n", 1)
@@ -454,6 +460,7 @@ def test_loading_a_recipe_leaves_the_path_of_imports_as_it_is(place: Path) -> No
     assert sys.path == before
 
 
+@pytest.mark.long
 def test_a_recipe_can_import_its_siblings_while_it_runs(place: Path) -> None:
     (place / "sibling.py").write_text("NAME = 'found'\n")
     body = "    from fsdp_shard.distributed import init_distributed\n"

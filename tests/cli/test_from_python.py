@@ -77,6 +77,7 @@ def test_the_file_of_completions_is_named_if_it_is_kept(
     assert len(Path(file).read_text().splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_plan_returns_the_figures_of_the_command(
     tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_refused_run_leaves_the_ranks_able_to_start_another(tiny_model: Path, 
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
 
 
+@pytest.mark.long
 def test_no_data_worker_outlives_a_run(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     before = psutil.Process().children()
     streamed = [f"data.path={texts}/train.txt", "data.streaming=true", "data.workers=2", "data.sequence_length=16"]
@@ -224,6 +226,7 @@ def test_threads_take_turns(tiny_model: Path, texts: Path, tmp_path: Path) -> No
         assert len(set(runs)) == 1
 
 
+@pytest.mark.long
 def test_what_the_caller_has_set_changes_no_figures_and_stays(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     lora = ["adapter=lora", "train.neftune_alpha=5"]
     losses, hook = [], sys.excepthook
@@ -281,6 +284,7 @@ def test_programs_that_use_hydra_themselves(when: str, tiny_model: Path, tmp_pat
     assert done.out.endswith("42 2\n")
 
 
+@pytest.mark.long
 def test_mistakes(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="finetune takes a list of settings"):
         fs.finetune("train.steps=4")

@@ -148,6 +148,7 @@ def test_adapters_are_merged_or_pushed_as_such(
     assert "is not an adapter" in refused.error
 
 
+@pytest.mark.long
 def test_nothing_is_published_unasked(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     hub.create("org/public", private=False)
     hub.create("org/private", private=True)
@@ -172,6 +173,7 @@ def test_the_base_of_an_adapter_is_not_published_as_the_model(hub: HubStandIn, t
     assert not hub.repositories
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("status", "path", "said"),
     [

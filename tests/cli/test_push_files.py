@@ -123,6 +123,7 @@ def test_evaluations_that_would_not_be_in_the_card_are_refused(trained: Path, hu
     assert hub.repositories == {}
 
 
+@pytest.mark.long
 def test_an_adapter_of_peft_without_its_base(hub: HubStandIn, tiny_model: Path, tmp_path: Path) -> None:
     base = shutil.copytree(tiny_model, tmp_path / "secret" / "base")
     adapter = save_adapter(tmp_path / "adapter", base)

@@ -21,6 +21,7 @@ def test_settings_that_run_code_of_others_have_a_warning() -> None:
             assert runs_code == bool(field.metadata.get("warning")), name
 
 
+@pytest.mark.long
 def test_a_run_that_trusts_code_of_others_says_so_once(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     trusts = "trust_remote_code=true"
     trained = run_recipe(

@@ -212,6 +212,7 @@ def _refuse(config: FinetuneConfig) -> None:
     raise ConfigError("checked")
 
 
+@pytest.mark.long
 def test_joined_ranks_have_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(FinetuneConfig, _fail, _refuse)
 

@@ -69,6 +69,7 @@ _OWN = "# Mine\nmodel: {path: a}\ndata.path: b\nadapter: lora\nadapter.rank: 4\n
 _OWN_PRESET = "# @package _global_\ndefaults:\n  - override /adapter: lora\n  - _self_\nadapter: {rank: 4}\n"
 
 
+@pytest.mark.long
 def test_a_file_of_ones_own_is_the_first_argument(tmp_path: Path) -> None:
     directory = tmp_path / "a=b, [c]"
     directory.mkdir()

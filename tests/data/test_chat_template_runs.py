@@ -45,6 +45,7 @@ def test_a_run_and_its_resumption(settings: list[str], tmp_path: Path, streaming
     assert "differ from those of the run to resume" in refused.err
 
 
+@pytest.mark.long
 def test_the_template_lies_beside_an_adapter(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "adapter=lora", "train.steps=2"]
     ended = run_recipe("finetune", tmp_path / "run", *given)

@@ -125,6 +125,7 @@ def _prepare_slowly(context: DistributedContext, config: DataConfig) -> Any:
     return np.asarray(prepare_on_ranks(config, open_tokenizer, hurried).train.dataset.tokens).tolist()
 
 
+@pytest.mark.long
 def test_ranks_wait_for_long_texts(tmp_path: Path) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8, cache_dir=str(tmp_path / "cache"))
     assert on_ranks(2, _prepare_slowly, config) == [[*TEXT.encode()]] * 2

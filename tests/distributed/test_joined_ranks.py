@@ -38,6 +38,7 @@ def test_two_machines_meet(tmp_path: Path) -> None:
     _one_run(tmp_path, 2)
 
 
+@pytest.mark.long
 def test_the_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
@@ -51,6 +52,7 @@ def test_the_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
     _one_run(tmp_path, 2)
 
 
+@pytest.mark.long
 def test_a_rank_says_that_rank_0_is_gone(tmp_path: Path) -> None:
     """Rank 0 is killed before it has said which settings and directory it has."""
     (tmp_path / "text.txt").write_text("text")

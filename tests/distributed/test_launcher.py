@@ -627,6 +627,7 @@ def test_only_the_directory_of_a_killed_launcher_is_deleted(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [alien]
 
 
+@pytest.mark.long
 def test_a_failed_rank_reports_before_it_destroys_its_group(tmp_path: Path) -> None:
     """Which under NCCL may wait for ranks that wait for this one: so it does not destroy it at all."""
     body = """

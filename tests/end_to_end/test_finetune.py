@@ -227,6 +227,7 @@ def test_a_run_that_is_interrupted_goes_on_where_it_was(
     assert again.result == ended.result, "a run that is finished is left as it is"
 
 
+@pytest.mark.long
 def test_a_finished_run_that_goes_on_is_not_finished(settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path, *settings, "train.steps=4", "train.schedule=constant")
     assert ended.result["status"] == "completed"

@@ -107,6 +107,7 @@ def sets_of(name: str, given: dict[str, tuple[str, str]]) -> str:
     return f"{{path:{path},kind:{kind}}}"
 
 
+@pytest.mark.long
 def test_parts_held_out_of_a_mixture_have_theirs(settings: list[str], texts: Path, tmp_path: Path) -> None:
     mixed = f"data.mixture={{a:{{path:{texts}/train.txt}},b:{{path:{texts}/held_out.txt}}}}"
     own = [setting for setting in settings if not setting.startswith("data.path")]

@@ -422,6 +422,7 @@ def test_a_loss_with_other_settings_is_another_run(settings: list[str], tmp_path
     _done(tmp_path / "run", *settings, "objective=dpo", "objective.reference=sharded")
 
 
+@pytest.mark.long
 def test_doctor_and_plan_know_pairs(settings: list[str], tmp_path: Path) -> None:
     given = [*(one for one in settings if not one.startswith("train.steps")), "objective=dpo", "train.epochs=1"]
     ended = run_recipe("doctor", tmp_path / "doctor", *given)

@@ -142,6 +142,7 @@ def test_an_evaluation_that_is_killed_goes_on(
     assert figures(ended) == figures(expected), "every bit of them"
 
 
+@pytest.mark.long
 def test_a_finished_evaluation_is_not_made_again(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     given = settings(tiny_model, texts, tmp_path)
     first = run_recipe("evaluate", tmp_path / "run", *given)

@@ -130,6 +130,7 @@ def test_figures_are_those_of_a_plain_loop(way: str, classifier: Path, rows: Pat
     assert result["provenance"]["settings"]["task"] == "classification"
 
 
+@pytest.mark.long
 def test_of_a_run_that_trained_it(classifier: Path, rows: Path, tmp_path: Path) -> None:
     settings = [f"model.path={classifier}", f"data.path={rows}", "model.task=sequence_classification", "train.steps=2"]
     settings += ["train.global_batch_size=4", "optim.lr=0.01", f"data.eval_path={rows}", "train.eval_every=2"]

@@ -13,6 +13,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.training import lock_directory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["check_evaluation", "run_evaluation"])
 def test_the_examples_run(
     name: str, tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -25,6 +26,7 @@ def test_the_examples_run(
     assert result.failed == 0
 
 
+@pytest.mark.long
 def test_the_directory_of_another_evaluation_stays_as_it_is(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     given = [f"checkpoint={tiny_model}", f"data.path={texts}/held_out.txt", f"run_dir={tmp_path}/run"]
     fs.evaluate([*given, "data.sequence_length=16"])

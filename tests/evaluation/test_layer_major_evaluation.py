@@ -32,6 +32,7 @@ def losses(run_dir: Path) -> list[tuple[list[int], list[float]]]:
     return [(line["windows"], line["losses"]) for line in lines(run_dir)[1:]]
 
 
+@pytest.mark.long
 def test_the_figures_are_equal_and_the_order_is_told(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     given = settings(tiny_model, texts, tmp_path)
     rows = run_recipe("evaluate", tmp_path / "rows", *given, "dispatch.schedule=batch_major")

@@ -37,6 +37,7 @@ def ids_of(model: Path, data: DataConfig) -> list[int]:
     return list(AutoTokenizer.from_pretrained(model)(Path(data.path).read_text())["input_ids"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "device_map"), [(1, "cpu"), (7, "disk")])
 def test_it_is_the_mean_over_all_tokens(
     tiny_model: Path, data: DataConfig, tmp_path: Path, batch_size: int, device_map: str
@@ -114,6 +115,7 @@ def test_formats_and_devices_give_the_same(
     assert row["provenance"]["weights"]["format"] != expected["provenance"]["weights"]["format"]
 
 
+@pytest.mark.long
 def test_result_names_what_the_figures_come_from(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
     known = measure(tiny_model, data, tmp_path / "run")["provenance"]
     assert known["seed"] == 0
@@ -170,6 +172,7 @@ def test_perplexity_is_the_exponential_of_the_loss() -> None:
     assert Perplexity(1.0, 1, TextSize(0, 0), 1.0).bits_per_byte is None
 
 
+@pytest.mark.long
 def test_the_recipe_agrees_with_training(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     text = [f"data.sequence_length={LENGTH}", f"data.cache_dir={tmp_path}/cache", f"data.path={texts}/train.txt"]
     text.append(f"data.eval_path={texts}/held_out.txt")
@@ -186,6 +189,7 @@ def test_the_recipe_agrees_with_training(tiny_model: Path, texts: Path, tmp_path
         assert ended.result.keys() >= {"status", "loss", "num_tokens", "seconds"}
 
 
+@pytest.mark.long
 def test_bad_input_is_one_error(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for name, says in (("none.txt", "no such file"), ("empty.txt", "empty.txt")):

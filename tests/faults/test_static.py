@@ -44,6 +44,7 @@ def _found(tree: ast.AST, name: str) -> Iterator[str]:
                     yield f"line {node.lineno} trusts remote code"
 
 
+@pytest.mark.long
 def test_nothing_runs_what_a_file_says() -> None:
     found = {
         str(source.relative_to(ROOT)): problems

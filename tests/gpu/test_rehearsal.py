@@ -85,6 +85,7 @@ def test_a_gpu_takes_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         check_finetune(job.config)
 
 
+@pytest.mark.long
 def test_torch_has_all_that_is_asked_of_it() -> None:
     """Every `torch.cuda.NAME` of the helper, of the package and of the checks is in this build, too."""
     files = [*(_ROOT / "tests" / "gpu").glob("*.py"), *(_ROOT / "fsdp_shard").rglob("*.py")]

@@ -190,6 +190,7 @@ def _completions(context: DistributedContext, fails: bool) -> list[str]:
         return [str(error)]
 
 
+@pytest.mark.long
 def test_ranks_wait_for_one_with_long_answers() -> None:
     assert on_ranks(2, _completions, False) == [["a", "b"], []]
 

@@ -26,6 +26,7 @@ def logits(path: Path) -> torch.Tensor:
     return found
 
 
+@pytest.mark.long
 def test_a_copy_in_another_format_predicts_the_same(tmp_path: Path) -> None:
     one = save_model(tmp_path / "one")
     convert(one, tmp_path / "ranks", format="sharded", ranks=2)

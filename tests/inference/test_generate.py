@@ -77,6 +77,7 @@ def test_one_prompt_is_streamed_and_its_completion_is_in_the_run_directory(tiny_
     assert [fqn for fqn, device in ended.result["device_map"].items() if device != "disk"] == ["model.norm"]
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_one_error_each_and_leaves_nothing(tiny_model: Path, tmp_path: Path, prompts: Path) -> None:
     bad, empty, mute = tmp_path / "bad.jsonl", tmp_path / "empty.jsonl", tmp_path / "mute"
     bad.write_text('{"prompt": "a"}\nnonsense\n')
@@ -106,6 +107,7 @@ def test_what_cannot_be_is_one_error_each_and_leaves_nothing(tiny_model: Path, t
         assert not (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.long
 def test_several_ranks_share_the_prompts(tiny_model: Path, tmp_path: Path, prompts: Path) -> None:
     convert(tiny_model, tmp_path / "ranks", format="sharded", ranks=2)
     settings = (f"checkpoint={tmp_path / 'ranks'}", f"prompts={prompts}", "generation.do_sample=true")

@@ -98,6 +98,7 @@ def test_each_wave_reads_the_weights_once(saved: Callable[[str], Path], tmp_path
     assert stream.num_fetches <= 3 * stream.num_blocks
 
 
+@pytest.mark.long
 def test_hidden_states_in_a_file_are_the_same(saved: Callable[[str], Path], tmp_path: Path) -> None:
     def long(model: PreTrainedModel, number: int) -> torch.Tensor:
         ids = torch.randint(131, (32, 60), generator=torch.Generator().manual_seed(number))

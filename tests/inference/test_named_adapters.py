@@ -95,6 +95,7 @@ def test_logits_are_those_of_peft(base: Path, adapters: dict[str, Path], dtype: 
     assert not torch.equal(expected["sql"], expected["chat"])
 
 
+@pytest.mark.long
 def test_prompts_choose_their_adapter(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
     """On two ranks, in batches that would mix them; each completion is that of peft's own generate."""
     wanted = ["sql", None, "chat", "sql", None]

@@ -86,6 +86,7 @@ def test_groups_of_ranks_share_the_prompts(checkpoint: Path, tmp_path: Path) -> 
         assert ended.out.count("completions, ") == 1
 
 
+@pytest.mark.long
 def test_what_cannot_be_divided_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(

@@ -109,6 +109,7 @@ def test_nothing_is_lost_when_it_is_killed(place: Path) -> None:
     assert (place / "converted" / "config.json").is_file()
 
 
+@pytest.mark.long
 def test_it_stops_when_it_is_asked_to_and_goes_on_with_other_ranks(place: Path, whole: list[float]) -> None:
     run_dir = place / "asked"
     ends = on_ranks(2, partial(train, stop_after=3), run_dir, "model")

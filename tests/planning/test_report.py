@@ -99,6 +99,7 @@ def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path)
     assert (useless.status, "add dispatch.device_map=auto" in useless.err) == (2, True)
 
 
+@pytest.mark.long
 def test_saves_of_the_best_step_are_in_the_peak(tmp_path: Path) -> None:
     llama_config().save_pretrained(tmp_path / "model")
     given = [f"model.path={tmp_path / 'model'}", "data.sequence_length=8", "launch.ranks=2", "launch.device=cpu"]

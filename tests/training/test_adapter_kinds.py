@@ -183,6 +183,7 @@ def test_resume_is_bit_equal(run: Any, settings: list[str], tmp_path: Path) -> N
         assert tensor_digests(one) == tensor_digests(other)
 
 
+@pytest.mark.long
 def test_a_step_of_another_kind_is_not_resumed(settings: list[str], tmp_path: Path) -> None:
     first = run_recipe("finetune", tmp_path / "first", *settings, *KINDS["layers"][0])
     assert first.status == 0, first.err

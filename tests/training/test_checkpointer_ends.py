@@ -223,6 +223,7 @@ def _num_settled_gloo_threads() -> int:
     return found
 
 
+@pytest.mark.long
 def test_no_threads_of_groups_are_left(tmp_path: Path) -> None:
     """One that frees the tensors of the last collectives while Python exits would abort the process."""
 

@@ -104,6 +104,7 @@ def test_the_reference_is_the_model_with_the_earlier_adapter(
     _done(tmp_path / "run", *given, f"adapter.path={earlier}", f"objective.reference={kind}", "train.steps=3")
 
 
+@pytest.mark.long
 def test_what_an_adapter_cannot_begin_with_is_said(
     settings: list[str], earlier: Path, tiny_model: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -167,6 +167,7 @@ def test_is_opened_as_a_model(runs: Runs, texts: Path, tmp_path: Path) -> None:
             assert tensor_digests(one) == tensor_digests(two)
 
 
+@pytest.mark.long
 def test_damage_is_found(runs: Runs, settings: list[str], tmp_path: Path) -> None:
     assert verify(runs["fsdp2"].checkpoint).is_sound
     step = shutil.copytree(step_of(runs["fsdp2"], 2), tmp_path / "checkpoints/step-00000002")
@@ -245,6 +246,7 @@ def test_a_skipped_step_does_not_count(tiny_model: Path) -> None:
     on_ranks(1, _skips, tiny_model)
 
 
+@pytest.mark.long
 def test_an_average_of_other_parameters_is_refused(runs: Runs, tiny_model: Path) -> None:
     step = runs["lora fsdp2"].checkpoint
 

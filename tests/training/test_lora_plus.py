@@ -160,6 +160,7 @@ def _load(context: DistributedContext, directory: Path, wrapper: str, adapter: L
     return load_sharded(ModelConfig(path=str(directory)), shard, locate(directory), context, adapter)
 
 
+@pytest.mark.long
 def test_every_optimizer_has_the_rates(base: Path) -> None:
     for rates in on_ranks(2, _rates, base)[0].values():
         assert len(rates) == 2 * 3 + 3 + 1

@@ -203,6 +203,7 @@ def test_resume_on_the_same_ranks_is_bit_equal(wrapper: str, saved: Any) -> None
         assert first[name]["resumed"] == first[name]["losses"][HALF:], name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wrapper", "other", "ranks"), [("fsdp1", "fsdp2", 3), ("fsdp2", "fsdp1", 1)])
 def test_resume_under_the_other_wrapper_on_other_ranks(wrapper: str, other: str, ranks: int, saved: Any) -> None:
     root, (first, _) = saved(wrapper)

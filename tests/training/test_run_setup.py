@@ -28,6 +28,7 @@ def _start(context: DistributedContext, config: FinetuneConfig) -> Path | None:
     return run_setup._find_start(config, impatient, StopSignal(), RunLock()).resume_from
 
 
+@pytest.mark.long
 def test_ranks_wait_for_one_that_downloads_a_step(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

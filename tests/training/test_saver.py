@@ -246,5 +246,6 @@ def late(context: DistributedContext, run_dir: Path) -> None:
     assert run.store.steps() == []
 
 
+@pytest.mark.long
 def test_a_rank_that_is_late_with_a_save_fails_the_save(tmp_path: Path) -> None:
     on_ranks(2, late, tmp_path)

@@ -117,6 +117,7 @@ def test_types_without_exceptions_have_none(model_type: str) -> None:
         assert not found._keep_in_fp32_modules_strict, found
 
 
+@pytest.mark.long
 def test_a_cast_of_such_a_type_imports_no_transformers(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     program = "import sys, fsdp_shard; fsdp_shard.convert('model', 'cast', dtype='bfloat16')\n"

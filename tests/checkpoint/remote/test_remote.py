@@ -76,6 +76,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         yield f"{bucket}/run"
 
 
+@pytest.mark.long
 def test_steps_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
     remote = RemoteStore(url)
     assert remote.steps() == [1, 2]

@@ -90,6 +90,7 @@ def test_pieces_are_as_torch_reads_them(written: bytes, monkeypatch: pytest.Monk
     assert by_machine.count("StorageInfo") == RANKS + RANKS < RANKS * len(SHAPES)
 
 
+@pytest.mark.long
 def test_what_differs_by_a_byte_is_read_as_by_the_machine(written: bytes) -> None:
     bytes_of = random.Random(0)
     for position in range(0, len(written), 2):
