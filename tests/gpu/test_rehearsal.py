@@ -8,19 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.config.compose import compose_jobs
-from fsdp_shard.training.finetune_checks import check_finetune
-from tests.gpu import test_settings
 from tests.gpu.child import Bench, Child, find_gpus, run_check
 from tests.gpu.device import held_on_gpu
-from tests.gpu.models import written
 from tests.gpu.table import Row, Table
 from tests.gpu.trace import summarize
 
@@ -70,19 +64,6 @@ def test_all_checks_are_rehearsed(tmp_path: Path) -> None:
     outcomes = _rehearse(tmp_path)
     assert len(outcomes) > 20
     assert {outcome for outcome, _ in outcomes.values()} == {"passed"}
-
-
-@pytest.mark.long
-def test_a_gpu_takes_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks that `finetune` makes before it begins, for settings that are left out on the CPU, too."""
-    for module in ("hardware", "launcher"):
-        monkeypatch.setattr(f"fsdp_shard.distributed.{module}.count_gpus", lambda: 1)
-    model, data = written(tmp_path, "5M", None, torch.device("cpu")), test_settings._data(Bench(tmp_path))
-    for name in test_settings._SETTINGS:
-        (job,) = compose_jobs(FinetuneConfig, test_settings._overrides(name, "cuda", model, data, tmp_path), "finetune")
-        if name == "adamw8bit" and find_spec("torchao") is None:
-            continue
-        check_finetune(job.config)
 
 
 @pytest.mark.long

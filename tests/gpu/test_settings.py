@@ -11,13 +11,16 @@ import os
 import random
 import traceback
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fsdp_shard as fs
+from fsdp_shard.config import compose_jobs
 from tests.gpu.child import Bench, apart
 from tests.gpu.device import IS_REHEARSAL
 from tests.gpu.models import written
@@ -182,3 +185,16 @@ def test_settings_have_the_losses_of_the_cpu(bench: Bench) -> None:
         limit = {**dict.fromkeys(_DRAWN), **dict.fromkeys(_HALF, 1e-2)}.get(name, 1e-3)
         bench.record(f"setting {name}: losses beside the CPU", worst, "relative", at_most=limit, exact=True)
     bench.record("settings that were tried", finished, f"of {len(names)}", at_least=len(names), exact=True)
+
+
+@pytest.mark.long
+def test_a_gpu_takes_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `finetune` checks before it begins, without a GPU and for settings that the CPU is not given, too."""
+    for module in ("hardware", "launcher"):
+        monkeypatch.setattr(f"fsdp_shard.distributed.{module}.count_gpus", lambda: 1)
+    model, data = written(tmp_path, "5M", None, torch.device("cpu")), _data(Bench(tmp_path))
+    for name in _SETTINGS:
+        if name == "adamw8bit" and find_spec("torchao") is None:
+            continue
+        (job,) = compose_jobs(fs.FinetuneConfig, _overrides(name, "cuda", model, data, tmp_path), "finetune")
+        fs.check_finetune(job.config)
