@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_shard.models import no_split_blocks
@@ -87,9 +88,11 @@ class _Offload:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             block = _SavedBlock(self)
-            with torch.autograd.graph.saved_tensors_hooks(block.save, _load):
-                result = forward(*args, **kwargs)
-            block.end_forward()
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(block.save, _load):
+                    result = forward(*args, **kwargs)
+            finally:  # its tensors refer to the block, and would outlive an error until Python collects cycles
+                block.end_forward()
             if block.tensors:
                 if (before := self.block_before(block)) is not None:
                     before.leave_device()
@@ -129,12 +132,16 @@ class _SavedBlock:
         Several products of one input save views of the same memory, which is copied only once. Outputs are passed here
         without their version, so their memory may have changed since; they are recognized only as the same object.
         """
-        if tensor.device.type != self._offload.device.type or isinstance(view_base(tensor), nn.Parameter):
+        part = _plain_part(tensor)
+        device = self._offload.device.type
+        if part is None or part.device.type != device or isinstance(view_base(tensor), nn.Parameter):
             return tensor
-        layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version(tensor)
-        key = layout if tensor.requires_grad else id(tensor)
+        placements = tensor.placements if isinstance(tensor, DTensor) else ()
+        layout = part.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, placements
+        values = version(tensor), part.is_conj(), part.is_neg()
+        key = (layout if tensor.requires_grad else id(tensor), *values)
         if key not in self._known:
-            saved = _SavedTensor(self, tensor, self._offload.copies)
+            saved = _SavedTensor(self, tensor, part, self._offload.copies)
             # The object stays, too: another one, such as the next mask of dropout, could get its id otherwise.
             self._known[key] = saved, tensor
             self.tensors.add(saved)
@@ -149,7 +156,7 @@ class _SavedBlock:
         """Release the tensors for reuse by computations after their copies."""
         for saved in self.tensors:
             saved.copies.wait(self._copied)
-            saved.on_device = None
+            saved.leave_device()
 
     def use(self) -> None:
         """Wait for the tensors to return, and begin to fetch the previous block's; once per backward pass."""
@@ -165,29 +172,88 @@ class _SavedBlock:
         """Begin to copy back the tensors that are not on the device."""
         gone = [saved for saved in self.tensors if saved.on_device is None]
         for saved in gone:
-            saved.on_device = saved.copies.to_device(saved.host)
+            saved.fetch()
         if gone:
             self._copied = gone[-1].copies.event()
 
 
 class _SavedTensor:
-    """A tensor of a block, in CPU memory and temporarily on the device, until the autograd graph drops it."""
+    """A tensor of a block, in CPU memory and temporarily on the device, until the autograd graph drops it.
 
-    def __init__(self, block: _SavedBlock, tensor: torch.Tensor, copies: "_Copies") -> None:
-        self.on_device: torch.Tensor | None = tensor.detach()
-        self.host = copies.to_host(tensor)
+    Args:
+        block: Its block.
+        tensor: What autograd saves.
+        part: This rank's values of it.
+        copies: Makes the copies.
+    """
+
+    def __init__(self, block: _SavedBlock, tensor: torch.Tensor, part: torch.Tensor, copies: "_Copies") -> None:
+        self.on_device: torch.Tensor | None = part.detach()
         self.copies = copies
         self._block = block
+        self._shape, self._version, self._is_changed = part.shape, version(part), False
+        self._of_ranks = _in_ranks(tensor) if isinstance(tensor, DTensor) else None
+        once = _without_repeats(part.detach())
+        self._strides = once.stride()
+        self._host = copies.to_host(once)
+        # Slices of a fused query, key and value would each take as much memory again as all of them.
+        if _num_spanned(once) > 2 * once.numel():
+            self._strides = self._host.stride()
+
+    def leave_device(self) -> None:
+        """Release the memory, which is copied."""
+        self._note_changes()
+        self.on_device = None
+
+    def fetch(self) -> None:
+        """Begin to copy it back."""
+        self.on_device = self.copies.to_device(self._host, self._strides).expand(self._shape)
+        self._version = version(self.on_device)
 
     def load(self) -> torch.Tensor:
         self._block.use()
         assert self.on_device is not None, "use() fetches all tensors of the block"
+        self._note_changes()
+        if self._is_changed:
+            raise RuntimeError(
+                "A tensor needed for the backward pass of a block was modified by an in-place operation after the "
+                "block used it."
+            )
         self.copies.keep_until_used(self.on_device)
-        return self.on_device
+        return self.on_device if self._of_ranks is None else self._of_ranks(self.on_device)
+
+    def _note_changes(self) -> None:
+        # torch does not check versions of what hooks replace. Outputs have none, and are not noticed.
+        self._is_changed |= self.on_device is not None and version(self.on_device) != self._version
 
 
 def _load(saved: torch.Tensor | _SavedTensor) -> torch.Tensor:
     return saved if isinstance(saved, torch.Tensor) else saved.load()
+
+
+def _plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """This rank's values of `tensor` as a tensor with strides; None if there is none, as for sparse tensors."""
+    part = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+    is_plain = type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_nested
+    return part if is_plain else None
+
+
+def _in_ranks(tensor: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that returns the DTensor that is divided as `tensor` is, with this rank's part of the values."""
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return lambda part: DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with one element in each dimension that `expand` made, such as the heads of an attention mask."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        tensor = tensor.narrow(dim, 0, 1) if size > 1 and not stride else tensor
+    return tensor
+
+
+def _num_spanned(tensor: torch.Tensor) -> int:
+    """The number of elements in memory from the first of `tensor` to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class _Copies:
@@ -198,10 +264,7 @@ class _Copies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begin a copy to pinned memory after all computations so far; the caller keeps `tensor` alive.
-
-        The copy has the same strides, which compiled backward passes require.
-        """
+        """Begin a copy to dense pinned memory after all computations so far; the caller keeps `tensor` alive."""
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.preserve_format)
         if self._stream is None:
             return host.copy_(tensor)
@@ -209,10 +272,16 @@ class _Copies:
         with torch.cuda.stream(self._stream):
             return host.copy_(tensor, non_blocking=True)
 
-    def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Begin a copy to the device, in memory that belongs to the copy stream."""
+    def to_device(self, host: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        """Begin a copy to the device, in memory that belongs to the copy stream.
+
+        Compiled backward passes require the strides that a tensor had, and attention kernels those of a mask.
+        """
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            return host.to(self._device, non_blocking=True)
+            if host.stride() == strides:
+                return host.to(self._device, non_blocking=True)
+            empty = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=self._device)
+            return empty.copy_(host, non_blocking=True)
 
     def event(self) -> torch.cuda.Event | None:
         """An event at the end of the copies begun so far."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from typing import Any
 
@@ -17,7 +16,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding import check_accumulation, check_ranks, check_shardable, unit_tree
-from fsdp_shard.sharding.activation_checkpointing import _SavedTensor, offload_blocks, recompute_blocks
+from fsdp_shard.sharding.activation_checkpointing import recompute_blocks
 from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.module_shards import clean_fqn
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
@@ -237,36 +236,6 @@ def test_what_is_computed_again() -> None:
     assert (again["selective"][cheap], again["selective"][attention], again["selective"][product]) == (4, 0, 0)
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("recomputed", ["none", 2], ids=["kept", "recomputed"])
-def test_offloaded_activations_change_no_gradient(recomputed: str | int, compiled: bool) -> None:
-    grads = []
-    for offload in (False, True):
-        model = llama(layers=3)
-        blocks = recompute_blocks(model, Fsdp2Config(activation_checkpointing=recomputed))
-        for block in blocks if compiled else ():
-            block.forward = torch.compile(block.forward, backend="aot_eager")
-        if offload:
-            offload_blocks(blocks, CPU)
-        for step in range(2):  # the second one begins with what the first one left
-            model(input_ids=token_batch(step), labels=token_batch(step), use_cache=False).loss.backward()
-        grads.append([param.grad for param in model.parameters()])
-    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
-
-
-class Block(nn.Module):
-    """Saves its input twice, through views, and its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.one(x) * self.two(x)).sigmoid()
-
-
 def test_selective_checkpointing_keeps_attention_kernels_and_collectives() -> None:
     # Registered under the name of the package flash-attn, which needs a GPU.
     @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
@@ -286,86 +255,6 @@ def test_selective_checkpointing_keeps_attention_kernels_and_collectives() -> No
     assert not any(
         map(is_costly_operator, (torch.ops.aten.silu.default, torch.ops._c10d_functional.wait_tensor.default))
     )
-
-
-class CopiedBytes(TorchDispatchMode):
-    """Counts the bytes that are copied from one tensor to another."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_bytes += args[1].nbytes if func is torch.ops.aten.copy_.default else 0
-        return func(*args, **(kwargs or {}))
-
-
-def test_offload_moves_each_tensor_once_and_no_parameter() -> None:
-    def on_device() -> list[bool]:
-        return [saved.on_device is not None for saved in gc.get_objects() if type(saved) is _SavedTensor]
-
-    blocks = [Block() for _ in range(3)]
-    offload_blocks(blocks, CPU)
-    x = torch.randn(2, 8, 64, requires_grad=True)
-    with CopiedBytes() as copied:
-        for block in blocks:
-            x = block(x)
-    assert copied.num_bytes == 3 * 4 * x.nbytes, "input, two products, output; no weight, no second view"
-    assert Counter(on_device()) == {False: 8, True: 4}, "the last block stays"
-    x.sum().backward()
-    del x
-    assert not on_device(), "let go by the backward pass"
-
-
-class Masked(nn.Module):
-    """Makes one mask after the other, of which only autograd keeps what it needs, as dropout does on a GPU."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for every in range(2, 8):
-            x = x * (torch.arange(8) % every == 0).float() + x.masked_fill(torch.arange(8) % every == 1, 0.5)
-        return x
-
-
-def test_offload_tells_masks_apart_that_come_one_after_the_other() -> None:
-    grads = []
-    for offload in (False, True):
-        block, x = Masked(), torch.ones(4, 8, requires_grad=True)
-        if offload:
-            offload_blocks([block], CPU)
-        block(x).sum().backward()
-        grads.append(x.grad)
-    assert torch.equal(*grads)
-
-
-class Elsewhere(torch.autograd.Function):
-    """Saves a tensor that is not where the block computes, as `checkpoint` and attention with a seed do on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty(0, device="meta"), x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        elsewhere, x = ctx.saved_tensors
-        assert elsewhere.is_meta
-        return 2 * grad * x
-
-
-def test_offload_leaves_what_is_not_on_the_device_where_it_is() -> None:
-    class Squared(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(Elsewhere.apply(x))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-    blocks = [Squared() for _ in range(3)]
-    grads = []
-    for offload in (False, True):
-        if offload:
-            offload_blocks(blocks, CPU)
-        x = first = torch.full((2, 64), 0.5, requires_grad=True)
-        for block in blocks:
-            x = block(x)
-        x.sum().backward()
-        grads.append(first.grad)
-    assert torch.equal(*grads)
 
 
 def test_what_a_wrapper_cannot_do_is_named() -> None:
