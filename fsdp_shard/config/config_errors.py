@@ -105,8 +105,8 @@ def _unreadable_message(argument: str, schema: type) -> str:
     if name != name.strip():
         return f"{argument} has spaces around its =; write {name.strip()}={value.strip()}."
     return (
-        f"{argument} cannot be parsed. A list is written {name}=[a,b], and a mapping {name}={{a: b}}; text in "
-        f'them with other characters than letters, digits and ./:-_, needs quotes, such as ["a b"]; keys have no quotes.'
+        f"{argument} cannot be parsed. A list is written {name}=[a,b], and a mapping {name}={{a: b}}. Text with "
+        f'other characters than letters, digits and ./:-_, needs quotes, such as ["a b"]; keys have no quotes.'
     )
 
 
