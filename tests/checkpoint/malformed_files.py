@@ -42,7 +42,11 @@ def ranks(root: Path, **kwargs: Any) -> Path:
 
 def length(value: int) -> Callable[[Path], None]:
     """The first eight bytes give the header this length."""
-    return lambda path: path.write_bytes(struct.pack("<Q", value) + path.read_bytes()[8:]) and None
+
+    def edit(path: Path) -> None:
+        path.write_bytes(struct.pack("<Q", value) + path.read_bytes()[8:])
+
+    return edit
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -195,7 +196,7 @@ def test_few_open_files_are_enough(tmp_path: Path) -> None:
 def test_metadata_of_many_ranks_is_read() -> None:
     """Pieces as of 256 ranks in the memory and order of magnitude that torch's own take."""
     pieces = [ChunkStorageMetadata(torch.Size([n * 4, 0]), torch.Size([4, 64])) for n in range(256)]
-    tensors = {
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         f"model.layers.{n}.weight": TensorStorageMetadata(
             TensorProperties(dtype=torch.bfloat16), torch.Size([1024, 64]), list(pieces)
         )

@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
 from fsdp_shard.checkpoint import conversion as convert_module, transfer
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.digests import read_chunk_digests, record_file, record_tensor
+from fsdp_shard.checkpoint.digests import file_digest, read_chunk_digests, record_file, record_tensor
 from fsdp_shard.checkpoint.integrity import verify as verification
+from fsdp_shard.checkpoint.integrity.scan import scan
 from fsdp_shard.checkpoint.integrity.verify import verify
-from fsdp_shard.checkpoint.io import atomicity
+from fsdp_shard.checkpoint.io import pwrite_all
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
+from fsdp_shard.checkpoint.model_files import copy_model_files
 from fsdp_shard.checkpoint.steps.manifest import Manifest, read_manifest
 from fsdp_shard.checkpoint.steps.step_store import StepStore
 from fsdp_shard.data import DataConfig
@@ -228,10 +230,8 @@ def test_a_failed_conversion_leaves_what_was_there(
 
 
 def test_what_was_written_is_compared(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = transfer.pwrite_all
-
     def flip(descriptor: int, offset: int, data: memoryview) -> None:
-        write(
+        pwrite_all(
             descriptor, offset, memoryview(bytes([data[0] ^ 1]) + bytes(data[1:])) if data and offset > 10_000 else data
         )
 
@@ -254,7 +254,7 @@ def test_damage_of_the_source_is_not_passed_on(tmp_path: Path, model_dir: Path) 
 
 
 def test_free_space_is_checked_first(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomicity.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(SaveError, match=r"has 0\.98 KiB free, but target takes"):
         convert(model_dir, tmp_path / "target")
     assert names(tmp_path) == set()
@@ -282,14 +282,16 @@ def test_a_step_that_is_deleted_while_it_is_read(tmp_path: Path, model_dir: Path
     run = tmp_path / "run"
     for step in (1, 2):
         convert(model_dir, StepStore(run / "checkpoints").path(step))
-    copied, deleted = convert_module.copy_model_files, []
+    deleted: list[int] = []
 
     def delete(*arguments: Any, **named: Any) -> list[str]:
         """As the retention of a running training does, at the first of these calls."""
         if not deleted:
-            deleted.append(latest := StepStore(run / "checkpoints").latest())
+            latest = StepStore(run / "checkpoints").latest()
+            assert latest is not None
+            deleted.append(latest)
             StepStore(run / "checkpoints").delete(latest)
-        return copied(*arguments, **named)
+        return copy_model_files(*arguments, **named)
 
     monkeypatch.setattr(convert_module, "copy_model_files", delete)
     convert(run, tmp_path / "target")  # the latest step at that time
@@ -302,7 +304,7 @@ def test_a_step_that_is_deleted_while_it_is_read(tmp_path: Path, model_dir: Path
 
 
 def test_a_step_that_is_deleted_while_it_is_verified(tmp_path: Path, model_dir: Path, monkeypatch: Any) -> None:
-    run, scans = tmp_path / "run", verification.scan
+    run = tmp_path / "run"
     for step in (1, 2):
         convert(model_dir, StepStore(run / "checkpoints").path(step))
     doomed = [2]
@@ -310,7 +312,7 @@ def test_a_step_that_is_deleted_while_it_is_verified(tmp_path: Path, model_dir: 
     def delete(*arguments: Any) -> Any:
         if doomed:
             StepStore(run / "checkpoints").delete(doomed.pop())
-        return scans(*arguments)
+        return scan(*arguments)
 
     monkeypatch.setattr(verification, "scan", delete)
     assert verify(run).is_sound  # the latest step at that time
@@ -322,7 +324,7 @@ def test_a_step_that_is_deleted_while_it_is_verified(tmp_path: Path, model_dir: 
 def test_a_step_that_loses_its_optimizer_while_it_is_verified(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, digest = StepStore(tmp_path / "checkpoints"), verification.file_digest
+    store = StepStore(tmp_path / "checkpoints")
     for step in (1, 2):
         convert(model_dir, step_directory := store.path(step))
         (step_directory / "optimizer").mkdir()
@@ -334,7 +336,7 @@ def test_a_step_that_loses_its_optimizer_while_it_is_verified(
 
     def drop(path: Path) -> str:
         store.drop_optimizer(1)
-        return digest(path)
+        return file_digest(path)
 
     monkeypatch.setattr(verification, "file_digest", drop)
     assert verify(store.path(1)).is_sound
@@ -355,9 +357,9 @@ def test_a_step_that_loses_its_optimizer_while_it_is_verified(
         ({"dtype": "int8"}, "dtype=int8 is not one of"),
     ],
 )
-def test_wrong_settings(tmp_path: Path, model_dir: Path, settings: dict[str, object], message: str) -> None:
+def test_wrong_settings(tmp_path: Path, model_dir: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        convert(model_dir, tmp_path / "target", **settings)  # type: ignore[arg-type]
+        convert(model_dir, tmp_path / "target", **settings)
 
 
 def test_all_chat_templates_go_along(tiny_model: Path, tmp_path: Path) -> None:
@@ -678,7 +680,7 @@ def test_yes_and_no_are_no_text(tmp_path: Path) -> None:
 
 def test_settings_that_are_never_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="format is null, expected a str"):
-        convert(tmp_path, tmp_path / "target", format=None)  # type: ignore[arg-type]
+        convert(tmp_path, tmp_path / "target", format=None)  # type: ignore[arg-type]  # what people give
 
 
 def test_the_description_of_torchaos_tensors_is_kept(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import StepStore, convert, location, summarize_checkpoint, verify
 from fsdp_shard.checkpoint.formats import native_sharded
+from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint
 from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
+from fsdp_shard.checkpoint.steps.shard_index import read_shard_index
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import CheckpointError, DifferenceError, ModelError
 from fsdp_shard.inference import load_dispatched
@@ -174,16 +176,15 @@ def test_every_command_takes_the_name_of_a_step(
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often paths are resolved, and the header of each file, or the index of rank files, is parsed."""
     found: Counter[str] = Counter()
-    find, parse = location.find_checkpoint, safetensors_format._header_length
-    read_index = native_sharded.read_shard_index
+    parse = safetensors_format._header_length
 
     def counted_index(root: Path) -> Any:
         found["index of rank files"] += 1
-        return read_index(root)
+        return read_shard_index(root)
 
     def counted_find(path: Path, *arguments: Any) -> Any:
         found[f"resolved {path.name}"] += 1
-        return find(path, *arguments)
+        return find_checkpoint(path, *arguments)
 
     def counted_parse(data: bytes, size: int, path: Path) -> Any:
         found[path.name] += 1
@@ -321,7 +322,8 @@ def test_what_is_named_is_used_instead_of_what_the_weights_have(tiny_model: Path
 
 @pytest.mark.parametrize("name", ["config", "tokenizer"])
 def test_a_named_model_that_is_not_there(name: str, tmp_path: Path) -> None:
-    found = locate(write_alone("weights.pt", tmp_path), **{name: tmp_path / "nowhere"})
+    named: dict[str, Any] = {name: tmp_path / "nowhere"}
+    found = locate(write_alone("weights.pt", tmp_path), **named)
     with pytest.raises(CheckpointError, match=f"^{name}=.*nowhere: .*nowhere does not exist"):
         found.model_files  # noqa: B018
 
@@ -339,7 +341,7 @@ def test_an_adapter_of_an_old_peft(tiny_model: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), new)
-        model.save_pretrained(tmp_path / "old", safe_serialization=False)
+        model.save_pretrained(str(tmp_path / "old"), safe_serialization=False)
     with pytest.raises(
         CheckpointError, match=r"old peft \(adapter_model\.bin\); load it .* which writes adapter_model\.s"
     ):
@@ -467,6 +469,6 @@ def test_an_adapter_of_a_revision_on_the_hub(tmp_path: Path, monkeypatch: pytest
         CheckpointError, match="org/m, revision v3, is neither a local directory nor in the hub's cache"
     ):
         base("v3")
-    for revision in ("../../refs/v2", "/v2", 2):
+    for wrong in ("../../refs/v2", "/v2", 2):
         with pytest.raises(CheckpointError, match=r"revision is .*; expected a branch, tag or commit"):
-            base(revision)
+            base(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import struct
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.io import files
 from fsdp_shard.checkpoint.io.safetensors_format import PAGE_BYTES, read_header
 from fsdp_shard.checkpoint.io.thread_pool import NUM_THREADS
 from fsdp_shard.checkpoint.location import open_checkpoint
@@ -33,7 +33,7 @@ class Sharing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_calls: int | None = None) -> None:
         self.num_bytes, self.num_refused, self._left = 0, 0, num_calls
-        monkeypatch.setattr(files.fcntl, "ioctl", self)
+        monkeypatch.setattr(fcntl, "ioctl", self)
 
     def __call__(self, target: int, request: int, argument: bytes) -> int:
         source, offset, count, at = struct.unpack("=qQQQ", argument)

@@ -289,7 +289,7 @@ def test_mistakes(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="finetune takes a list of settings"):
         fs.finetune("train.steps=4")
     with pytest.raises(ConfigError, match=r"evaluate takes a list of settings, such as .*, not 3"):
-        fs.evaluate(3)  # type: ignore[arg-type]
+        fs.evaluate(3)  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(ConfigError, match="generate takes a list of settings"):
         fs.generate("prompt=Once")
     with pytest.raises(ConfigError, match="--cfg is a flag of the command line"):

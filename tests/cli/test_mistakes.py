@@ -225,14 +225,14 @@ def test_a_damaged_checkpoint_is_one_error(command: str, tiny_model: Path, texts
     shutil.copytree(tiny_model, copy)
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    arguments = {
+    given: dict[str, list[str | Path]] = {
         "diff": [copy, tiny_model],
         "convert": [f"source={copy}", f"target={tmp_path}/target", f"run_dir={tmp_path}/run"],
         "generate": [f"checkpoint={copy}", "prompt=a"],
         "evaluate": [f"checkpoint={copy}", f"data.path={texts}/train.txt", f"run_dir={tmp_path}/run"],
         "finetune": [f"model.path={copy}", f"data.path={texts}/train.txt", f"run_dir={tmp_path}/run"],
-    }.get(command, [copy])
-    ended = run_arguments([command, *map(str, arguments)])
+    }
+    ended = run_arguments([command, *map(str, given.get(command, [copy]))])
     assert ended.status == (1 if command == "verify" else 2), (ended.status, ended.err)
     assert ended.err.startswith("error: "), ended.err
     assert len(ended.err.splitlines()) == 1, ended.err

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import (
     BertConfig,
     BertModel,
@@ -32,6 +32,11 @@ def _card(trained: Path, directory: Path) -> tuple[ModelCard, list[str]]:
     subject, problems = read_subject(HubTarget("org/name"), source, None, default_settings, [str(directory)])
     (directory / "README.md").write_text(make_card(subject))
     return ModelCard.load(directory / "README.md"), problems
+
+
+def _data(card: ModelCard) -> ModelCardData:
+    assert isinstance(card.data, ModelCardData)
+    return card.data
 
 
 def _settings(source: str) -> list[str]:
@@ -110,7 +115,7 @@ def test_the_card_loads_a_model_with_its_head(
 ) -> None:
     made.save_pretrained(tmp_path / "model")
     card = _card_of(str(tmp_path / "model"))
-    assert ModelCard(card).data.pipeline_tag == tag
+    assert _data(ModelCard(card)).pipeline_tag == tag
     code = _section(card, "How to load it").partition("```python")[2].partition("```")[0]
     assert f"{loader}.from_pretrained(" in code
     found: dict[str, Any] = {}
@@ -280,7 +285,7 @@ def test_figures_of_other_weights_than_those_stored_say_so(trained: Path, tmp_pa
     (cast,) = [line for line in card.text.splitlines() if "78.25" in line]
     assert "quantize int8" in quantized
     assert "dtype bfloat16" in cast
-    published = {one.metric_value: one for one in card.data.eval_results or []}
+    published = {one.metric_value: one for one in _data(card).eval_results or []}
     assert 77.25 not in published
     assert (published[78.25].metric_args or {})["dtype"] == "bfloat16"
 
@@ -292,7 +297,7 @@ def test_figures_of_answers_say_how_long_these_may_be(trained: Path, tmp_path: P
     assert problems == []
     (row,) = [line for line in card.text.splitlines() if "0.8125" in line]
     assert "| max\\_new\\_tokens 45 |" in row
-    (published,) = [one for one in card.data.eval_results or [] if one.metric_value == 0.8125]
+    (published,) = [one for one in _data(card).eval_results or [] if one.metric_value == 0.8125]
     assert (published.metric_args or {})["max_new_tokens"] == 45
 
 
@@ -307,7 +312,8 @@ def test_evaluations_with_another_config_or_tokenizer_are_left_out(trained: Path
         file.write_text(json.dumps(result))
     card, problems = _card(trained, tmp_path / "all")
     assert problems == ["2 runs, evaluated with another config or tokenizer: config (config), tokenizer (tokenizer)."]
-    assert [one.metric_value for one in card.data.eval_results or [] if one.metric_type == "perplexity"][:1] == [77.25]
+    results = _data(card).eval_results or []
+    assert [one.metric_value for one in results if one.metric_type == "perplexity"][:1] == [77.25]
     assert "66.5" not in card.text
     shutil.rmtree(tmp_path / "all" / "own")
     with pytest.raises(InputError, match=r"with another config or tokenizer than theirs: config \(config\), tokenizer"):
@@ -334,7 +340,7 @@ def test_figures_of_the_harness(trained: Path, tmp_path: Path) -> None:
         "1 run of a part of the questions (lm_eval.limit): part.",
         "1 run of the speed, which depends on the machine: timed.",
     ]
-    (published,) = [one for one in card.data.eval_results or [] if one.dataset_name == "capitals"]
+    (published,) = [one for one in _data(card).eval_results or [] if one.dataset_name == "capitals"]
     assert (published.metric_type, published.metric_value) == ("acc", 0.25)
     assert published.metric_args == {"num_fewshot": 2, "chat_template": True, "standard_error": 0.125}
     assert "num\\_fewshot 2, chat\\_template true" in card.text

@@ -67,7 +67,7 @@ def test_the_step_that_was_converted_is_described_while_the_run_goes_on(
     trained: Path, hub: HubStandIn, tmp_path: Path
 ) -> None:
     _, later, step = _step_to_come(trained, tmp_path)
-    command = [sys.executable, "-c", _CONVERT, later, step, tmp_path / "target"]
+    command: list[str | Path] = [sys.executable, "-c", _CONVERT, later, step, tmp_path / "target"]
     done = run(command, tmp_path, **push_variables(hub, tmp_path))
     assert done.status == 0, done.err
     _check_is_step_2(trained, hub.repositories["org/name"].files, tmp_path)

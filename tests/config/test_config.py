@@ -174,10 +174,10 @@ def test_null_unsets_a_required_text_in_a_file_and_on_the_command_line(tmp_path:
     file = tmp_path / "mine.yaml"
     for path in ("data: {path: null}", "data.path: null"):
         file.write_text(f"model.path: b\n{path}\ndata.mixture: {{a: {{path: a.txt}}}}")
-        (job,) = compose_jobs(COMMANDS["finetune"], [str(file)], "finetune")
+        (job,) = compose_jobs(FinetuneConfig, [str(file)], "finetune")
         assert (job.config.model.path, job.config.data.path) == ("b", "")
     file.write_text("model.path: b\ndata.path: a.txt")
-    (job,) = compose_jobs(COMMANDS["finetune"], [str(file), "data.path=null", mixture], "finetune")
+    (job,) = compose_jobs(FinetuneConfig, [str(file), "data.path=null", mixture], "finetune")
     assert job.config.data.path == ""
 
 

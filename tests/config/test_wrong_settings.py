@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from fsdp_shard.config import COMMANDS, FinetuneConfig, names_elsewhere
+from fsdp_shard.config import COMMANDS, EvaluateConfig, FinetuneConfig, names_elsewhere
 from fsdp_shard.config.compose import compose_jobs
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
@@ -169,7 +169,7 @@ def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
 
 
 def test_held_out_data_alone_are_enough_to_evaluate_on() -> None:
-    (job,) = compose_jobs(COMMANDS["evaluate"], ["checkpoint=a", "data.eval_path=held.txt"], "evaluate")
+    (job,) = compose_jobs(EvaluateConfig, ["checkpoint=a", "data.eval_path=held.txt"], "evaluate")
     assert (job.config.data.path, job.config.data.eval_path) == ("", "held.txt")
     with pytest.raises(ConfigError, match=r"data\.path is not set"):
         compose_jobs(COMMANDS["evaluate"], ["checkpoint=a"], "evaluate")

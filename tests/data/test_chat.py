@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_shard.data.config import DataConfig, kind_of, sources_of
+from fsdp_shard.data.kinds.chat import ChatKind
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
@@ -176,7 +177,8 @@ def test_a_template_that_marks_turns_decides() -> None:
     "mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}]
 )
 def test_a_turn_that_is_not_to_be_trained(mark: dict[str, Any], template: str) -> None:
-    family = FAMILIES["chatml"]._replace(**({"template": MARKED} if template == "marked" else {}))
+    family = FAMILIES["chatml"]
+    family = family._replace(template=MARKED) if template == "marked" else family
     others = {name: 1 - value for name, value in mark.items()}  # change nothing
     chat = [user("a?"), assistant("bad", **mark), user("b?") | mark, assistant("good", **others), user("c?")]
     plain = [{"role": message["role"], "content": message["content"]} for message in chat]
@@ -424,7 +426,9 @@ def test_settings_of_chats_in_a_mixture() -> None:
         DataConfig(path="", mixture=MIXED, roles={"a": "user"}, chat_template="rag"),
     ):
         check(config)
-        assert kind_of(sources_of(config)["chats"]).roles == {"a": "user"}  # type: ignore[attr-defined]
+        kind = kind_of(sources_of(config)["chats"])
+        assert isinstance(kind, ChatKind)
+        assert kind.roles == {"a": "user"}
 
 
 def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
@@ -494,7 +498,7 @@ def test_a_template_whose_turns_do_not_end_is_told(tmp_path: Path, template: str
     row = json.dumps({"messages": [user("a?"), assistant("b"), user("c?"), assistant("d")]})
     path = write(tmp_path / "a.jsonl", f"{row}\n" * 3)
     given = {"streaming": True} if streaming else {"cache_dir": str(tmp_path / "cache")}
-    config = DataConfig(path=path, kind="chat", sequence_length=64, **given)  # type: ignore[arg-type]
+    config = DataConfig(path=path, kind="chat", sequence_length=64, **given)
     tokenizer = tokenizer_of(FAMILIES["chatml"])
     tokenizer.chat_template, tokenizer.name_or_path = template, "models/mine"
     told = [note for note in prepare_data(config, tokenizer).notes if note.startswith("warning: ")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,10 +75,11 @@ def test_held_out_text_is_checked_too(tmp_path: Path) -> None:
 def test_settings_of_texts_that_no_source_has(tmp_path: Path) -> None:
     text = write(tmp_path / "a.txt", "text")
     rows = write(tmp_path / "a.jsonl", '{"text": "a", "content": "b"}\n')
-    for path, given, said in (
+    cases: list[tuple[str, dict[str, Any], str]] = [
         (text, {"text_column": "content"}, "text_column=content is for rows with columns"),
         (rows, {"sample_by": "line"}, "sample_by=line is for plain text files"),
-    ):
+    ]
+    for path, given, said in cases:
         with pytest.raises(ConfigError, match=f"data.{said}, and data.path="):
             check_data(DataConfig(path=path, **given))
     # One of several sources is enough.
@@ -131,7 +133,7 @@ def test_a_subset_is_of_what_is_on_the_hub(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", [{"subset": "raw"}, {"split": "test"}])
-def test_hub_settings_are_refused_for_local_paths(tmp_path: Path, extra: dict[str, str]) -> None:
+def test_hub_settings_are_refused_for_local_paths(tmp_path: Path, extra: dict[str, Any]) -> None:
     path = write(tmp_path / "a.txt", "text")
     with pytest.raises(ConfigError, match=f"data.{next(iter(extra))}="):
         check_data(DataConfig(path=path, **extra))

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.samples.batch import IGNORE_INDEX, NO_WINDOW
+from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import open_source
 from fsdp_shard.data.tokenized.token_cache import tokenize
@@ -23,7 +24,7 @@ from tests.data.chat_templates import CHATML, TRIMS
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.conftest import END, byte_tokenizer, predicted_texts
 from tests.data.data_files import write
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 
 # ChatML with marks; Qwen3's way of changing with the last turn; two that no answer can be found in.
 MARKED = (
@@ -154,7 +155,7 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
         "train: 4 rows, 28 tokens, 1 row dropped with nothing to learn, 1 dropped with nothing to learn in the "
         "first 8 tokens, 1 cut to 8 tokens, each in a window of up to 8",
     )
-    batch = samples.train.dataset.batch([0, 1, NO_WINDOW])
+    batch = in_order(samples.train).batch([0, 1, NO_WINDOW])
     assert batch.input_ids[:2].tolist() == [[*b"aaa\nbcde"], [*b"a\nb", 0, 0, 0, 0, 0]]
     ignored = IGNORE_INDEX
     assert batch.labels.tolist() == [
@@ -162,7 +163,7 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
         [ignored, ord("b"), END, *[ignored] * 5],
         [ignored] * 8,
     ]
-    assert samples.train.dataset.num_predictions == 7
+    assert in_order(samples.train).num_predictions == 7
     with pytest.raises(DataError, match=r"nothing is left to train on. Increase data\.sequence_length"):
         prepare_data(dataclasses.replace(config, sequence_length=1), byte_tokenizer())
 
@@ -170,13 +171,13 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
 def test_held_out_rows(tmp_path: Path) -> None:
     config = DataConfig(path=rows_file(tmp_path / "a.jsonl", 50), kind="pairs", sequence_length=64, eval_fraction=0.2)
     samples = prepare_data(config, byte_tokenizer(), tmp_path / "cache")
-    assert samples.held_out is not None
-    assert (len(samples.train.dataset), len(samples.held_out)) == (38, 9)
+    assert isinstance(samples.held_out, SourceDataset)
+    assert (len(in_order(samples.train)), len(samples.held_out)) == (38, 9)
     assert len({samples.train.identity, samples.held_out.identity, samples.held_out.head(3).identity}) == 3
     whole = prepare_data(
         DataConfig(path=config.path, kind="pairs", sequence_length=64), byte_tokenizer(), tmp_path / "cache"
     )
-    expected = whole.train.dataset.batch(np.arange(38, 47))
+    expected = in_order(whole.train).batch(np.arange(38, 47))
     assert samples.held_out.batch(range(9)).labels.tolist() == expected.labels.tolist()
 
 

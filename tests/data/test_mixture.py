@@ -30,7 +30,7 @@ from fsdp_shard.training import micro_batches
 from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer
 from tests.data.data_files import write
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -103,7 +103,7 @@ def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, 
     assert mixed.source_names == ("asked", "books", "web")
     assert mixed.counts == (1, 2, 1)
     # What each source gives on its own, one sample at a time, epoch after epoch.
-    plain = {name: prepare_data(source, tokenizer).train.dataset for name, source in sources_of(config).items()}  # type: ignore[attr-defined]
+    plain = {name: in_order(prepare_data(source, tokenizer).train) for name, source in sources_of(config).items()}
     epochs: dict[str, list[int]] = {name: [] for name in plain}
     drawn, at = [], dict.fromkeys(plain, 0)
     batch = mixed.batch(range(60))

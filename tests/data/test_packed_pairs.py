@@ -85,7 +85,8 @@ def test_every_pair_is_whole_in_one_window_or_left_out(tmp_path: Path) -> None:
     fits = [len(a) + len(b) - once <= 40 for (a, b), once in zip(whole, shared, strict=True)]
     assert sorted(seen) == sorted(texts for texts, fit in zip(whole, fits, strict=True) if fit)
     assert 0 < (num_long := fits.count(False)) < 30
-    (note,) = found.train.sources and found.notes
+    assert found.train.sources
+    (note,) = found.notes
     assert f"{num_long} pairs longer than a window of 40 left out" in note
     num_tokens = sum(len(a) + len(b) for (a, b), fit in zip(whole, fits, strict=True) if fit)
     once = num_tokens - sum(each for each, fit in zip(shared, fits, strict=True) if fit)
@@ -115,7 +116,7 @@ def test_values_go_with_their_pairs(tmp_path: Path) -> None:
 
 
 def test_streamed_pairs_are_packed_with_those_of_their_block(tmp_path: Path) -> None:
-    settings = {"packing": True, "sequence_length": 40, "streaming": True, "shuffle_buffer": 20}
+    settings: dict[str, Any] = {"packing": True, "sequence_length": 40, "streaming": True, "shuffle_buffer": 20}
     stream = opened(tmp_path, random_rows(), **settings).train
     whole = packed(tmp_path, random_rows(), sequence_length=40)
     num_pairs = num_windows = 0

@@ -23,7 +23,8 @@ from fsdp_shard.errors import ModelError
 from fsdp_shard.models import check_packing
 from tests.data.conftest import END, byte_tokenizer
 from tests.data.data_files import write
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
+from tests.support.tiny import causal_class
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "some", "more", "of", "it"]
 
@@ -54,7 +55,7 @@ def config_of(tmp_path: Path, packing: bool, length: int = 64) -> DataConfig:
 
 def test_every_token_is_predicted_once_and_documents_are_apart(tmp_path: Path) -> None:
     samples = prepare_data(config_of(tmp_path, True, 32), byte_tokenizer(), tmp_path / "cache")
-    packed = samples.train.dataset  # type: ignore[attr-defined]
+    packed = in_order(samples.train)
     assert isinstance(packed, PackedRows)
     batch = packed.batch(range(len(packed)))
     seen = []
@@ -80,13 +81,13 @@ def test_any_windows_are_like_the_others(tmp_path: Path) -> None:
     lines = [f"{n:0{1 + n * 31 // 400}d}" for n in range(400)]
     path = write(tmp_path / "a.txt", "\n".join(lines) + "\n")
     config = DataConfig(path=path, sample_by="line", packing=True, sequence_length=32)
-    packed = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train.dataset  # type: ignore[attr-defined]
+    packed = in_order(prepare_data(config, byte_tokenizer(), tmp_path / "cache").train)
     assert isinstance(packed, PackedRows)
     rows = np.diff(packed.starts)
     half = len(rows) // 2
     assert rows.max() > 1.5 * rows.min()
     assert 0.8 < rows[:half].mean() / rows[half:].mean() < 1.25
-    again = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train.dataset  # type: ignore[attr-defined]
+    again = in_order(prepare_data(config, byte_tokenizer(), tmp_path / "cache").train)
     assert isinstance(again, PackedRows)
     assert packed.kept.tolist() == again.kept.tolist()
 
@@ -100,7 +101,7 @@ def test_no_document_is_both_trained_and_held_out(tmp_path: Path) -> None:
     assert samples.held_out is not None
     trained, held_out = (
         {chr(label) for label in np.unique(data.batch(range(len(data))).labels) if 0 <= label < END}
-        for data in (samples.train.dataset, samples.held_out)  # type: ignore[attr-defined]
+        for data in (in_order(samples.train), samples.held_out)
     )
     assert trained | held_out == set(letters)
     assert held_out == set("rst"), "the last ones, of about a fifth of the tokens"
@@ -191,7 +192,8 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
     config = model.config
     config.architectures = [type(model).__name__]
     check_packing(config)
-    packed = prepare_data(config_of(tmp_path, True), byte_tokenizer(), tmp_path / "cache").train.dataset  # type: ignore[attr-defined]
+    packed = in_order(prepare_data(config_of(tmp_path, True), byte_tokenizer(), tmp_path / "cache").train)
+    assert isinstance(packed, PackedRows)
     apart = CausalRows(packed.examples, np.arange(len(packed.examples)), 64)
     windows = sorted(range(len(packed)), key=lambda window: -len(packed.examples_of(window)))[:3]
     batch = packed.batch(windows)
@@ -237,7 +239,7 @@ def test_models_that_cannot_are_refused_by_name(config: Any, words: str) -> None
 
 def default_config(family: str) -> Any:
     config = AutoConfig.for_model(family)
-    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.architectures = [causal_class(config)]
     return config
 
 

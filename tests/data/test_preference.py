@@ -341,9 +341,10 @@ def test_margins_that_are_no_numbers(value: Any) -> None:
 )
 def test_a_column_that_is_named_must_be_there(name: str) -> None:
     row = {"prompt": "p", "chosen": "x", "rejected": "y", "completion": "z", "completions": ["u", "v"], "label": 1}
+    column: dict[str, Any] = {f"{name}_column": "mine"}
     with pytest.raises(DataError, match=rf"row 0 has no column 'mine'; .*Set data\.{name}_column"):
-        encoded(row, **{f"{name}_column": "mine"})
+        encoded(row, **column)
     header = Header("file.parquet", list(row))
-    kind = kind_of(DataConfig(kind="preference", **{f"{name}_column": "mine"}))
+    kind = kind_of(DataConfig(kind="preference", **column))
     with pytest.raises(DataError, match=r"file\.parquet has no column 'mine'"):
         kind.read(Row("row 0", row, header=header))

@@ -25,12 +25,12 @@ def tokenizer() -> Any:
 def first_batches(context: DistributedContext, config: DataConfig, samples: str) -> list[list[Any]]:
     """Each sample of this rank among the first 24, with its position and all of its arrays."""
     train = prepare_on_ranks(config, tokenizer, context, Task(samples=samples), seed=3).train
-    found = []
+    found: list[list[Any]] = []
     for first in range(0, 24, 4):
         train.prepare(first, 4)
         for position in range(first + context.rank, first + 4, context.world_size):
             batch = train.batch([position])
-            arrays = (*batch.inputs.values(), batch.labels, *batch.extras.values())
+            arrays: list[np.ndarray[Any, Any]] = [*batch.inputs.values(), batch.labels, *batch.extras.values()]
             found.append([position, *(array.tolist() for array in arrays)])
     return found
 
@@ -38,7 +38,7 @@ def first_batches(context: DistributedContext, config: DataConfig, samples: str)
 @pytest.mark.parametrize("samples", ["pairs", "labeled"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_ranks_share_the_samples_of_one_process(tmp_path: Path, samples: str, streaming: bool) -> None:
-    margins = {"margin_column": "m"} if samples == "pairs" else {}
+    margins: dict[str, Any] = {"margin_column": "m"} if samples == "pairs" else {}
     chats = [
         {
             "prompt": [{"role": "user", "content": row["prompt"]}],

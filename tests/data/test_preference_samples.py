@@ -45,7 +45,7 @@ def test_a_pair_is_two_rows_of_one_width(tmp_path: Path) -> None:
         [*b"abdefghij"] + [0] * 7,
     ]
     assert sample.labels.tolist() == [[X, *b"c", END] + [X] * 13, [X, *b"defghij", END] + [X] * 7]
-    assert (sample.labels.dtype, dict(sample.extras)) == (np.int64, {})
+    assert (sample.labels.dtype, dict(sample.extras)) == (np.dtype(np.int64), {})
     nothing = pairs.sample(NO_WINDOW)
     assert nothing.inputs["input_ids"].shape == nothing.labels.shape == (2, 8)
     assert (nothing.labels == IGNORE_INDEX).all()
@@ -242,7 +242,7 @@ def test_values_that_are_computed_later(tmp_path: Path) -> None:
     assert known.identity == pairs.identity
     batch = known.batch([4, NO_WINDOW, 1])
     assert batch.extras["reference"].dtype == np.float32
-    assert batch.extras["reference"].tolist() == np.float32([values[4], [0, 0], values[1]]).tolist()
+    assert batch.extras["reference"].tolist() == np.array([values[4], [0, 0], values[1]], np.float32).tolist()
     assert batch.extras["margin"].tolist() == [1, 0, 1]
     assert np.array_equal(known.slice(3, 6).sample(1).extras["reference"], np.float32(values[4]))
     assert np.array_equal(known.head(2).sample(1).extras["reference"], np.float32(values[1]))

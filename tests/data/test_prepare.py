@@ -13,21 +13,28 @@ import pytest
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.pipeline import prepare_on_ranks
+from fsdp_shard.data.samples.protocol import MapDataset
+from fsdp_shard.data.samples.windows import WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError, ModelError
 from tests.data.conftest import byte_tokenizer
 from tests.data.data_files import write
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 from tests.support.ranks import on_ranks
 
 TEXT = "".join(chr(ord("a") + i % 26) for i in range(101))
+
+
+def _tokens(windows: MapDataset | None) -> list[int]:
+    assert isinstance(windows, WindowDataset)
+    return np.asarray(windows.tokens).tolist()
 
 
 def test_all_of_it_is_trained_by_default(tmp_path: Path, tokenizer: Any) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8)
     windows = prepare_data(config, tokenizer, tmp_path / "cache")
     assert windows.held_out is None
-    assert np.asarray(windows.train.dataset.tokens).tolist() == [*TEXT.encode()]
+    assert _tokens(in_order(windows.train)) == [*TEXT.encode()]
     assert windows.notes == ("train: 1 document, 101 tokens, 13 windows of 8, the last padded by 4",)
 
 
@@ -36,9 +43,9 @@ def test_the_last_windows_are_held_out(tmp_path: Path, tokenizer: Any, fraction:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8, eval_fraction=fraction)
     windows = prepare_data(config, tokenizer, tmp_path / "cache")
     assert windows.held_out is not None
-    assert (len(windows.train.dataset), len(windows.held_out)) == (13 - num_held_out, num_held_out)
-    assert windows.train.dataset.num_predictions + windows.held_out.num_predictions == 100
-    assert np.asarray(windows.held_out.tokens).tolist() == [*TEXT.encode()][(13 - num_held_out) * 8 :]
+    assert (len(in_order(windows.train)), len(windows.held_out)) == (13 - num_held_out, num_held_out)
+    assert in_order(windows.train).num_predictions + windows.held_out.num_predictions == 100
+    assert _tokens(windows.held_out) == [*TEXT.encode()][(13 - num_held_out) * 8 :]
     assert "the last" in windows.notes[1]
 
 
@@ -79,7 +86,7 @@ def test_held_out_text_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
     )
     windows = prepare_data(config, tokenizer)
     assert windows.held_out is not None
-    assert np.asarray(windows.held_out.tokens).tolist() == [*b"held", 256, *b"out"]
+    assert _tokens(windows.held_out) == [*b"held", 256, *b"out"]
     assert windows.notes[1] == "held out: 2 documents (1 empty left out), 8 tokens, 1 window of 8, the last padded by 1"
     assert len(list((tmp_path / "own cache").iterdir())) == 2
 
@@ -95,7 +102,7 @@ def _prepare(context: DistributedContext, config: DataConfig, problem: str | Non
         windows = prepare_on_ranks(config, open_tokenizer, context)
     except (DataError, ModelError) as error:
         return type(error).__name__, str(error)
-    return np.asarray(windows.train.dataset.tokens).tolist(), windows.notes
+    return _tokens(in_order(windows.train)), windows.notes
 
 
 def test_ranks_see_the_same_windows(tmp_path: Path) -> None:
@@ -122,7 +129,7 @@ def _prepare_slowly(context: DistributedContext, config: DataConfig) -> Any:
         return byte_tokenizer()
 
     hurried = replace(context, group=context.with_new_group(4.0).group)
-    return np.asarray(prepare_on_ranks(config, open_tokenizer, hurried).train.dataset.tokens).tolist()
+    return _tokens(in_order(prepare_on_ranks(config, open_tokenizer, hurried).train))
 
 
 @pytest.mark.long

@@ -72,7 +72,7 @@ def test_conversations_with_tools(tmp_path: Path) -> None:
 def test_what_asks_nothing_is_left_out(tmp_path: Path) -> None:
     call = {"function": {"name": "f", "arguments": {}}}
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"id": 7, "messages": [user, answer]},
         {"messages": [user]},  # nothing to compare with
         {"messages": [answer]},  # nothing to answer

@@ -21,7 +21,7 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.sources import readers
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.sources.row import document_of
-from fsdp_shard.data.sources.source import Source, open_source
+from fsdp_shard.data.sources.source import FileSource, Source, open_source
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from tests.data.data_files import write
@@ -178,7 +178,8 @@ def test_remote_files(memory: Any, tmp_path: Path) -> None:
     assert values_of(source_of("memory://d/b.parquet")) == ROWS
     source = source_of("memory://d")
     assert values_of(source) == 3 * ROWS, "in the order of names"
-    assert [file.name for file in source.files] == ["a.jsonl", "b/c.jsonl.gz", "b.parquet"]  # type: ignore[attr-defined]
+    assert isinstance(source, FileSource)
+    assert [file.name for file in source.files] == ["a.jsonl", "b/c.jsonl.gz", "b.parquet"]
     places = [after() for _, after in source.read(COLUMNS)]
     assert values_of(source, places[200]) == (3 * ROWS)[201:]
     assert values_of(source_of("memory://d/*.jsonl")) == ROWS
@@ -384,6 +385,7 @@ def test_threads_read_csv_at_once(tmp_path: Path) -> None:
 
 def test_no_position_is_an_error(tmp_path: Path) -> None:
     source = source_of(write(tmp_path / "a.jsonl", CONTENT["jsonl"]()))
-    for place in ([1, 0, 0], [0, -1, 0], [0, 0], {}, "x", [0, 0, True]):
+    places: list[Any] = [[1, 0, 0], [0, -1, 0], [0, 0], {}, "x", [0, 0, True]]
+    for place in places:
         with pytest.raises(CheckpointError, match=r"is not a position in the 1 files of data\.path="):
             values_of(source, place)

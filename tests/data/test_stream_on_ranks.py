@@ -22,6 +22,7 @@ import xxhash
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds import running_text
+from fsdp_shard.data.kinds.kind import plain_ids
 from fsdp_shard.data.pipeline import TokenizedData, open_samples, prepare_on_ranks
 from fsdp_shard.data.samples.protocol import Dataset
 from fsdp_shard.data.streaming import block_reader, stream as stream_module
@@ -356,14 +357,13 @@ def test_ranks_that_read_different_rows(tmp_path: Path, row: int) -> None:
 def test_streams_of_a_mixture_use_their_tokenizer_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is not safe in several threads, as a call may change its settings."""
     users, at_once = list[int](), list[int]()
-    encode = running_text.plain_ids
 
     def noted(texts: list[str], tokenizer: Any) -> Any:
         users.append(1)
         at_once.append(len(users))
         time.sleep(0.01)
         users.pop()
-        return encode(texts, tokenizer)
+        return plain_ids(texts, tokenizer)
 
     mixture = {name: {"path": rows(tmp_path / name, 0, 400)} for name in "abcd"}
     config = DataConfig(path="", sequence_length=64, mixture=mixture, streaming=True, shuffle_buffer=50)

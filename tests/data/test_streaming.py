@@ -11,8 +11,10 @@ import pytest
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds import running_text
+from fsdp_shard.data.kinds.kind import plain_ids
 from fsdp_shard.data.pipeline import open_samples, tokenize_all
 from fsdp_shard.data.sources import source as source_module
+from fsdp_shard.data.sources.readers import read_rows
 from fsdp_shard.data.task import Task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
@@ -23,7 +25,7 @@ from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer, positions_of_rank
 from tests.data.data_files import write
 from tests.data.streams import WORDS, folder, json_lines, sample, settle, stream_of
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 
 KINDS: list[dict[str, Any]] = [
     {"sequence_length": 16},
@@ -65,7 +67,7 @@ def test_it_goes_on_from_any_place(tmp_path: Path, tokenizer: Any, more: dict[st
 
 def test_text_in_order_is_that_of_the_whole_text(tmp_path: Path, tokenizer: Any) -> None:
     path = folder(tmp_path / "d")
-    windows = prepare_data(DataConfig(path=path, sequence_length=16), tokenizer, tmp_path / "cache").train.dataset
+    windows = in_order(prepare_data(DataConfig(path=path, sequence_length=16), tokenizer, tmp_path / "cache").train)
     stream = stream_of(DataConfig(path=path, sequence_length=16, streaming=True, shuffle_buffer=1), tokenizer)
     assert len(windows) > 20
     for index in range(len(windows) - 1):
@@ -73,11 +75,15 @@ def test_text_in_order_is_that_of_the_whole_text(tmp_path: Path, tokenizer: Any)
 
 
 def test_rows_are_each_trained_once_an_epoch(tmp_path: Path, tokenizer: Any) -> None:
-    given = {"path": json_lines(tmp_path / "a.jsonl", [*WORDS, "", "y" * 90]), "sequence_length": 64, "kind": "pairs"}
+    given: dict[str, Any] = {
+        "path": json_lines(tmp_path / "a.jsonl", [*WORDS, "", "y" * 90]),
+        "sequence_length": 64,
+        "kind": "pairs",
+    }
     given |= {"source_column": "n_", "target_column": "text"}
     rows = [json.loads(line) | {"n_": "1"} for line in Path(given["path"]).read_text().splitlines()]
     write(Path(given["path"]), "".join(json.dumps(row) + "\n" for row in rows))
-    plain = prepare_data(DataConfig(**given), tokenizer, tmp_path / "cache").train.dataset
+    plain = in_order(prepare_data(DataConfig(**given), tokenizer, tmp_path / "cache").train)
     stream = stream_of(DataConfig(**given, streaming=True, shuffle_buffer=10), tokenizer)
     once = [sample(stream, index) for index in range(2 * 42)]
     assert len(plain) == 42
@@ -93,7 +99,7 @@ def test_rows_are_each_trained_once_an_epoch(tmp_path: Path, tokenizer: Any) -> 
     places = [expected.index(found) for found in once[:40]]
     assert all(place // 10 == at // 10 for at, place in enumerate(places))
     packed = stream_of(DataConfig(**given, streaming=True, packing=True, shuffle_buffer=50), tokenizer)
-    whole = prepare_data(DataConfig(**given, packing=True), tokenizer, tmp_path / "cache").train.dataset
+    whole = in_order(prepare_data(DataConfig(**given, packing=True), tokenizer, tmp_path / "cache").train)
     num = len(whole)
     assert sum(packed.batch([i]).num_predictions for i in range(num)) == whole.num_predictions
     assert sum(packed.batch([i]).num_predictions for i in range(num, 2 * num)) == whole.num_predictions
@@ -121,19 +127,17 @@ def test_only_what_is_needed_is_read_and_tokenized(tmp_path: Path, monkeypatch: 
             file.write(json.dumps({"text": f"{i} " * 40}) + "\n")
         file.write("no JSON at all\n")
     read: list[int] = []
-    rows = source_module.read_rows
 
     def counted(*args: Any) -> Iterator[Any]:
-        for row, place in rows(*args):
+        for row, place in read_rows(*args):
             read.append(place[1])
             yield row, place
 
     tokenizer, texts = byte_tokenizer(), list[str]()
-    encode = running_text.plain_ids
 
     def noted(some: list[str], tokenizer: Any) -> Any:
         texts.extend(some)
-        return encode(some, tokenizer)
+        return plain_ids(some, tokenizer)
 
     monkeypatch.setattr(running_text, "plain_ids", noted)
     config = DataConfig(path=str(path), sequence_length=64, streaming=True, shuffle_buffer=20)
@@ -195,13 +199,13 @@ def test_a_data_set_of_the_datasets_private(tmp_path: Path, tokenizer: Any, monk
 )
 def test_what_needs_all_of_the_text_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(DataConfig(**({"path": "x", "streaming": True} | given)))
+        check(DataConfig(**{"path": "x", "streaming": True, **given}))
     with pytest.raises(ConfigError, match="for training"):
         check_text(DataConfig(path="x", streaming=True))
 
 
 def test_what_cannot_be_streamed_is_named(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"streaming": True, "sequence_length": 8, "shuffle_buffer": 2}
+    given: dict[str, Any] = {"streaming": True, "sequence_length": 8, "shuffle_buffer": 2}
     empty = stream_of(DataConfig(path=json_lines(tmp_path / "a.jsonl", ["", " "]), **given), tokenizer)
     with pytest.raises(DataError, match="has nothing to train on"):
         empty.batch([0])
@@ -213,7 +217,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path, tokenizer: Any, monkey
         stream_of(config, tokenizer)
     stream = stream_of(DataConfig(path=json_lines(tmp_path / "b.jsonl"), **given), tokenizer)
     begin = stream.state_dict(0)
-    for place in (
+    places: list[Any] = [  # as damaged files may have them
         {},
         {"epoch": 0},
         begin | {"first": -1},
@@ -222,10 +226,12 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path, tokenizer: Any, monkey
         begin | {"carry": ["x"]},
         [],
         "x",
-    ):
+    ]
+    for place in places:
         with pytest.raises(CheckpointError, match="no valid position in streamed data"):
-            stream.load_state_dict(place)  # type: ignore[arg-type]  # as a damaged file may have it
-    for rows in ([9, 0, 0], [0, -1, 0], [0, 0], {}, "x"):
+            stream.load_state_dict(place)
+    wrong: list[Any] = [[9, 0, 0], [0, -1, 0], [0, 0], {}, "x"]
+    for rows in wrong:
         stream.load_state_dict(begin | {"rows": rows})
         with pytest.raises(CheckpointError, match=r"is not a position in the 1 files of data\.path="):
             stream.batch([0])
@@ -236,9 +242,8 @@ def test_identity_is_of_all_that_makes_the_samples(tmp_path: Path, tokenizer: An
     path = json_lines(tmp_path / "a.jsonl")
 
     def identity(**more: Any) -> str:
-        return stream_of(
-            DataConfig(**({"path": path, "streaming": True, "sequence_length": 8} | more)), tokenizer
-        ).identity
+        given: dict[str, Any] = {"path": path, "streaming": True, "sequence_length": 8} | more
+        return stream_of(DataConfig(**given), tokenizer).identity
 
     one = identity()
     others = [
@@ -267,7 +272,7 @@ def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, m
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     given = {"path": path, "sequence_length": 12, **more}
     tokenized = tokenize_all(DataConfig(**given, cache_dir=str(tmp_path / "cache")), tokenizer, task.name)
-    plain = open_samples(DataConfig(**given), tokenized, task).train.dataset
+    plain = in_order(open_samples(DataConfig(**given), tokenized, task).train)
     config = DataConfig(**given, streaming=True, shuffle_buffer=1)
     stream = stream_of(config, tokenizer, 0, task)
     for index in range(2 * len(WORDS)):
@@ -278,7 +283,7 @@ def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, m
 
 
 def test_orders_of_rows_and_of_files_follow_from_the_seed(tmp_path: Path, tokenizer: Any) -> None:
-    pairs = {
+    pairs: dict[str, Any] = {
         "kind": "pairs",
         "source_column": "text",
         "target_column": "text",

@@ -36,7 +36,13 @@ def config_of(directory: Path, **more: Any) -> DataConfig:
             "kind": "pairs",
         },
     }
-    given = {"path": "", "mixture": sources, "sequence_length": 48, "streaming": True, "shuffle_buffer": 6}
+    given: dict[str, Any] = {
+        "path": "",
+        "mixture": sources,
+        "sequence_length": 48,
+        "streaming": True,
+        "shuffle_buffer": 6,
+    }
     config = DataConfig(**(given | more))
     check(config)
     check_data(config)
@@ -135,7 +141,9 @@ def test_what_is_no_place_in_it(tmp_path: Path, tokenizer: Any) -> None:
     mixed = mixture_of(config_of(tmp_path), tokenizer)
     sample(mixed, 0)
     good = mixed.state_dict(1)
-    for sources in ({}, {"web": good["sources"]["web"]}, [], None, good["sources"] | {"more": {}}):
+    assert good is not None
+    wrong: list[Any] = [{}, {"web": good["sources"]["web"]}, [], None, good["sources"] | {"more": {}}]
+    for sources in wrong:
         with pytest.raises(CheckpointError, match=r"no valid position in streamed data of asked, books, web"):
             mixed.load_state_dict({"sources": sources})
         with pytest.raises(CheckpointError, match=r"no valid position in streamed data of asked, books, web"):

@@ -30,6 +30,7 @@ from fsdp_shard.evaluation import check_text
 from fsdp_shard.models import check_model_task
 from tests.data.conftest import byte_tokenizer
 from tests.data.data_files import write
+from tests.support.prepared_data import in_order
 
 SPECIAL = SpecialTokens(mask=300, begin=(301,), end=(302,), vocabulary=256)
 
@@ -45,7 +46,7 @@ def test_pairs_for_seq2seq_models(tmp_path: Path) -> None:
     config = DataConfig(path=path, kind="pairs", sequence_length=6, target_length=4, source_format="to: {source}")
     samples = opened(config, tmp_path / "cache", Task("seq2seq", decoder_start=9))
     assert samples.notes == ("train: 2 rows, 28 tokens, 2 cut to 6 tokens, sources of up to 6 and targets of up to 4",)
-    batch = samples.train.dataset.batch([0, 1, NO_WINDOW])
+    batch = in_order(samples.train).batch([0, 1, NO_WINDOW])
     assert batch.input_ids.tolist() == [[*b"to: ab"], [*b"to: ab"], [0] * 6]
     assert batch.labels.tolist() == [[*b"xy", IGNORE_INDEX, IGNORE_INDEX], [*b"uvwx"], [IGNORE_INDEX] * 4]
     assert batch.inputs["decoder_input_ids"].tolist() == [[9, *b"xy", 9], [9, *b"uvw"], [9] * 4]
@@ -59,7 +60,7 @@ def test_texts_with_classes(tmp_path: Path) -> None:
     samples = opened(config, tmp_path / "cache", task)
     assert "5 documents" in samples.notes[0]
     assert "2 documents dropped with nothing to learn, 1 cut to 4 tokens, 2 classes" in samples.notes[0]
-    batch = samples.train.dataset.batch([2, 1, NO_WINDOW])
+    batch = in_order(samples.train).batch([2, 1, NO_WINDOW])
     assert batch.labels.tolist() == [1, 2, IGNORE_INDEX]
     assert batch.input_ids[:, :4].tolist() == [[*b"ghij"], [*b"de", 7, 7], [*b"abc", 7]], "nothing counts of the last"
     assert batch.num_predictions == 2
@@ -91,7 +92,7 @@ def test_classes_whose_names_are_numbers(
     tokenizer = byte_tokenizer()
     tokenized = tokenize_all(config, tokenizer, task.name)
     train = open_samples(config, tokenized, task, seed=3, open_tokenizer=lambda: tokenizer).train
-    batch = (train if streaming else train.dataset).batch(range(len(labels)))  # type: ignore[attr-defined]
+    batch = (train if streaming else in_order(train)).batch(range(len(labels)))
     assert batch.labels.tolist() == expected
 
 
@@ -201,17 +202,19 @@ def test_windows_of_a_masked_model_begin_once(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(
         {"bos_token": "<s>", "cls_token": "<s>", "sep_token": "<|end|>", "mask_token": "<mask>"}
     )
-    begin, end, mask = (tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "<|end|>", "<mask>"))
+    begin, end, mask = (tokenizer.get_vocab()[token] for token in ("<s>", "<|end|>", "<mask>"))
     tokenizer.backend_tokenizer.post_processor = RobertaProcessing(("<|end|>", end), ("<s>", begin))
     assert tokenizer("a")["input_ids"] == [begin, *b"a", end]
     path = write(tmp_path / "a.jsonl", '{"text": "abc"}\n{"text": "de"}\n')
     task = Task("masked_lm")
     samples = opened(DataConfig(path=path, sequence_length=10), tmp_path / "cache", task, tokenizer)
     stream = DataConfig(path=path, sequence_length=8, streaming=True)
-    batch = samples.train.dataset.batch([0])
+    batch = in_order(samples.train).batch([0])
     whole = np.where(batch.labels == IGNORE_INDEX, batch.input_ids, batch.labels)[batch.inputs["attention_mask"] == 1]
     assert whole.tolist() == [begin, *b"abc", end, *b"de", end]
-    assert samples.train.dataset.special.all == tuple(sorted((begin, end, mask)))  # type: ignore[attr-defined]
+    windows = in_order(samples.train)
+    assert isinstance(windows, MaskedWindows)
+    assert windows.special.all == tuple(sorted((begin, end, mask)))
     streamed = open_samples(stream, tokenize_all(stream, tokenizer, "masked_lm"), task, 3, lambda: tokenizer)
     batch = streamed.train.batch([0])
     assert np.where(batch.labels == IGNORE_INDEX, batch.input_ids, batch.labels)[0].tolist().count(begin) == 1

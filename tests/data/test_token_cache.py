@@ -29,7 +29,7 @@ from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.kinds.kind import plain_ids
 from fsdp_shard.data.kinds.plain_text import TextKind
 from fsdp_shard.data.kinds.running_text import RunningText
-from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import DatasetSource, open_source
 from fsdp_shard.data.tokenized.encoder import tokenizer_state
 from fsdp_shard.data.tokenized.token_cache import tokenize
@@ -344,7 +344,7 @@ def test_slices_of_tokens_are_those_of_an_array(tmp_path: Path, tokenizer: Any) 
     """Over the bounds of the batches in which they were written; nothing is read into memory before."""
     words = [f"{number}" * 3000 for number in range(700)]
     path = write(tmp_path / "a.txt", "\n".join(words))
-    tokens = file_of(DataConfig(path=path, sample_by="line"), tokenizer, tmp_path).tokens()
+    tokens: Any = file_of(DataConfig(path=path, sample_by="line"), tokenizer, tmp_path).tokens()  # of Arrow
     whole = np.asarray(tokens)
     expected = [*words[0].encode()]
     for word in words[1:]:

@@ -23,7 +23,7 @@ _PORT = 29400
 def test_machines_meet_at_the_name_of_one(count: int, delay_ms: float, tmp_path: Path) -> None:
     """Their ranks too, which find each other's addresses by the names of their hosts."""
     (tmp_path / "text.txt").write_text("text")
-    command = [sys.executable, OWN_RECIPE, "model.path=x", "data.path=text.txt", "launch.device=cpu"]
+    command: list[str | Path] = [sys.executable, OWN_RECIPE, "model.path=x", "data.path=text.txt", "launch.device=cpu"]
     command += [f"launch.nodes={count}", f"launch.rendezvous=host1:{_PORT}"]
     with hosts(count, tmp_path, delay_ms) as machines:
         started = [machine.start(command, tmp_path) for machine in machines]

@@ -12,8 +12,9 @@ import sys
 import tempfile
 import textwrap
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -289,11 +290,21 @@ def test_without_numactl_ranks_are_not_bound_and_say_so(tmp_path: Path, monkeypa
     assert describe_missing_numactl(auto) == [], "started by others"
 
 
+@dataclass
+class _Run:
+    """The least that `launch` takes."""
+
+    run_dir: str
+    launch: LaunchConfig
+    debug: bool = False
+    per_machine: ClassVar[tuple[str, ...]] = ()
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="asks torch about a GPU, which one without CUDA refuses")
 def test_what_binding_raises_before_a_rank_works_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=False)
     monkeypatch.setattr(local_workers, "numa_options", lambda settings: options)
-    run = SimpleNamespace(run_dir=str(tmp_path), launch=LaunchConfig(ranks=2, device="cpu"), debug=False)
+    run = _Run(str(tmp_path), LaunchConfig(ranks=2, device="cpu"))
     with pytest.raises(RankError) as raised:
         launch(lambda config: None, run)
     said = (
@@ -517,8 +528,9 @@ def test_the_last_attempt_is_the_one_that_is_told_of(tmp_path: Path) -> None:
 def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (Path(here) / f'deaf-{rank}').touch(); time.sleep(100)"
     program = _program(tmp_path, body, "grace_seconds=1")
-    options = {"cwd": tmp_path, "env": environment(), "preexec_fn": hear_signals}
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, **options)
+    process = subprocess.Popen(
+        program, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(), preexec_fn=hear_signals
+    )
     while len(list(tmp_path.glob("deaf-*"))) < 2:
         time.sleep(0.02)
     start = time.monotonic()
@@ -537,8 +549,9 @@ def test_ranks_that_end_their_work_after_a_signal_are_not_waited_for(tmp_path: P
         time.sleep(0.02)
     """
     program = _program(tmp_path, body, "grace_seconds=100")
-    options = {"cwd": tmp_path, "env": environment(), "preexec_fn": hear_signals}
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, **options)
+    process = subprocess.Popen(
+        program, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(), preexec_fn=hear_signals
+    )
     while len(list(tmp_path.glob("working-*"))) < 2:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
@@ -670,7 +683,7 @@ def test_torch_on_gpus_is_set_up_where_the_user_has_not(monkeypatch: pytest.Monk
     for device, given in (("auto", None), ("cpu", None), ("auto", "max_split_size_mb:64")):
         if given is not None:
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
-        launch(work, SimpleNamespace(run_dir="x", launch=LaunchConfig(device=device), debug=False))
+        launch(work, _Run("x", LaunchConfig(device=device)))
     assert seen[0]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert seen[0]["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert set(seen[1].values()) == {None}

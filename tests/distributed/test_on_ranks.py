@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import DistributedContext, init_distributed
 from tests.support import ranks
 from tests.support.ranks import on_ranks
 
@@ -27,15 +27,14 @@ def _failing(context: DistributedContext, calls: Path) -> None:
 
 def _late_once(calls: Path) -> Callable[..., Any]:
     """`init_distributed` with a short timeout; the first process that comes never meets the others."""
-    original = ranks.init_distributed
 
-    def init(*args: Any, timeout_seconds: float, **options: Any) -> Any:
+    def init(device: str, replicas: int, timeout_seconds: float, **options: Any) -> Any:
         try:
             (calls / "late").mkdir()
             time.sleep(60)
         except FileExistsError:
             pass
-        return original(*args, timeout_seconds=5, **options)
+        return init_distributed(device, replicas, timeout_seconds=5, **options)
 
     return init
 

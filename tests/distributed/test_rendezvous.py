@@ -23,6 +23,7 @@ _Round = tuple[int, int, str, int, str]  # rank, machines, address and port of t
 def _join(machine: rendezvous.Rendezvous) -> _Round:
     found = machine.next_rendezvous()
     where = found.bootstrap_store_info
+    assert where is not None
     number = bytes(found.store.get("fsdp-shard/attempt")).decode()
     return found.rank, found.world_size, where.master_addr, where.master_port, number
 

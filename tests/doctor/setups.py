@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import subprocess
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ class Setup:
     undo: ExitStack
     settings: dict[str, str] = field(default_factory=dict)
 
-    def write_rows(self, rows: list[object], name: str = "rows.jsonl") -> None:
+    def write_rows(self, rows: Sequence[object], name: str = "rows.jsonl") -> None:
         """Train on `rows` instead."""
         path = self.root / name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))

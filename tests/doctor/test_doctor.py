@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
@@ -20,6 +21,7 @@ from fsdp_shard.distributed import num_cores
 from fsdp_shard.doctor import check_disk_space, check_environment, check_memory, plan_run
 from fsdp_shard.doctor.disk import max_num_checkpoints
 from fsdp_shard.doctor.findings import OK, PROBLEM, Finding
+from fsdp_shard.planning import MemoryPlan
 from fsdp_shard.training import LOCK, TrainConfig, holder
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import llama_config
@@ -205,9 +207,9 @@ def test_a_run_that_has_begun_and_one_that_is_finished(settings: list[str], tmp_
     ],
 )
 def test_how_many_checkpoints_there_are_at_a_time(
-    train: dict[str, int], checkpoint: dict[str, int], count: int
+    train: dict[str, Any], checkpoint: dict[str, Any], count: int
 ) -> None:
-    assert max_num_checkpoints(TrainConfig(steps=100, **train), CheckpointConfig(**checkpoint)) == count  # type: ignore[arg-type]
+    assert max_num_checkpoints(TrainConfig(steps=100, **train), CheckpointConfig(**checkpoint)) == count
 
 
 @pytest.mark.parametrize(
@@ -246,6 +248,10 @@ def test_a_checkpoint_has_the_parts_of_all_tensor_parallel_ranks(settings: list[
     assert float(match[1]) == pytest.approx(3 * 4 * model.num_parameters() / 2**20, rel=0.05)  # Adam has two states
 
 
+def _marks_of_space(config: DoctorConfig, plan: MemoryPlan) -> list[str]:
+    return [mark for mark, _ in check_disk_space(config, lambda: plan, lambda: None)]
+
+
 def test_ddp_ranks_divide_the_files_of_a_checkpoint(settings: list[str], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     found = []
@@ -257,7 +263,7 @@ def test_ddp_ranks_divide_the_files_of_a_checkpoint(settings: list[str], tmp_pat
         assert plan is not None
         resource.setrlimit(resource.RLIMIT_FSIZE, (plan.per_rank[0].optimizer_bytes * 3 // 4, hard))
         try:
-            found.append([mark for mark, _ in check_disk_space(job.config, lambda plan=plan: plan, lambda: None)])
+            found.append(_marks_of_space(job.config, plan))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert found == [[OK, PROBLEM], [OK]]

@@ -52,7 +52,7 @@ def two_ranks_and_several_files_of_weights(setup: Setup) -> None:
 
 @healthy
 def weights_in_bfloat16(setup: Setup) -> None:
-    llama().to(torch.bfloat16).save_pretrained(setup.model)
+    llama().bfloat16().save_pretrained(setup.model)
     setup.settings["model.dtype"] = "bfloat16"
 
 
@@ -82,8 +82,8 @@ def a_state_space_model(setup: Setup) -> None:
 
 @healthy
 def an_encoder_decoder_with_pairs(setup: Setup) -> None:
-    config = transformers.T5Config(
-        vocab_size=257, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0,
+    config = transformers.AutoConfig.for_model(
+        "t5", vocab_size=257, d_model=24, d_kv=12, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0,
         pad_token_id=0, eos_token_id=256,
     )  # fmt: skip
     _use_model(setup, config, "T5ForConditionalGeneration")

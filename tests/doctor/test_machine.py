@@ -56,7 +56,9 @@ def test_few_files_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize(("flags", "warned"), [("fpu avx2", True), ("fpu avx512_bf16", False), ("amx_bf16", False)])
-def test_a_cpu_that_has_to_emulate_bfloat16(flags: str, warned: bool, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_cpu_that_has_to_emulate_bfloat16(
+    flags: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
     monkeypatch.setattr(module, "_CPUINFO", tmp_path / "cpuinfo")
     found = list(check_hardware(LaunchConfig(device="cpu"), Fsdp2Config(param_dtype="bfloat16")))

@@ -77,12 +77,12 @@ def test_a_resumed_run_equals_a_whole_one(whole: Ended, settings: list[str], tmp
     assert [[row[name] for name in kept] for row in rest.metrics] == [
         [row[name] for name in kept] for row in whole.metrics[3:]
     ]
-    kept = ("steps", "max_steps", "epoch", "tokens")
-    assert [rest.result[name] for name in kept] == [whole.result[name] for name in kept]
+    figures = ("steps", "max_steps", "epoch", "tokens")
+    assert [rest.result[name] for name in figures] == [whole.result[name] for name in figures]
     with open_checkpoint(rest.checkpoint) as one, open_checkpoint(whole.checkpoint) as other:
         assert tensor_digests(one) == tensor_digests(other)
-    other = train(tmp_path / "other", *settings, "train.epochs=2.5", half, "train.global_batch_size=2")
-    assert (other.result["steps"], other.result["epoch"]) == (3 + 7, 2.6), "13 samples were left"
+    halved = train(tmp_path / "other", *settings, "train.epochs=2.5", half, "train.global_batch_size=2")
+    assert (halved.result["steps"], halved.result["epoch"]) == (3 + 7, 2.6), "13 samples were left"
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemm
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
 from fsdp_shard.data import DataConfig, ShuffledDataset
 from tests.support.digests import tensor_digests
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 from tests.support.runs import Ended, Started, run_recipe
 from tests.support.tiny import byte_tokenizer
 
@@ -47,7 +47,7 @@ def plain_losses(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPat
     """The same training in plain PyTorch: one process, the whole global batch at once, no code of ours in the step."""
     torch.manual_seed(0)
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=64, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]
+    windows = in_order(prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train)
     samples = ShuffledDataset(windows, 7)
     model = AutoModelForCausalLM.from_pretrained(tiny_model).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]

@@ -48,10 +48,11 @@ def test_one_rank_per_machine_asks_the_hub(hub: Hub, tmp_path: Path) -> None:
     where = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "OMP_NUM_THREADS": "1"}
     (tmp_path / "text.txt").write_text("some text to train on. " * 200)
     asked = {}
-    for name, launcher in (("one", []), ("joined", ["-m", "torch.distributed.run", "--nproc-per-node", "2"])):
+    launchers: dict[str, list[str]] = {"one": [], "joined": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}
+    for name, launcher in launchers.items():
         settings = ["model.path=org/name", "data.path=text.txt", "train.steps=1"]
         hub.asked.clear()
-        finetune = [ROOT / "recipes" / "finetune.py", *settings, f"run_dir={name}", "checkpoint.every=0"]
+        finetune = [f"{ROOT}/recipes/finetune.py", *settings, f"run_dir={name}", "checkpoint.every=0"]
         done = run([sys.executable, *launcher, *finetune], tmp_path, **where, HF_HOME=str(tmp_path / f"home-{name}"))
         assert done.status == 0, done.err
         asked[name] = sorted(hub.asked)

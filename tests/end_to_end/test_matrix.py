@@ -47,7 +47,7 @@ def prepare(model: nn.Module, trained: str) -> nn.Module:
         settings = peft.LoraConfig(r=3, lora_alpha=24, target_modules="all-linear", init_lora_weights=False)
         on_meta = next(model.parameters()).is_meta
         torch.manual_seed(1)
-        peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)  # type: ignore[arg-type]
+        peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)
     return model
 
 
@@ -136,7 +136,7 @@ def _copy(source: nn.Module, target: nn.Module) -> None:
 @pytest.fixture(scope="module")
 def losses() -> dict[Cell, list[list[float]]]:
     """Of each cell that is not refused, the losses on each rank."""
-    found = {}
+    found: dict[Cell, list[list[float]]] = {}
     for ranks, replicas in ((2, 1), (4, 2)):
         cells = [cell for cell in CELLS if cell.ranks == ranks and not _refusal(cell)]
         results = on_ranks(ranks, run_cells, cells, replicas=replicas)

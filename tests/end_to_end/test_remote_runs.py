@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,9 +94,9 @@ def failing(context: DistributedContext, run_dir: Path, address: str) -> list[st
         if operation == "put" and context.rank == 1:
             raise PermissionError("no more room")
 
-    settings = {"remote": address, "max_failures": 2, "keep_last": 2}
+    settings: dict[str, Any] = {"remote": address, "max_failures": 2, "keep_last": 2}
     run = Training(context, run_dir, **settings)
-    Shelf.before = staticmethod(refuse)  # type: ignore[assignment]
+    Shelf.before = staticmethod(refuse)
     run.step()
     run.saver.save(run.state)
     run.saver.wait()
@@ -103,7 +104,7 @@ def failing(context: DistributedContext, run_dir: Path, address: str) -> list[st
     run.step()
     run.saver.save(run.state)
     run.saver.finish()
-    Shelf.before = staticmethod(refuse)  # type: ignore[assignment]
+    Shelf.before = staticmethod(refuse)
     for _ in range(2):
         run.step()
         run.saver.save(run.state)
@@ -141,7 +142,7 @@ def best_not_uploaded(context: DistributedContext, run_dir: Path, address: str) 
 
     run, seen = Training(context, run_dir, remote=address, keep_last=1), []
     for upload_fails, loss in ((True, 3.0), (False, 4.0), (False, 2.0), (False, 5.0)):
-        Shelf.before = staticmethod(refuse) if upload_fails else None  # type: ignore[assignment]
+        Shelf.before = staticmethod(refuse) if upload_fails else None
         run.step()
         run.state.record_evaluation(loss, 0.0)
         run.saver.save(run.state)

@@ -160,7 +160,12 @@ def _fingerprint_of_0_1_0(model_path: Path) -> str:
 
 def _save_mixtral(directory: Path, seed: int) -> Path:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     sizes |= {"num_key_value_heads": 1, "num_local_experts": 3, "vocab_size": 257, "max_position_embeddings": 128}
     MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
@@ -430,11 +435,11 @@ def test_an_adapter_whose_base_has_another_config_is_refused(
     assert (doctor.status, was in doctor.out) == (1, True), doctor.out
     other = run_recipe("finetune", tmp_path / "other", *given, f"adapter.path={step}")
     assert (other.status, was in other.err) == (2, True), other.err
-    convert = ["convert", tmp_path / "convert", f"source={step}", f"target={tmp_path}/merged"]
-    generate = ["generate", tmp_path / "generate", f"checkpoint={step}", "prompt=a"]
-    switched = ["generate", tmp_path / "switched", f"checkpoint={model}", f"adapters={{a: {step}}}", "prompt=a"]
-    for command, *arguments in (convert, generate, switched):
-        ended = run_recipe(str(command), Path(arguments[0]), *map(str, arguments[1:]))
+    convert = ["convert", "convert", f"source={step}", f"target={tmp_path}/merged"]
+    generate = ["generate", "generate", f"checkpoint={step}", "prompt=a"]
+    switched = ["generate", "switched", f"checkpoint={model}", f"adapters={{a: {step}}}", "prompt=a"]
+    for command, run_dir, *arguments in (convert, generate, switched):
+        ended = run_recipe(command, tmp_path / run_dir, *arguments)
         assert (ended.status, was in ended.err) == (2, True), ended.err
     assert not (tmp_path / "merged").exists()
     named = run_recipe("convert", tmp_path / "named", *map(str, convert[2:]), f"config={model}")
@@ -501,7 +506,8 @@ def test_entries_that_programs_add_are_no_changes_but_scaled_positions_are(tmp_p
         (tmp_path / "config.json").write_text(json.dumps(now))
         return config_changes(BaseModel("m", "f", config=before), tmp_path)
 
-    old, scaled = {"rope_theta": 1e4, "head_dim": 8}, {"rope_type": "yarn", "factor": 4.0}
+    old: dict[str, object] = {"rope_theta": 1e4, "head_dim": 8}
+    scaled = {"rope_type": "yarn", "factor": 4.0}
     assert changes(old, {"rope_theta": 10000, "rope_scaling": None, "mlp_bias": False}) == []
     assert changes(old, {**old, "rope_scaling": scaled}) == [f"rope_scaling null -> {json.dumps(scaled)}"]
     assert changes({**old, "rope_scaling": scaled}, {"rope_parameters": {**scaled, "rope_theta": 1e4}}) == []

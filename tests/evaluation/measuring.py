@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fsdp_shard.checkpoint import Location
 from fsdp_shard.data import DataConfig
 from fsdp_shard.evaluation.config import EvaluateSettings, PerplexityConfig
 from fsdp_shard.evaluation.evaluation_base import EvaluationBase
@@ -33,7 +34,11 @@ def measure(
 ) -> dict[str, Any]:
     """The row of result.json of `model` on `data`."""
     opened: PerplexityEvaluation = evaluation(model, data, run_dir, **given)
-    return dict(opened.measure(lambda source: load(Path(source.path))).row)
+
+    def load_source(source: Location, *planned: object, **plans: object) -> PreTrainedModel:
+        return load(Path(source.path))
+
+    return dict(opened.measure(load_source).row)
 
 
 def token_losses(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,7 @@ def test_documents_that_cannot_be_read(tiny_model: Path, data: DataConfig, tmp_p
 def test_a_document_whose_loss_is_no_number_is_named(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
     def load(path: Path) -> PreTrainedModel:
         model = load_dispatched(path)
-        model.get_submodule("model.norm").weight.data.fill_(float("nan"))
+        model.get_parameter("model.norm.weight").data.fill_(float("nan"))
         return model
 
     with pytest.raises(LossError, match=r"The loss of .*rows\.jsonl, line 5 is nan"):

@@ -54,8 +54,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random T5 and a tokenizer of bytes."""
     directory = tmp_path_factory.mktemp("t5") / "model"
-    sizes = {"vocab_size": 257, "d_model": 24, "d_kv": 6, "d_ff": 45, "num_layers": 2, "num_heads": 4}
-    tokens = {"decoder_start_token_id": 256, "pad_token_id": 256, "eos_token_id": 10}
+    sizes: dict[str, Any] = {"vocab_size": 257, "d_model": 24, "d_kv": 6, "d_ff": 45, "num_layers": 2, "num_heads": 4}
+    tokens: dict[str, Any] = {"decoder_start_token_id": 256, "pad_token_id": 256, "eos_token_id": 10}
     torch.manual_seed(1)
     T5ForConditionalGeneration(T5Config(**sizes, **tokens)).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
@@ -87,7 +87,8 @@ def evaluate(run_dir: Path, *settings: str) -> tuple[Any, list[dict[str, Any]]]:
 
 def answers(model: Path, prompts: list[str], auto: Any = AutoModelForCausalLM) -> list[str]:
     """By transformers, alone and greedily."""
-    plain, tokenizer, found = auto.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model), []
+    plain, found = auto.from_pretrained(model).eval(), list[str]()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     for prompt in prompts:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         with torch.no_grad():

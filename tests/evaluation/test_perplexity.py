@@ -101,7 +101,8 @@ def test_formats_and_devices_give_the_same(
 ) -> None:
     given: dict[str, Any] = {"stride": 20, "batch_size": 5}
     expected = measure(tiny_model, data, tmp_path / "expected", **given)
-    convert(tiny_model, tmp_path / "other", format=kind, **({} if ranks is None else {"ranks": ranks}))
+    layout: dict[str, Any] = {} if ranks is None else {"ranks": ranks}
+    convert(tiny_model, tmp_path / "other", format=kind, **layout)
 
     def load(path: Path) -> PreTrainedModel:
         if device_map == "budget":
@@ -158,7 +159,7 @@ def test_a_part_that_is_held_out_is_evaluated_alone(tiny_model: Path, data: Data
 def test_a_loss_that_is_no_number_is_an_error(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
     def load(path: Path) -> PreTrainedModel:
         model = load_dispatched(path)
-        model.get_submodule("model.norm").weight.data.fill_(float("nan"))
+        model.get_parameter("model.norm.weight").data.fill_(float("nan"))
         return model
 
     with pytest.raises(LossError, match="windows 0 to 3 is nan"):
@@ -168,7 +169,8 @@ def test_a_loss_that_is_no_number_is_an_error(tiny_model: Path, data: DataConfig
 def test_perplexity_is_the_exponential_of_the_loss() -> None:
     found = Perplexity(math.log(8.0), 6, TextSize(9, 3), 1.0)
     assert found.perplexity == pytest.approx(8.0)
-    assert (found.bits_per_byte, found.bits_per_character) == (pytest.approx(2.0), pytest.approx(6.0))
+    assert found.bits_per_byte == pytest.approx(2.0)
+    assert found.bits_per_character == pytest.approx(6.0)
     assert Perplexity(1.0, 1, TextSize(0, 0), 1.0).bits_per_byte is None
 
 

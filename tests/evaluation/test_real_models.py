@@ -7,6 +7,7 @@ A GGUF file of the same weights that lies beside DIR as DIR.gguf is measured, to
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -62,6 +63,6 @@ def test_every_format_and_device_map(path: Path, tmp_path: Path) -> None:
         for kind, where in MAPS.items():
             run_dir = tmp_path / f"run of {source}, {kind}"
             given = {"stride": length // 2, "batch_size": 2}
-            row = measure(directory, data, run_dir, lambda at, where=where: load_dispatched(at, **where), **given)
+            row = measure(directory, data, run_dir, partial(load_dispatched, **where), **given)
             assert row["num_tokens"] == len(expected)
             assert row["loss"] == pytest.approx(float(expected.mean()), rel=1e-6), (source, kind)

@@ -206,7 +206,7 @@ def test_metrics_have_curves_and_a_table(tmp_path: Path) -> None:
     report = _report(path, _run(tmp_path / "b"))
     (chart,) = [chart for chart in report.charts if chart.title == "rewards/margins"]
     assert [curve.is_dotted for curve in chart.curves] == [False, True]
-    assert chart.curves[0].points[-1] == (5, 5 / 8)
+    assert chart.curves[0].points[-1] == (5.0, 5 / 8)
     table = _table(report, "held-out-metrics")
     assert [cell.text for cell in table.rows[0]][:2] == ["a", "rewards/margins"]
     assert not [table for table in report.tables if table.key == "held-out-sets"], "a metric is no set"

@@ -139,7 +139,13 @@ def layer(root: Path, trace: list[Operation] | None = None, fail: Fail = lambda 
         buffered = io.BufferedWriter(raw)
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding=named.get("encoding"))
 
-    fake = {"open": open_, "pwrite": pwrite, "truncate": truncate, "fsync": fsync, "mkdir": mkdir}
+    fake: dict[str, Callable[..., Any]] = {
+        "open": open_,
+        "pwrite": pwrite,
+        "truncate": truncate,
+        "fsync": fsync,
+        "mkdir": mkdir,
+    }
     fake |= {"rename": moving("rename"), "replace": moving("replace")}
     fake |= {"unlink": removing("unlink"), "rmdir": removing("rmdir")}
     for name, function in fake.items():

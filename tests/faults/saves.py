@@ -14,6 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def save_on(
         whole = state.set(step)
         if asynchronous:
             staged, copy = staging.stage(whole)
-            running = BackgroundSave(step, copy, lambda step=step, staged=staged: write(step, staged))  # type: ignore[misc]
+            running = BackgroundSave(step, copy, partial(write, step, staged))
             copy.copy_remaining()
             state.set(-step)  # what the next optimizer step does to the weights
             running.outcome.result()
@@ -200,7 +201,7 @@ def problems(root: Path, at_least: int = 0) -> list[str]:
                 with open_checkpoint(part) as index:
                     for name in index.names:
                         values = np.empty(int(np.prod(index.entry(name).shape)), dtype=np.float32)
-                        index.read_into(name, 0, memoryview(values).cast("B"))
+                        index.read_into(name, 0, values.data.cast("B"))
                         if not (values == step).all():
                             found.append(f"step {step}: {name} in {part.name} has values of other steps")
         except Exception as error:

@@ -94,7 +94,7 @@ def test_a_kill_within_an_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     url, root = shelf(tmp_path) + "/run", tmp_path / "checkpoints"
     newest = 0
     for victim, operation, nth in [(0, "put", 2), (1, "put", 1), (1, "put", 3), (0, "pipe", 1), (0, "pipe", 2)]:
-        reached = []
+        reached: list[str] = []
 
         def kill(
             name: str, path: str, victim: int = victim, op: str = operation, nth: int = nth, told: list[str] = reached

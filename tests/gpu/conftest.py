@@ -122,7 +122,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         _note(table, pyfuncitem.name, "no time left", 0.0)
         pytest.fail("No time was left for it: GPU_SECONDS are over.", pytrace=False)
     seconds = min(_seconds(pyfuncitem), left)
-    ended = _start(pyfuncitem, pyfuncitem.funcargs["bench"]).finish(seconds)
+    bench = pyfuncitem.funcargs["bench"]
+    assert isinstance(bench, Bench)
+    ended = _start(pyfuncitem, bench).finish(seconds)
     table.rows += ended.rows
     beyond = [row for row in ended.rows if row.counts and row.is_within is False]
     if ended.problem.startswith("not installed"):

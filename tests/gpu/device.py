@@ -23,7 +23,10 @@ class Device(Protocol):
     """The device of a check. Bytes and seconds throughout."""
 
     type: str
-    name: str
+
+    @property
+    def name(self) -> str:
+        """What the device calls itself."""
 
     @property
     def torch_device(self) -> torch.device:

@@ -175,12 +175,12 @@ def generation_peak(path: str, device_map: dict[str, Any], quantize: str, budget
     device = open_device()
     before = device.reset()
     memory = {_HERE: "8GB"} | ({_THERE: "8GB"} if _THERE in device_map.values() and _THERE != "disk" else {})
-    settings = DispatchConfig(device_map, memory, "bfloat16", quantize=quantize)  # type: ignore[arg-type]  # a word
+    settings = DispatchConfig(device_map, memory, "bfloat16", quantize=quantize)
     config = AutoConfig.from_pretrained(path)
     devices = plan_dispatch(model_from_config(config, settings), settings, budget)[1]
     plan = plan_generation(model_from_config(config, settings), devices, budget, quantize=quantize)
     assert plan.problem is None, plan.problem
-    model = load_dispatched(path, device_map, memory, "bfloat16", quantize=quantize)
+    model: Any = load_dispatched(path, device_map, memory, "bfloat16", quantize=quantize)
     new = budget.num_tokens // 8
     ids = _prompt(device, budget.batch_size, budget.num_tokens - new)
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_p": 0.9}

@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -77,6 +77,7 @@ class _Run:
     run_dir: str
     launch: LaunchConfig
     debug: bool = False
+    per_machine: ClassVar[tuple[str, ...]] = ()
 
 
 def _is_killed(config: _Run) -> None:

@@ -175,7 +175,8 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
         optimizer = build_optimizer(config.optim, loaded.model, context)
         run = open_run(config, start, loaded, optimizer, data)
         state = run.state
-        files = run_files(config, loaded) | {"config.json": loaded.model.module.config.to_json_string().encode()}
+        module: Any = loaded.model.module
+        files = run_files(config, loaded) | {"config.json": module.config.to_json_string().encode()}
         with FinetuneSaver(run_dir, config.checkpoint, context, loaded, optimizer, files, _Quiet()) as saver:
             for report in train(run):
                 losses.append(report.loss)

@@ -133,7 +133,7 @@ def _trained(overrides: list[str], run_dir: Path) -> tuple[list[float], str]:
 def _results(jobs: Mapping[str, Mapping[str, tuple[list[str], Path]]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The losses and the problem of each job on each kind of device; a process each, as one takes long to start."""
     context: Any = multiprocessing.get_context(multiprocessing.current_process().name.partition(":")[0])
-    running = {}
+    running: dict[str, Connection] = {}
     for kind, its in jobs.items():
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_train_all, args=(its, sender), name=multiprocessing.current_process().name)
@@ -142,8 +142,8 @@ def _results(jobs: Mapping[str, Mapping[str, tuple[list[str], Path]]]) -> Iterat
         running[kind] = receiver
     found: dict[str, dict[str, Any]] = {}
     while running:
-        for receiver in multiprocessing.connection.wait(list(running.values())):
-            kind = next(kind for kind, each in running.items() if each is receiver)
+        ready = multiprocessing.connection.wait(list(running.values()))
+        for kind, receiver in [(kind, each) for kind, each in running.items() if each in ready]:
             try:
                 name, losses, problem = receiver.recv()
             except EOFError:

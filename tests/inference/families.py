@@ -16,7 +16,13 @@ GQA = SMALL | {"num_key_value_heads": 2, "head_dim": 6}
 GPT = {"vocab_size": 131, "n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64}
 T5 = {"vocab_size": 131, "d_model": 24, "d_kv": 6, "d_ff": 45, "num_layers": 3, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-WHISPER = {"vocab_size": 131, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "max_source_positions": 20}
+WHISPER: dict[str, Any] = {
+    "vocab_size": 131,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "max_source_positions": 20,
+}
 WHISPER |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 44, "decoder_ffn_dim": 44}
 WHISPER |= {"num_mel_bins": 8, "max_target_positions": 30, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 WHISPER |= {"decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None}

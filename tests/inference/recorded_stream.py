@@ -25,7 +25,7 @@ class Recorder:
         self.stream = stream = BlockStream(self.ring, prefetch)
         for number, module in enumerate(self.modules):
             content = Content(((str(number), torch.float32, (2, 2)),))
-            slots = [Slot(module, "weight", module.weight, 0)]
+            slots = [Slot(module, "weight", module.get_parameter("weight"), 0)]
             stream.add(StreamedBlock(module, slots, content, self._note("fetch", number), self._note("drop", number)))
 
     def run(self, *numbers: int) -> list[float]:

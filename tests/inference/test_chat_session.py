@@ -39,10 +39,10 @@ class Scripted(Decoder):
 
     def __init__(self, model: Any, answers: list[str]) -> None:
         super().__init__(model, chatty(), GenerationSettings(max_new_tokens=60))
-        self.answers, self.seen = answers, []  # type: ignore[var-annotated]
+        self.answers, self.seen = answers, list[str]()
 
     def run(self, batch: Any, on_text: Any = None, prefix_cache: Any = None, is_stopped: Any = None) -> list[Answer]:
-        self.seen.append(self.tokenizer.decode(batch[0]))
+        self.seen += self.tokenizer.batch_decode([batch[0]])
         answer = self.answers.pop(0)
         on_text(answer.rstrip("!"))
         for _ in range(answer.count("!")):
@@ -129,7 +129,7 @@ class Counted(Decoder):
     def __init__(self, model: Any, *, cache: str, forgets: bool = False) -> None:
         super().__init__(model, chatty(), GenerationSettings(max_new_tokens=5, cache=cache))
         self.forgets = forgets
-        self.rows, self.computed, self.answers = [], [], []  # type: ignore[var-annotated]
+        self.rows, self.computed, self.answers = list[list[int]](), list[list[int]](), list[list[int]]()
 
     def run(self, batch: Any, on_text: Any = None, prefix_cache: Any = None, *others: Any) -> list[Answer]:
         self.rows.append(list(batch[0]))
@@ -147,10 +147,10 @@ class Counted(Decoder):
         return answers
 
 
-def _said(decoder: Decoder, *lines: str | type[BaseException]) -> str:
+def _said(decoder: Decoder, *lines: str) -> str:
     said: list[str] = []
-    left = list(lines)
-    converse(decoder, lambda _: left.pop(0) if left else "/quit", said.append)  # type: ignore[arg-type, return-value]
+    left = iter(lines)
+    converse(decoder, lambda _: next(left, "/quit"), said.append)
     return "".join(said)
 
 

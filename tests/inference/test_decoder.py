@@ -49,7 +49,7 @@ def run(model: PreTrainedModel, settings: GenerationSettings, seed: int = 0, num
 
 def greedy(path: Path, text: str, max_new_tokens: int) -> list[int]:
     """What plain transformers says, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
     ids = torch.tensor([TOKENIZER(text)["input_ids"]])
     out = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=256, pad_token_id=256)
     return [int(token) for token in out[0, ids.shape[1] :]]
@@ -274,7 +274,8 @@ def test_a_conversation_is_what_transformers_makes_of_it() -> None:
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     turns = [("user", "one?"), ("assistant", "two."), ("user", "three?")]
-    messages, tools = [{"role": role, "content": content} for role, content in turns], [{"name": "search"}]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    tools: Any = [{"name": "search"}]
     prompts = [Prompt("three?", "line 1", None, {"messages": messages, "tools": tools}), Prompt("abc", "line 2")]
     encoded = tokenize_prompts(tokenizer, prompts, llama_config(), chat=True, system="Be brief.")
     whole = [{"role": "system", "content": "Be brief."}, *messages]
@@ -285,7 +286,8 @@ def test_a_conversation_is_what_transformers_makes_of_it() -> None:
     assert tokenizer.decode(encoded[1]) == "[system]Be brief.[user]abc[assistant]"
     own = [Prompt("three?", "line 1", None, {"messages": messages, "system": "Be wordy."})]
     (ids,) = tokenize_prompts(tokenizer, own, llama_config(), chat=True)
-    assert tokenizer.decode(ids).startswith("[system]Be wordy.[user]one?")
+    (said,) = tokenizer.batch_decode([ids])
+    assert said.startswith("[system]Be wordy.[user]one?")
     with pytest.raises(DataError, match=r"line 1: a message has text; expected role and content"):
         tokenize_prompts(
             tokenizer, [Prompt("", "line 1", None, {"messages": [{"text": ""}]})], llama_config(), chat=True
@@ -324,10 +326,11 @@ def test_models_that_do_not_predict_the_next_token_are_refused() -> None:
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])
 def test_encoder_decoder_models_answer_too(tmp_path: Path, device_map: str) -> None:
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=257, d_model=16, d_kv=8, d_ff=20, num_layers=2, num_heads=2, decoder_start_token_id=0,
+    config = transformers.AutoConfig.for_model(
+        "t5", vocab_size=257, d_model=16, d_kv=8, d_ff=20, num_layers=2, num_heads=2, decoder_start_token_id=0,
         eos_token_id=256, pad_token_id=256,
     )  # fmt: skip
+    assert isinstance(config, T5Config)
     plain = T5ForConditionalGeneration(config).eval()
     plain.save_pretrained(tmp_path)
     settings = GenerationSettings(max_new_tokens=6, batch_size=2, output_scores=True)
@@ -344,14 +347,14 @@ def test_encoder_decoder_models_answer_too(tmp_path: Path, device_map: str) -> N
 
 
 def test_beams_are_asked_for_and_shown_when_whole(tiny_model: Path, model: PreTrainedModel) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    plain: Any = AutoModelForCausalLM.from_pretrained(tiny_model)
     batch, shown = [TOKENIZER(prompt.text)["input_ids"] for prompt in PROMPTS], list[str]()
     model.generation_config.update(num_beams=3, length_penalty=2.0)
     try:
         own = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=5))
         beams = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=5, num_beams=3))
         for ids in batch:
-            kwargs = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 256, "eos_token_id": 256}
+            kwargs: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 256, "eos_token_id": 256}
             one = plain.generate(torch.tensor([ids]), **kwargs)[0, len(ids) :].tolist()
             three = plain.generate(torch.tensor([ids]), **kwargs, num_beams=3, length_penalty=2.0)[0, len(ids) :]
             assert own.run([ids], shown.append)[0].tokens == one
@@ -402,7 +405,7 @@ def test_rows_end_where_a_stop_string_is_complete(model: PreTrainedModel) -> Non
     batch = [TOKENIZER(prompt.text)["input_ids"] for prompt in PROMPTS]
     settings = GenerationSettings(max_new_tokens=8, output_scores=True)
     whole = Decoder(model, TOKENIZER, settings).run(batch)
-    stop = TOKENIZER.decode(whole[0].tokens[2:3])
+    (stop,) = TOKENIZER.batch_decode([whole[0].tokens[2:3]])
     model.generation_config.update(stop_strings=[stop], pad_token_id=65)
     try:
         decoder = Decoder(model, TOKENIZER, settings)

@@ -53,7 +53,8 @@ def test_what_does_not_fit_is_on_disk_and_the_buffer_has_room() -> None:
 
 
 def test_sequential_fills_each_gpu_and_auto_shares_evenly() -> None:
-    blocks, budgets = layers(*[10] * 6), {0: 50, 1: 50, "cpu": 100}
+    blocks = layers(*[10] * 6)
+    budgets: dict[int | str, int] = {0: 50, 1: 50, "cpu": 100}
     assert places(plan_device_map(blocks, "sequential", budgets)) == [0, 0, 0, 0, 0, 1]
     assert places(plan_device_map(blocks, "auto", budgets)) == [0, 0, 0, 1, 1, 1]
     assert plan_device_map(blocks, "balanced", budgets) == plan_device_map(blocks, "auto", budgets)
@@ -182,7 +183,8 @@ def test_room_is_kept_for_keys_and_values_where_they_are_computed() -> None:
 
 
 def test_the_first_gpu_is_left_as_empty_as_can_be() -> None:
-    blocks, budgets = layers(*[10] * 6), {0: 50, 1: 40, 2: 40, "cpu": 100}
+    blocks = layers(*[10] * 6)
+    budgets: dict[int | str, int] = {0: 50, 1: 40, 2: 40, "cpu": 100}
     assert places(plan_device_map(blocks, "balanced", budgets)) == [0, 0, 1, 1, 2, 2]
     assert places(plan_device_map(blocks, "balanced_low_0", budgets)) == [1, 1, 1, 2, 2, 2]
     assert places(plan_device_map(layers(*[10] * 10), "balanced_low_0", budgets)) == [0, 0, *[1] * 4, *[2] * 4]

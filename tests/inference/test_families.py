@@ -21,7 +21,7 @@ from fsdp_shard.models import Block, no_split_blocks
 from tests.inference.families import FAMILIES, inputs, random_model, settings
 
 MAPS = ("cpu", "disk", "auto", "auto in less", "balanced", "balanced_low_0", "sequential", "named")
-SOURCES = {
+SOURCES: dict[str, dict[str, Any]] = {
     "2 ranks": {"format": "sharded", "ranks": 2},
     "8 ranks": {"format": "sharded", "ranks": 8},
     "dcp": {"format": "dcp", "ranks": 2},
@@ -42,7 +42,7 @@ def outputs(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def check_equal(path: Path, wanted: str, expected: list[torch.Tensor], blocks: list[Block]) -> None:
-    model = load_dispatched(path, **settings(wanted, blocks))
+    model: Any = load_dispatched(path, **settings(wanted, blocks))
     assert set(model.hf_device_map.values()) <= {"cpu", "disk"}
     if wanted not in ("cpu", "auto"):
         assert "disk" in model.hf_device_map.values()

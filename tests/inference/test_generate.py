@@ -36,8 +36,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def test_a_prompt_file_becomes_an_output_file(tiny_model: Path, tmp_path: Path, prompts: Path) -> None:
     output = tmp_path / "out.jsonl"
-    settings = (f"checkpoint={tiny_model}", f"prompts={prompts}", f"output={output}", "generation.output_scores=true")
-    settings += ("generation.do_sample=true",)
+    settings = [f"checkpoint={tiny_model}", f"prompts={prompts}", f"output={output}"]
+    settings += ["generation.output_scores=true", "generation.do_sample=true"]
     ended = generate(tmp_path / "run", *settings, "dispatch.max_memory={cpu: 120kB}")
     assert ended.status == 0, ended.err
     assert tuple(row["prompt"] for row in rows(output)) == TEXTS
@@ -126,7 +126,11 @@ def test_rows_of_messages_are_answered_as_conversations(tiny_model: Path, tmp_pa
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     messages = [{"role": role, "content": role * 2} for role in ("user", "assistant", "user")]
-    asked = [{"messages": messages}, {"prompt": "abc"}, {"messages": [{"role": "user", "content": "abc"}]}]
+    asked: list[dict[str, Any]] = [
+        {"messages": messages},
+        {"prompt": "abc"},
+        {"messages": [{"role": "user", "content": "abc"}]},
+    ]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     settings = (f"checkpoint={model}", f"prompts={tmp_path / 'asked.jsonl'}", f"output={tmp_path / 'out.jsonl'}")
     ended = generate(tmp_path / "run", *settings, "chat=true")

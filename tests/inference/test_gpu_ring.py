@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +83,11 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _ring(read: int = 0) -> GpuRing:
-    return GpuRing(_CPU, lambda wanted: [tensor.fill_(read) for _, tensor in wanted])  # type: ignore[func-returns-value]
+    def fill(wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in wanted:
+            tensor.fill_(read)
+
+    return GpuRing(_CPU, fill)
 
 
 def test_a_buffer_is_filled_after_its_use_and_used_after_it_is_filled(log: list[str]) -> None:
@@ -95,14 +100,15 @@ def test_a_buffer_is_filled_after_its_use_and_used_after_it_is_filled(log: list[
     buffer = ring.acquire()
     assert log == ["kept for copies"]
     for content in contents:
+        assert content.resident is not None
         del log[:]
         used = buffer.used.what
         ring.load(content, buffer)
-        assert log == [f"copies waits for {used}", f"copies copies {int(content.resident[0])}"]  # type: ignore[index]
+        assert log == [f"copies waits for {used}", f"copies copies {int(content.resident[0])}"]
         ring.wait(buffer)
         assert log[-1] == f"compute waits for {buffer.copied.what}"
         assert buffer.copied.what.startswith("copies")
-        assert int(buffer.memory[0]) == int(content.resident[0])  # type: ignore[index]
+        assert int(buffer.memory[0]) == int(content.resident[0])
         ring.record_use(buffer)
         assert buffer.used.what.startswith("compute")
     ring.release(buffer)
@@ -130,9 +136,10 @@ def test_staging_memory_fits_what_is_read_and_no_more(log: list[str], locked: li
     ring.fit(read)
     buffer = ring.acquire()
     ring.load(resident, buffer)
-    assert buffer.host is None
+    hosts = [buffer.host]
     assert not locked
     ring.load(read, buffer)
+    assert hosts == [None]
     assert buffer.host is not None
     assert (buffer.memory.nbytes, buffer.host.nbytes) == (5120, 1536)
     assert locked == [buffer.host.data_ptr()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ class _OnGpu(torch.Tensor):
     """Memory of the CPU that says that it is on a GPU."""
 
     is_cuda = True
-    device = _GPU  # type: ignore[assignment]  # a property in torch
+    device = _GPU
 
 
 @pytest.fixture
@@ -81,7 +81,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def test_a_thread_that_streams_is_on_the_gpu_of_its_buffers(done: list[tuple[str, int]]) -> None:
-    ring = GpuRing(_GPU, lambda wanted: [tensor.fill_(3) for _, tensor in wanted])  # type: ignore[func-returns-value]
+    def fill(wanted: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in wanted:
+            tensor.fill_(3)
+
+    ring = GpuRing(_GPU, fill)
     content = Content((("weight", torch.uint8, (4,)),))
     ring.fit(content)
     buffer = ring.acquire()

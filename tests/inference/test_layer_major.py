@@ -154,7 +154,7 @@ def test_an_error_in_one_pass_ends_all(saved: Callable[[str], Path], at: str) ->
     work = passes(model, 4)
     expected = [one() for one in work]
     wave = run_wave(stream, [*work[:2], fail, *work[2:]])
-    found = []
+    found: list[torch.Tensor] = []
     with pytest.raises(OSError, match="disk is gone"):
         found.extend(wave)
     assert num_threads() == 0

@@ -42,7 +42,7 @@ def save(directory: Path, base: Path, **settings: Any) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-        model.save_pretrained(directory, save_embedding_layers=False)
+        model.save_pretrained(str(directory), save_embedding_layers=False)
     return directory
 
 
@@ -68,13 +68,13 @@ def test_its_base_has_a_relative_path(base: Path, tmp_path: Path, monkeypatch: p
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(token_batch(5)).logits.clone()  # type: ignore[no-any-return]  # untyped in transformers
+        return model(token_batch(5)).logits.clone()
 
 
 @pytest.mark.parametrize(("dtype", "device_map"), [("float32", "cpu"), ("float32", "disk"), ("bfloat16", "disk")])
 def test_logits_are_those_of_peft(base: Path, adapters: dict[str, Path], dtype: str, device_map: str) -> None:
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
-    expected = {None: logits_of(plain)}
+    expected: dict[str | None, torch.Tensor] = {None: logits_of(plain)}
     of_peft = peft.PeftModel.from_pretrained(plain, adapters["sql"], "sql")
     of_peft.load_adapter(adapters["chat"], "chat")
     for name in adapters:
@@ -84,9 +84,9 @@ def test_logits_are_those_of_peft(base: Path, adapters: dict[str, Path], dtype: 
     model = load_dispatched(base, device_map, dtype=dtype, adapters=adapters)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.equal(logits_of(model), expected["sql"]), "the first one is active"
-    for name in ("chat", None, "sql", None, "chat"):
-        use_adapter(model, name)
-        assert torch.equal(logits_of(model), expected[name])
+    for used in ("chat", None, "sql", None, "chat"):
+        use_adapter(model, used)
+        assert torch.equal(logits_of(model), expected[used])
     assert not any(param.requires_grad for param in model.parameters())
     model.set_adapter("sql")
     assert torch.equal(logits_of(model), expected["sql"])

@@ -26,7 +26,6 @@ from transformers import (
     FunnelForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     ProphetNetConfig,
     ProphetNetForConditionalGeneration,
 )
@@ -61,7 +60,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ("whole", "ranks", "uneven")}
 
 
-def tokens(model: PreTrainedModel) -> torch.Tensor:
+def tokens(model: Any) -> torch.Tensor:
     """Four greedy tokens, so that every block runs four times."""
     found = model.generate(_IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert isinstance(found, torch.Tensor)
@@ -199,7 +198,9 @@ def test_only_aligned_runs_of_the_wanted_type_are_seen_in_place(tmp_path: Path, 
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(at)))
     with open_checkpoint(tmp_path) as index:
         files = MappedFiles(index)
-        assert files.view("odd", torch.uint8).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+        odd = files.view("odd", torch.uint8)
+        assert odd is not None
+        assert odd.tolist() == [0, 1, 2]
         assert files.view("shifted", torch.float32) is None
         assert files.view("none", torch.float32) is None
     with open_checkpoint(sources["whole"]) as index, open_checkpoint(sources["ranks"]) as joined:
@@ -339,7 +340,7 @@ def test_a_module_in_a_block_that_does_not_run_is_refused(sources: dict[str, Pat
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("device_map", ["disk", {"": "disk", "model.embed_tokens": "cpu"}])
 def test_what_needs_weights_on_disk_is_refused(sources: dict[str, Path], tmp_path: Path, device_map: Any) -> None:
-    model = load_dispatched(sources["whole"], device_map, dtype="bfloat16")
+    model: Any = load_dispatched(sources["whole"], device_map, dtype="bfloat16")
     expected = tokens(model)
     casts: list[Callable[[], Any]] = [
         *(model.float, model.double, model.half, model.get_submodule("model").float),

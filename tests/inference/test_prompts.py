@@ -106,7 +106,7 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["prompt", "prompts"])
 def test_standard_input_is_for_one_process(name: str) -> None:
-    settings = GenerateSettings(checkpoint="x", **{name: "-"})
+    settings = GenerateSettings(checkpoint="x", prompt="-") if name == "prompt" else GenerateSettings("x", prompts="-")
     check_standard_input(settings, is_shared=False)
     check_standard_input(GenerateSettings(checkpoint="x", prompt="a"), is_shared=True)
     with pytest.raises(ConfigError, match=f"{name}=- can be read by one process only"):

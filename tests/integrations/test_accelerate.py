@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,7 +145,8 @@ def stepping_for_each_process(context: DistributedContext, run_dir: Path) -> str
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-    loader = DataLoader(torch.ones(24, 2), 12 // context.world_size // 2)  # type: ignore[arg-type]
+    rows: Any = torch.ones(24, 2)  # as a data set
+    loader = DataLoader(rows, 12 // context.world_size // 2)
     prepared = accelerator.prepare(model, optimizer, loader, scheduler)
     counter = _Counter()
     with AcceleratorCheckpointer(run_dir, accelerator, *prepared, counter) as checkpointer:
@@ -183,10 +185,10 @@ def refusals(context: DistributedContext, run_dir: Path) -> list[str]:
     as_by_torchrun()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(torch.nn.Linear(2, 1))
-    rows = torch.ones(8, 2)
-    random = accelerator.prepare(DataLoader(rows, 2, shuffle=True))  # type: ignore[arg-type]
+    rows: Any = torch.ones(8, 2)  # as a data set
+    random = accelerator.prepare(DataLoader(rows, 2, shuffle=True))
     errors = []
-    for given in ((model, random), (model, DataLoader(rows, 2)), (model, object()), ()):  # type: ignore[arg-type]
+    for given in ((model, random), (model, DataLoader(rows, 2)), (model, object()), ()):
         with pytest.raises(ConfigError) as refused:
             AcceleratorCheckpointer(run_dir, accelerator, *given)
         errors.append(str(refused.value))

@@ -150,7 +150,7 @@ def misuse(context: DistributedContext, place: Path) -> list[str]:
     as_by_torchrun()
     callback = CheckpointerCallback(place / "another")
     arguments = TrainingArguments(str(place / "another"), save_strategy="no", use_cpu=True)
-    trainer = Trainer(llama(), arguments, train_dataset=[{"input_ids": [1]}], callbacks=[callback])  # type: ignore[arg-type]
+    trainer = Trainer(llama(), arguments, train_dataset=[{"input_ids": [1]}], callbacks=[callback])
     with pytest.raises(ConfigError) as without:
         trainer.train()
     run_dir = place / "misused"

@@ -63,7 +63,7 @@ def run(
     }
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # of this one
     log = logging.getLogger("fsdp_shard")
     log.addHandler(handler)
     model, saving = llama(), CheckpointerCallback(run_dir, **{"every": 1, **(callback or {})})
@@ -94,11 +94,11 @@ def run(
 def changed(context: DistributedContext, place: Path) -> list[End]:
     """A run that goes on as it was, and with changes of the optimizer, the length, the schedule."""
     as_by_torchrun()
-    linear = {"lr_scheduler_type": "linear"}
+    linear: dict[str, Any] = {"lr_scheduler_type": "linear"}
     for name in ("optimizer", "length", "schedule", "same"):
         run(place / name, max_steps=2, **({} if name == "optimizer" else linear))
-    others = {"learning_rate": 0.5, "weight_decay": 0.7, "adam_beta1": 0.5}
-    warming = {"lr_scheduler_type": "cosine", "warmup_steps": 3, "optim": "sgd"}
+    others: dict[str, Any] = {"learning_rate": 0.5, "weight_decay": 0.7, "adam_beta1": 0.5}
+    warming: dict[str, Any] = {"lr_scheduler_type": "cosine", "warmup_steps": 3, "optim": "sgd"}
     run(place / "warming", max_steps=4, **warming, callback={"keep_last": 9})
     for step in (3, 4):  # as if it had been killed
         _remove(place / "warming", step)
@@ -137,7 +137,7 @@ def refused(context: DistributedContext, place: Path) -> list[str]:
     as_by_torchrun()
     run(place / "own", makes_schedule=True, max_steps=2)
     run(place / "data", max_steps=2)
-    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    evaluating: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
     return [
         run(place / "own", makes_schedule=True, max_steps=3, learning_rate=0.5).said,
         run(place / "own", makes_schedule=True, max_steps=3).said,
@@ -172,7 +172,7 @@ def scored(context: DistributedContext, place: Path) -> str:
     as_by_torchrun()
     scores = iter([math.nan, 0.2, 0.7, 0.1])
     callback = {"monitor": "eval_score", "mode": "max", "every": 1, "keep_last": 1}
-    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+    evaluating: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
     return run(place / "run", callback=callback, metrics=lambda _: {"score": next(scores)}, **evaluating).said
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
@@ -118,7 +119,10 @@ def test_structure_keeps_residual_blocks_whole_whose_shortcut_is_the_identity() 
 
 
 def resnet(depths: list[int], kind: str = "basic") -> nn.Module:
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=depths, layer_type=kind, num_labels=3)
+    config = AutoConfig.for_model(
+        "resnet", embedding_size=8, hidden_sizes=[8, 12], depths=depths, layer_type=kind, num_labels=3
+    )
+    assert isinstance(config, ResNetConfig)
     with torch.device("meta"):
         return ResNetForImageClassification(config)
 

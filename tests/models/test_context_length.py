@@ -79,6 +79,7 @@ def test_frequencies_that_depend_on_the_batch_are_said() -> None:
 
 def test_rope_scaling_of_some_layers_counts() -> None:
     config = Gemma3TextConfig(max_position_embeddings=64)
+    assert config.rope_parameters is not None
     config.rope_parameters["full_attention"] |= {"factor": 4.0, "original_max_position_embeddings": 64}
     assert context_length_of(config) == ContextLength(256)
 

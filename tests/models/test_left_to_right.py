@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import check_left_to_right
+from tests.support.tiny import causal_class
 
 
 def config_of(cls: str, **values: Any) -> Any:
@@ -42,7 +43,7 @@ def test_models_that_attend_to_later_tokens_are_refused(cls: str, key: str, valu
 def test_causal_models_pass_with_their_defaults(family: str) -> None:
     config = AutoConfig.for_model(family)
     config.is_encoder_decoder = False
-    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.architectures = [causal_class(config)]
     before, state = config.to_dict(), torch.get_rng_state()
     check_left_to_right(config)
     assert config.to_dict() == before

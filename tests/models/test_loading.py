@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,13 @@ def test_rebuilt_buffers_are_bit_equal_to_from_pretrained(tmp_path: Path) -> Non
 
 
 def test_buffers_that_the_model_around_a_module_computes() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, "mamba_d_ssm": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+        "mamba_d_ssm": 64,
+    }
     config = FalconH1Config(**sizes, mamba_n_heads=4, mamba_d_head=16, intermediate_size=48, ssm_multipliers=[2.0] * 5)
     config.architectures = ["FalconH1ForCausalLM"]
     model = build_on_meta(config, "float32")
@@ -60,7 +67,7 @@ def test_buffers_that_the_model_around_a_module_computes() -> None:
 
 
 def test_the_attention_of_a_model_is_that_of_its_parts() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
     text = Qwen2Config(**sizes, intermediate_size=48, num_key_value_heads=2)
     images = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "output_channels": 32, "mlp_dim": 48}
     models: dict[tuple[str, ...], PretrainedConfig] = {

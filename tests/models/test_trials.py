@@ -107,7 +107,7 @@ def test_files_that_are_no_regular_ones_or_too_large(file: str, directory: Path)
 def test_buffers_that_are_computed_are_bounded() -> None:
     model = llama()
     with torch.device("meta"):
-        model.register_module("mask", nn.Module())
-        model.mask.register_buffer("bias", torch.empty(10**5, 10**5, dtype=torch.bool), persistent=False)
+        model.register_module("mask", mask := nn.Module())
+        mask.register_buffer("bias", torch.empty(10**5, 10**5, dtype=torch.bool), persistent=False)
     with pytest.raises(ModelError, match=r"computes 9\.31 GiB of masks .*FSDP_SHARD_LIMITS=buffer_bytes"):
         rebuild_buffers(model, "cpu")

@@ -22,7 +22,8 @@ PRESETS = ("h100", "h200", "b200", "a100", "l40s", "rtx4090", "cpu")
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_complete_and_say_where_each_figure_is_from(name: str) -> None:
     lines = (shipped_directory("conf") / "device" / f"{name}.yaml").read_text().splitlines()
-    figures = dict(found.groups() for line in lines if (found := re.fullmatch(r"(\w+): [^#]+  # (.{8,})", line)))
+    found = (re.fullmatch(r"(\w+): [^#]+  # (.{8,})", line) for line in lines)
+    figures = [match[1] for match in found if match is not None]
     assert ["kind", *figures] == [item.name for item in fields(DeviceConfig)]
     kind = "kind: cpu" if name == "cpu" else "kind: gpu"
     assert lines[:5] == [lines[0], "defaults:", "  - custom", "  - _self_", kind]

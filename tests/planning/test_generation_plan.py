@@ -17,7 +17,6 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
-    T5Config,
 )
 
 from fsdp_shard.inference import (
@@ -43,9 +42,11 @@ _MODELS: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(n_embd=128, n_layer=5, n_head=4, vocab_size=600, n_positions=512),
     "gemma3": Gemma3TextConfig(num_hidden_layers=14, sliding_window=32, **_HEADS),
     "mixtral": MixtralConfig(num_hidden_layers=5, num_local_experts=4, num_experts_per_tok=2, **_HEADS),
-    "t5": T5Config(d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=512, decoder_start_token_id=0),
-    "t5 of many words": T5Config(
-        d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=8000, decoder_start_token_id=0
+    "t5": AutoConfig.for_model(
+        "t5", d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=512, decoder_start_token_id=0
+    ),
+    "t5 of many words": AutoConfig.for_model(
+        "t5", d_model=128, d_kv=32, d_ff=256, num_layers=5, num_heads=4, vocab_size=8000, decoder_start_token_id=0
     ),
 }
 
@@ -86,7 +87,7 @@ def test_generation_takes_what_was_planned(
     ids = torch.randint(5, 500, (rows, length if name.startswith("t5") else length - new))
     mask = torch.ones_like(ids)
     mask[1:, : 7 if not name.startswith("t5") else 0] = 0
-    model = load_dispatched(tmp_path / "model", device_map, budgets, dtype)
+    model: Any = load_dispatched(tmp_path / "model", device_map, budgets, dtype)
     with LiveBytes() as live:
         model.generate(ids[:, :8], max_new_tokens=2)  # so that all weights are known
         live.reset()
@@ -177,7 +178,7 @@ def test_adapters_take_what_was_planned(device_map: str, dtype: str, tmp_path: P
     ids = torch.randint(5, 500, (2, 124))
     mask = torch.ones_like(ids)
     mask[1:, :7] = 0
-    model = load_dispatched(tmp_path / "model", device_map, budgets, dtype, adapters=found)
+    model: Any = load_dispatched(tmp_path / "model", device_map, budgets, dtype, adapters=found)
     with LiveBytes() as live:
         for name in found:
             model.set_adapter(name)

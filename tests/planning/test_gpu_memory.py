@@ -70,8 +70,13 @@ def test_a_model_of_8_billion_parameters_takes_no_more_than_planned() -> None:
         max_position_embeddings=8192,
     )  # fmt: skip
     run = PlannedRun(
-        *(ModelConfig(path="x", dtype="bfloat16"), WRAPPERS["fsdp2"](), TrainConfig(global_batch_size=1)),
-        *(OPTIMIZERS["adamw"](), 4096, 1, AdapterConfig()),
+        ModelConfig(path="x", dtype="bfloat16"),
+        WRAPPERS["fsdp2"](),
+        TrainConfig(global_batch_size=1),
+        OPTIMIZERS["adamw"](),
+        4096,
+        1,
+        AdapterConfig(),
         on_gpu=True,
     )
     planned = plan_memory(config, run).peak_bytes or 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -122,7 +123,8 @@ def test_8_bit_state_counts_in_8_bits() -> None:
 
 def saved_bytes(rows: int, length: int, dtype: torch.dtype, *, checkpointing: bool) -> int:
     """Storages that autograd really keeps in a forward pass, beside parameters and buffers."""
-    model = llama(layers=3).to(dtype).train()
+    model: Any = llama(layers=3)
+    model.to(dtype).train()
     if checkpointing:
         recompute_blocks(model, Fsdp2Config(activation_checkpointing=True))
     known = {tensor.untyped_storage() for tensor in [*model.parameters(), *model.buffers()]}
@@ -183,7 +185,8 @@ def test_the_recording_ends_with_nothing_alive() -> None:
 
 @pytest.mark.long
 def test_plans_that_share_what_was_recorded_are_those_of_each_run_alone() -> None:
-    cache, dpo = PlanCache(), OBJECTIVES["dpo"]
+    cache = PlanCache()
+    dpo: Callable[..., ObjectiveConfig] = OBJECTIVES["dpo"]
     runs: list[dict[str, Any]] = [
         {},
         {"sequence_length": 32},
@@ -325,7 +328,7 @@ def test_a_model_without_text_input_is_planned_without_activations() -> None:
 
 def test_a_model_whose_backward_pass_raises_a_key_error_is_planned_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def look_up(gradient: torch.Tensor) -> Any:
-        return {}[len(gradient)]
+        return dict[int, Any]()[len(gradient)]
 
     original = LlamaMLP.forward
 

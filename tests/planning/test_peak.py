@@ -35,7 +35,7 @@ from fsdp_shard.training import (
 from tests.support.live_bytes import measure_run
 from tests.support.sampled import sampled
 
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _TABLE: list[str] = []
 
 
@@ -156,7 +156,9 @@ class Setting:
 
 _LONG: dict[str, Any] = {"rows": 4, "length": 128}
 _LORA = LoraConfig(rank=8)
-_DPO: Any = OBJECTIVES["dpo"]
+_DPO: Callable[..., ObjectiveConfig] = OBJECTIVES["dpo"]
+_KTO: Callable[..., ObjectiveConfig] = OBJECTIVES["kto"]
+_ORPO: Callable[..., ObjectiveConfig] = OBJECTIVES["orpo"]
 _SETTINGS = {
     "one rank": Setting(1),
     "short": Setting(rows=1, length=8),
@@ -237,8 +239,8 @@ _SETTINGS = {
     "kto": Setting(objective=OBJECTIVES["kto"]()),
     "kto, LoRA": Setting(objective=OBJECTIVES["kto"](), adapter=_LORA),
     "packed kto": Setting(objective=OBJECTIVES["kto"](), is_packed=True),
-    "packed kto, reference": Setting(objective=OBJECTIVES["kto"](reference="sharded"), is_packed=True, rows=3),
-    "orpo, prompts too": Setting(objective=OBJECTIVES["orpo"](learn_prompts=True)),
+    "packed kto, reference": Setting(objective=_KTO(reference="sharded"), is_packed=True, rows=3),
+    "orpo, prompts too": Setting(objective=_ORPO(learn_prompts=True)),
     "simpo": Setting(objective=OBJECTIVES["simpo"]()),
     "orpo": Setting(objective=OBJECTIVES["orpo"]()),
     "packed documents": Setting(is_packed=True),

@@ -27,7 +27,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import MemoryPlan, PlannedLaunchConfig, plan_run
 from fsdp_shard.planning.config import PlanDataConfig, PlanSavingConfig
 from fsdp_shard.sharding import WRAPPERS
-from fsdp_shard.training import OBJECTIVES, OPTIMIZERS, AdapterConfig, LoraConfig, TrainConfig
+from fsdp_shard.training import OBJECTIVES, OPTIMIZERS, AdapterConfig, DistillConfig, LoraConfig, TrainConfig
 from tests.support.measured_finetune import RunBytes, measure_finetune, run_finetune
 from tests.support.sampled import sampled
 from tests.support.tiny import byte_tokenizer
@@ -162,7 +162,11 @@ def test_completions_take_what_was_planned(name: str, home: Path, tmp_path: Path
 
 @pytest.mark.long
 def test_reading_columns_takes_full_rows_besides(home: Path, tmp_path: Path) -> None:
-    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "shard": {"tensor_parallel": 2}}
+    sections: dict[str, Any] = {
+        "adapter": AdapterConfig(),
+        "optim": OPTIMIZERS["adamw"](),
+        "shard": {"tensor_parallel": 2},
+    }
     config = config_of(home, tmp_path / "run", **sections)
     check("layers over 2", plan_of(config, 2), measure_finetune(config, 2), "load")
 
@@ -251,7 +255,7 @@ def test_rows_that_are_filled_up_take_what_was_planned(name: str, tmp_path: Path
     data = tmp_path / ("text.txt" if task == _MASKED else "rows.jsonl")
     data.write_text("\n".join(texts if task == _MASKED else map(json.dumps, rows)))
     train = {"steps": 7, "global_batch_size": 4, "micro_batch_size": 4}  # all windows: one of 25 is filled up
-    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": train}
+    sections: dict[str, Any] = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": train}
     config = config_of(tmp_path, tmp_path / "run", num_ranks=1, **sections)
     config.model.task, config.model.chunked_loss = task, "chunks" in name
     config.data = DataConfig(
@@ -274,9 +278,9 @@ def test_what_a_teacher_has_said_is_planned(name: str, home: Path, tmp_path: Pat
     num_ranks, batch, top_k, shard = _TAUGHT[name]
     AutoModelForCausalLM.from_config(_LLAMA).save_pretrained(tmp_path / "teacher")
     byte_tokenizer().save_pretrained(tmp_path / "teacher")
-    sections = {
+    sections: dict[str, Any] = {
         "adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": {"global_batch_size": batch},
-        "shard": shard, "objective": OBJECTIVES["distill"](teacher=str(tmp_path / "teacher"), top_k=top_k),
+        "shard": shard, "objective": DistillConfig(teacher=str(tmp_path / "teacher"), top_k=top_k),
     }  # fmt: skip
     config = config_of(home, tmp_path / "run", num_ranks=num_ranks, **sections)
     config.data.sequence_length = 256
@@ -302,9 +306,9 @@ def test_a_teacher_that_runs_alongside_is_planned(name: str, home: Path, tmp_pat
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
     byte_tokenizer().save_pretrained(tmp_path / "teacher")
     teacher = {"teacher": str(tmp_path / "teacher"), "teacher_logits": "computed", "top_k": 64, **objective}
-    sections = {
+    sections: dict[str, Any] = {
         "adapter": LoraConfig(rank=2), "optim": OPTIMIZERS["adamw"](), "shard": shard,
-        "objective": OBJECTIVES["distill"](**teacher), "train": {"global_batch_size": 4, "micro_batch_size": 2},
+        "objective": DistillConfig(**teacher), "train": {"global_batch_size": 4, "micro_batch_size": 2},
     }  # fmt: skip
     run = config_of(home, tmp_path / "run", num_ranks=num_ranks, **sections)
     run.data.sequence_length = 256
@@ -320,7 +324,11 @@ def test_the_gradient_of_a_head_in_the_root_unit_is_complete_last(tmp_path: Path
     byte_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"text": text, "label": f"LABEL_{number % 2}"} for number, text in enumerate(_SHORT_AND_LONG[1:] * 8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "train": {"global_batch_size": 4}}
+    sections: dict[str, Any] = {
+        "adapter": AdapterConfig(),
+        "optim": OPTIMIZERS["adamw"](),
+        "train": {"global_batch_size": 4},
+    }
     run = config_of(tmp_path, tmp_path / "run", "fsdp1", **sections)
     run.model.task, run.data.path = _CLASSES, str(tmp_path / "rows.jsonl")
     plan = plan_of(run, 2)
@@ -343,7 +351,11 @@ def test_a_block_that_is_called_for_each_layer_has_its_gradients_after_the_first
     texts = ["x" * (60 - number % 2 * 30) for number in range(16)]  # each micro-batch is filled up to one length
     rows = [{"text": text * 2, "label": f"LABEL_{number % 2}"} for number, text in enumerate(texts)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "shard": {"activation_checkpointing": True}}
+    sections: dict[str, Any] = {
+        "adapter": AdapterConfig(),
+        "optim": OPTIMIZERS["adamw"](),
+        "shard": {"activation_checkpointing": True},
+    }
     train = {"steps": 2, "global_batch_size": 4, "micro_batch_size": 2}
     run = config_of(tmp_path, tmp_path / "run", wrapper, train=train, **sections)
     run.model.task, run.data.path, run.data.sequence_length = _CLASSES, str(tmp_path / "rows.jsonl"), 120
@@ -367,8 +379,8 @@ def test_ranks_that_divide_sequences_copy_what_a_teacher_says_of_their_tokens(wh
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    distill = OBJECTIVES["distill"](teacher=str(tmp_path / "teacher"), teacher_logits=when, top_k=None)
-    sections = {
+    distill = DistillConfig(teacher=str(tmp_path / "teacher"), teacher_logits=when, top_k=None)
+    sections: dict[str, Any] = {
         "adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "shard": {"context_parallel": 2},
         "objective": distill, "train": {"global_batch_size": rows, "micro_batch_size": rows},
     }  # fmt: skip
@@ -385,7 +397,11 @@ def test_ranks_that_divide_sequences_copy_what_a_teacher_says_of_their_tokens(wh
 def test_the_reference_of_streamed_pairs_is_planned(home: Path, tmp_path: Path) -> None:
     row = {"prompt": "the quick ", "chosen": "fox jumps over the lazy dog " * 8, "rejected": "runs away " * 24}
     (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 32)
-    sections = {"adapter": AdapterConfig(), "optim": OPTIMIZERS["adamw"](), "objective": OBJECTIVES["dpo"]()}
+    sections: dict[str, Any] = {
+        "adapter": AdapterConfig(),
+        "optim": OPTIMIZERS["adamw"](),
+        "objective": OBJECTIVES["dpo"](),
+    }
     config = config_of(home, tmp_path / "run", **sections)
     config.data = DataConfig(
         path=str(tmp_path / "pairs.jsonl"), kind="preference", sequence_length=256, streaming=True
@@ -396,14 +412,14 @@ def test_the_reference_of_streamed_pairs_is_planned(home: Path, tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("adapter", sampled({"pissa": {"init": "pissa"}, "dora": {"dora": True}}, 1))
+@pytest.mark.parametrize("adapter", sampled(("pissa", "dora"), 1))
 def test_initial_values_that_come_from_weights_are_planned(adapter: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"pissa": {"init": "pissa"}, "dora": {"dora": True}}[adapter]
+    settings: dict[str, Any] = {"init": "pissa"} if adapter == "pissa" else {"dora": True}
     wide = LlamaConfig(**{**_LLAMA.to_dict(), "hidden_size": 256, "intermediate_size": 4096, "head_dim": 64})
     AutoModelForCausalLM.from_config(wide).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    sections = {"adapter": LoraConfig(rank=4, **settings), "optim": OPTIMIZERS["adamw"]()}
+    sections: dict[str, Any] = {"adapter": LoraConfig(rank=4, **settings), "optim": OPTIMIZERS["adamw"]()}
     config = config_of(tmp_path, tmp_path / "run", **sections)
     plan, measured = plan_of(config, 2), measure_finetune(config, 2)
     for rank, found in zip(plan.per_rank, measured, strict=True):

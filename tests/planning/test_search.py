@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from transformers import (
+    AutoConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
     PretrainedConfig,
-    Qwen3MoeConfig,
     T5Config,
 )
 
@@ -60,10 +60,10 @@ MODELS: dict[str, PretrainedConfig] = {
         vocab_size=32128,
     ),
     "gpt2_xl": GPT2Config(architectures=["GPT2LMHeadModel"], n_embd=1600, n_layer=48, n_head=25),
-    "qwen3_30b": Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"], hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
-        num_experts_per_tok=8, vocab_size=151_936,
+    "qwen3_30b": AutoConfig.for_model(
+        "qwen3_moe", architectures=["Qwen3MoeForCausalLM"], hidden_size=2048, intermediate_size=6144,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, vocab_size=151_936,
     ),
 }  # fmt: skip
 
@@ -479,7 +479,13 @@ def test_layers_with_fused_kernels_are_not_divided() -> None:
 def test_packing_is_refused_where_finetune_refuses_it() -> None:
     run = replace(run_of(composed(["data.packing=true", "data.sequence_length=64"])), is_packed=True)
     Planner(llama_config()).check_model(run)
-    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 257}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 257,
+    }
     opt = OPTConfig(architectures=["OPTForCausalLM"], word_embed_proj_dim=32, **sizes)
     with pytest.raises(InputError, match=r"OPTForCausalLM cannot .*Set data\.packing=false"):
         Planner(opt).check_model(run)

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedRun, StepTrace, plan_memory, trace_step
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
-from fsdp_shard.training import OBJECTIVES, AdamWConfig, LoraConfig, TrainConfig
+from fsdp_shard.training import OBJECTIVES, AdamWConfig, LoraConfig, ObjectiveConfig, TrainConfig
 from fsdp_shard.utils import format_size, resident_bytes
 from tests.support.live_bytes import measure_run
 from tests.support.runs import run_recipe
@@ -30,7 +31,8 @@ from tests.support.tiny import llama_config
 
 FOUR = TrainConfig(global_batch_size=4)
 CHUNKED = ModelConfig(path="x", chunked_loss=True)
-LORA, DPO = LoraConfig(rank=4), OBJECTIVES["dpo"]
+LORA = LoraConfig(rank=4)
+DPO: Callable[..., ObjectiveConfig] = OBJECTIVES["dpo"]
 NF4 = LoraConfig(rank=4, quantize="nf4")
 MUON, ADAFACTOR, SGD = (OPTIONS["optim"][name]() for name in ("muon", "adafactor", "sgd"))
 TENSOR = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
@@ -81,7 +83,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(**layout: int) -> PretrainedConfig:
+def tiny(**layout: Any) -> PretrainedConfig:
     """A Llama of 4 layers, whose gate has 85 rows unless `layout` says otherwise; with experts, a Mixtral of 3."""
     if "num_local_experts" in layout:
         return MixtralConfig(

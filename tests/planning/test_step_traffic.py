@@ -150,7 +150,7 @@ class Given(TorchDispatchMode):
     """Adds up what this rank gives to collectives, by kind: whole tensors where they are gathered or reduced."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.num_bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -208,7 +208,7 @@ def _passes(model: Any, context: DistributedContext, shard: ShardConfig, config:
     with attention_over(sequence):
         given_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
         logits = model(**given_inputs, use_cache=False).logits
-    F.cross_entropy(logits.flatten(0, 1).float(), torch.from_numpy(labels).flatten()).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    F.cross_entropy(logits.flatten(0, 1).float(), torch.from_numpy(labels).flatten()).backward()
 
 
 def planned(case: Case) -> tuple[ModelFacts, PlannedRun]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, ViTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.models import ModelConfig
@@ -127,8 +127,8 @@ def test_budgets_of_gpus_alone_are_refused_for_ranks_without(teacher: Path) -> N
 
 
 def test_a_pass_that_does_not_run_without_data_is_said(tmp_path: Path) -> None:
-    ViTConfig(
-        architectures=["ViTForImageClassification"], hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+    AutoConfig.for_model(
+        "vit", architectures=["ViTForImageClassification"], hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=40, image_size=32, patch_size=8, dtype="float32", vocab_size=512,
     ).save_pretrained(tmp_path)  # fmt: skip
     found = plan(tmp_path)

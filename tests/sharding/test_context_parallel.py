@@ -27,7 +27,7 @@ SMALL |= {"intermediate_size": 44, "max_position_embeddings": LENGTH, "pad_token
 GQA = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 WINDOW = GQA | {"sliding_window": 5}
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_dense_layers": 1}
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH}
+GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH}
 GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", GQA),
@@ -96,7 +96,7 @@ def in_parts(context: DistributedContext, model: Any, method: str, *, packed: bo
     part = ContextRanks.of(context, method).own_part(*batch_of(packed=packed), ignore_index=IGNORE_INDEX)
     with attention_over(part.sequence):
         loss = loss_of(divided, part.inputs, part.labels)
-    loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    loss.backward()
     total = loss.detach().double()
     context.all_reduce_(total)
     grads = gradients_of(divided)
@@ -113,7 +113,7 @@ def compare(context: DistributedContext, name: str) -> dict[str, Any]:
     for packed in (False, True)[: 1 if name in UNPACKED else 2]:
         whole = copy.deepcopy(model)
         expected = loss_of(whole, *batch_of(packed=packed))
-        expected.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        expected.backward()
         for method in methods:
             loss, grads = in_parts(context, model, method, packed=packed)
             by_name = gradients_of(whole)

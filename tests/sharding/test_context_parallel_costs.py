@@ -27,7 +27,7 @@ class Sent(TorchDispatchMode):
     """Counts the bytes that this rank sends to others: in all-to-alls, and to its neighbor."""
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.num_ranks, self.exchanged, self.sent_to_next = num_ranks, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,7 +43,7 @@ class Peak(TorchDispatchMode):
     """The peak of the bytes of all storages that operators make within the block."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.peak, self._now, self._known = 0, 0, set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

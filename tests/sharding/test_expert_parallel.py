@@ -217,7 +217,7 @@ def test_what_cannot_be_divided_is_named() -> None:
         with pytest.raises(ConfigError, match=said):
             check_shardable(build_on_meta(given, "float32"), Fsdp2Config(expert_parallel=ranks))
     check_shardable(build_on_meta(mixtral, "float32"), two)
-    model = build_on_meta(mixtral, "float32")
+    model: Any = build_on_meta(mixtral, "float32")
     model.ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
     with pytest.raises(ConfigError, match=r"does not say of model\.layers\.0\.mlp\.experts\.down_proj both"):
         check_shardable(model, two)

@@ -18,10 +18,10 @@ from fsdp_shard.data import (
     Dataset,
     Examples,
     LabeledRows,
-    MapDataset,
     MaskedWindows,
     Seq2SeqRows,
     ShuffledDataset,
+    SourceDataset,
     SpecialTokens,
     WindowDataset,
 )
@@ -35,12 +35,18 @@ SEED, STEPS, BATCH, LR = 4, 3, 4, 0.2
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
 SMALL |= {"intermediate_size": 44, "max_position_embeddings": 64}
 GQA = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
-GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64, "rotary_dim": 4}
+GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64, "rotary_dim": 4}
 GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 45, "num_layers": 2, "num_heads": 4, "vocab_size": 131, "dropout_rate": 0.0}
 SWITCH = T5 | {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "num_experts": 8}
 SWITCH |= {"router_jitter_noise": 0.0}  # of its experts, some run on one rank only
-M2M = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 45, "decoder_ffn_dim": 45}
+M2M: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 45,
+    "decoder_ffn_dim": 45,
+}
 M2M |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 131, "max_position_embeddings": 64}
 M2M |= {"dropout": 0.0, "attention_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 BERT = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -77,7 +83,7 @@ SEQ2SEQ = ("t5", "t5 with a head", "switch", "m2m_100")
 CASES = [*((name, "fsdp2") for name in FAMILIES), *((name, "fsdp1") for name in UNDER_FSDP1)]
 
 
-def samples_of(name: str) -> MapDataset:
+def samples_of(name: str) -> SourceDataset:
     """Random samples of the kind that the model is trained on."""
     tokens = np.random.default_rng(1).integers(3, 131, 360)
     if name in MASKED:
@@ -109,7 +115,7 @@ def fresh(name: str) -> Any:
 
 
 def data_of(name: str) -> Dataset:
-    return ShuffledDataset(samples_of(name), SEED)  # type: ignore[arg-type]
+    return ShuffledDataset(samples_of(name), SEED)
 
 
 def plain_losses(model: Any, data: Dataset) -> list[float]:

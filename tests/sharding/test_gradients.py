@@ -90,11 +90,13 @@ def test_gradients_are_reduced_once(wrapper: str) -> None:
 
 def test_parts_that_are_wrapped() -> None:
     def work(context: DistributedContext) -> None:
-        inner = nn.Sequential(nn.Linear(2, 2), by_ddp(nn.Linear(2, 2), context))
+        wrapped = nn.Linear(2, 2)
+        inner = nn.Sequential(nn.Linear(2, 2), by_ddp(wrapped, context))
         fully_shard(inner[0])
         with fs.no_sync(inner):
             inner(torch.full((1, 2), context.rank + 1.0)).sum().backward()
-        ours = inner[1].module.weight.grad.clone()
+        assert wrapped.weight.grad is not None
+        ours = wrapped.weight.grad.clone()
         context.all_reduce_(summed := ours.double())
         assert not torch.equal(ours.double() * 2, summed)
         half = nn.Sequential(by_fsdp(Net(), context))
@@ -120,7 +122,9 @@ def test_what_shard_gave() -> None:
 
 def test_without_gradients_the_norm_is_zero() -> None:
     def work(context: DistributedContext) -> float:
-        return float(fs.clip_grad_norm_(fully_shard(nn.Linear(4, 4), mesh=context.mesh), 1.0))
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=context.mesh)
+        return float(fs.clip_grad_norm_(model, 1.0))
 
     assert on_ranks(2, work) == [0.0, 0.0]
 

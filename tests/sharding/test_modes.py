@@ -203,7 +203,7 @@ class Calls(TorchDispatchMode):
     """Counts operators."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,9 +266,12 @@ def test_what_a_wrapper_cannot_do_is_named() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             check_shardable(model if "norm" not in said else nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 2)), config)
-    for name in ("cpu_offload", "activation_offload"):
+    for name, config in {
+        "cpu_offload": Fsdp2Config(cpu_offload=True),
+        "activation_offload": Fsdp2Config(activation_offload=True),
+    }.items():
         with pytest.raises(ConfigError, match=f"shard.{name}=true needs a GPU to offload from"):
-            check_ranks(Fsdp2Config(**{name: True}), 1, on_gpu=False)
+            check_ranks(config, 1, on_gpu=False)
 
 
 class Nested(nn.Module):

@@ -41,7 +41,13 @@ class Recurrent(nn.Module):
 
 
 def resnet_config() -> ResNetConfig:
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 13], "depths": [2, 2], "layer_type": "basic", "num_labels": 3}
+    sizes: dict[str, Any] = {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 13],
+        "depths": [2, 2],
+        "layer_type": "basic",
+        "num_labels": 3,
+    }
     return ResNetConfig(architectures=["ResNetForImageClassification"], **sizes)
 
 

@@ -110,7 +110,7 @@ def train_mixture(model: nn.Module, rank: int, num_ranks: int) -> list[float]:
         first = torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(step)) * 4
         ids = (first + torch.arange(4)[:, None]).chunk(num_ranks)[rank]
         loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
-        loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -131,8 +131,16 @@ def test_experts_that_run_on_some_ranks_only(min_params: int | None) -> None:
 
 
 def test_fsdp1_trains_no_lists_of_which_some_modules_run() -> None:
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "num_experts": 4}
-    sparse = {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2}
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 20,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 64,
+        "num_experts": 4,
+    }
+    sparse: dict[str, Any] = {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2}
 
     def shard(context: DistributedContext) -> None:
         model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **sparse))
@@ -221,7 +229,7 @@ def test_settings_that_contradict_the_process_group_or_the_model() -> None:
     def shard(context: DistributedContext) -> None:
         with pytest.raises(ConfigError, match="replicas=2, but the process group was initialized with replicas=1"):
             fs.shard(llama(), context, replicas=2)
-        mixed = llama().to(torch.bfloat16)
+        mixed = llama().bfloat16()
         mixed.get_submodule("model.norm").float()
         with pytest.raises(ConfigError, match=r"cannot shard the root .* parameters of bfloat16 and float32"):
             fs.shard(mixed, context)
@@ -234,7 +242,7 @@ def test_names_inside_a_compiled_wrapper(tmp_path: Path) -> None:
 
     def load(context: DistributedContext) -> bool:
         model = llama()
-        compiled = torch.compile(DistributedDataParallel(model), backend="eager")
+        compiled: Any = torch.compile(DistributedDataParallel(model), backend="eager")  # a module of its own
         fs.load_weights(compiled, source)
         return all(torch.equal(*pair) for pair in zip(model.parameters(), llama(3).parameters(), strict=True))
 

@@ -28,16 +28,22 @@ STEPS, BATCH, LENGTH, LR = 2, 4, 16, 0.05
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
 SMALL |= {"intermediate_size": 48, "max_position_embeddings": 64, "num_key_value_heads": 2, "head_dim": 8}
 ALIKE = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "embedding_size": 32}
-REFORMER = {"hidden_size": 32, "vocab_size": 131, "num_attention_heads": 4, "attention_head_size": 8, "num_hashes": 1}
+REFORMER: dict[str, Any] = {
+    "hidden_size": 32,
+    "vocab_size": 131,
+    "num_attention_heads": 4,
+    "attention_head_size": 8,
+    "num_hashes": 1,
+}
 REFORMER |= {"attn_layers": ["local", "lsh"], "feed_forward_size": 48, "axial_pos_shape": [4, 4], "is_decoder": True}
 REFORMER |= {"axial_pos_embds_dim": [16, 16], "hash_seed": 1, "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8}
 REFORMER |= {"hidden_dropout_prob": 0.0, "lsh_attention_probs_dropout_prob": 0.0, "num_buckets": 4}
 REFORMER |= {"local_attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16}
-VISION = {"hidden_size": 16, "depth": 2, "num_heads": 2, "intermediate_size": 20, "out_hidden_size": 32}
+VISION: dict[str, Any] = {"hidden_size": 16, "depth": 2, "num_heads": 2, "intermediate_size": 20, "out_hidden_size": 32}
 VISION |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
 SWITCH = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 131, "num_experts": 4}
 SWITCH |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-CROSS = {
+CROSS: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -100,7 +106,7 @@ def train_plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses = []
     for step in range(STEPS):
         loss = loss_of(model, step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -142,7 +148,7 @@ def test_training_equals_one_process(results: list[Any], case: tuple[str, str, s
 @pytest.mark.parametrize("name", ["llama", "albert", "qwen3_vl", "mllama"])
 def test_what_text_does_not_reach_has_no_gradient(name: str) -> None:
     model = fresh(name)
-    loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, 0).backward()
     without = {fqn for fqn, param in model.named_parameters() if param.grad is None}
     assert unused_by_text(model) == without
     assert any(fqn.startswith("model.visual.blocks") for fqn in without) == (name == "qwen3_vl")
@@ -151,7 +157,12 @@ def test_what_text_does_not_reach_has_no_gradient(name: str) -> None:
 
 def test_layers_dropped_at_random_count_as_reached() -> None:
     """And the decoder of BartForCausalLM, whose wrapper is never called."""
-    sizes = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+    sizes: dict[str, Any] = {
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 48,
+        "max_position_embeddings": 64,
+    }
     config = transformers.BartConfig(vocab_size=131, d_model=32, decoder_layerdrop=0.5, **sizes)
     assert not unused_by_text(transformers.BartForCausalLM(config))
 

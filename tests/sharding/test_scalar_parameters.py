@@ -62,7 +62,7 @@ IMAGES = TOWER | {"image_size": 16, "patch_size": 8}
 
 
 def config() -> CLIPConfig:
-    sizes = {"text_config": dict(TEXT), "vision_config": dict(IMAGES), "projection_dim": 12}
+    sizes: dict[str, Any] = {"text_config": dict(TEXT), "vision_config": dict(IMAGES), "projection_dim": 12}
     return CLIPConfig(**sizes, architectures=["CLIPModel"], dtype="float32")
 
 
@@ -90,7 +90,7 @@ def train_plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = optim_of(name).build(params, {fqn: tuple(param.shape) for fqn, param in params.items()})
     norms = []
     for step in range(STEPS):
-        (sum(losses(model, step, range(NUM_PARTS))) / NUM_PARTS).backward()  # type: ignore[union-attr]
+        (sum(losses(model, step, range(NUM_PARTS))) / NUM_PARTS).backward()  # type: ignore[union-attr]  # a sum of tensors
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
@@ -182,7 +182,7 @@ def save(context: DistributedContext, run_dir: Path, layout: str) -> dict[str, f
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     model = sharded_model(context)
     optimizer = build_optimizer(optim_of("adamw"), model, context)
-    next(losses(model.module, 0, range(context.rank, context.rank + 1))).backward()  # type: ignore[no-untyped-call]
+    next(losses(model.module, 0, range(context.rank, context.rank + 1))).backward()
     optimizer.step()
     loaded = LoadedModel(model=model, num_params=0, num_blocks=0, aliases={}, figures=LoadFigures(0, 0, 0, 0))
     settings = CheckpointConfig(layout=layout, asynchronous=False)
@@ -241,7 +241,7 @@ class ScalarsOnGpu:
 
     def local_shards(self) -> dict[str, LocalShard]:
         on_gpu = nn.Parameter(torch.empty((), device="meta"))
-        moved = {"tensor": on_gpu, "data": on_gpu.detach().view(-1)}
+        moved: dict[str, Any] = {"tensor": on_gpu, "data": on_gpu.detach().view(-1)}
         shards = self.inner.local_shards().items()
         return {name: shard if shard.shape else replace(shard, **moved) for name, shard in shards}
 

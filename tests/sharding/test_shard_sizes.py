@@ -44,8 +44,10 @@ def local_elements(context: DistributedContext, shard: ShardConfig) -> dict[str,
     rebuild_buffers(model, context.device)
     sharded = shard.shard(model, context)
     found = {name: part.data.numel() for name, part in sharded.local_shards().items()}
-    handles = [unit._handle for unit in sharded.module.modules() if getattr(unit, "_handle", None) is not None]
-    memory: Any = [handle.flat_param.untyped_storage().nbytes() // 4 for handle in handles]
+    handles: list[Any] = [
+        unit._handle for unit in sharded.module.modules() if getattr(unit, "_handle", None) is not None
+    ]
+    memory = [handle.flat_param.untyped_storage().nbytes() // 4 for handle in handles]
     return found | {"memory": sum(memory)}
 
 

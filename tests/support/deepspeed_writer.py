@@ -71,7 +71,7 @@ def save(out: str, stage: int, dtype: str) -> None:
     }
     model = Model()
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [parameter for name, parameter in trained if name.endswith("weight")]},
         {"params": [parameter for name, parameter in trained if name.endswith("bias")], "weight_decay": 0.0},
     ]

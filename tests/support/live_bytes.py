@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, *, explains: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        super().__init__()
         self.now = self.most = 0
         self.phase = "load"
         self.most_by_phase: dict[str, int] = {}
@@ -193,9 +193,9 @@ def _measure(
         training = training_run(config, run, model, context)
         loaded: Any = SimpleNamespace(model=model, aliases=tied_names(model.module), adapter=adapter)
         saving = CheckpointConfig(every=run.saves_every, asynchronous=run.saves_asynchronously)
-        where = (directory, saving, context, loaded, training.optimizer, {}, _Silent())
         gradients: list[int] = []
-        with step_phases(live, training, gradients), FinetuneSaver(*where) as saver:
+        saver = FinetuneSaver(directory, saving, context, loaded, training.optimizer, {}, _Silent())
+        with step_phases(live, training, gradients), saver:
             saver.average = training.average
             live.reset()
             live.phase = "start"
@@ -386,7 +386,7 @@ def _packed(batch: Batch) -> Batch:
     """Two documents in each row."""
     rows, length = batch.inputs["input_ids"].shape
     positions = np.concatenate([np.arange(length // 2), np.arange(length - length // 2)])
-    return Batch(batch.inputs | {"position_ids": positions[None].repeat(rows, 0)}, batch.labels)
+    return Batch({**batch.inputs, "position_ids": positions[None].repeat(rows, 0)}, batch.labels)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 8}
 SMALL |= {"vocab_size": 257, "max_position_embeddings": 128, "num_experts_per_tok": 2, "dtype": "float32"}
 # Name -> type and values of its config: 3 experts a rank, which two ranks share unevenly; one layer without experts.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

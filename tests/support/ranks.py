@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,7 @@ _FORK = multiprocessing.get_context("fork")
 
 def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor, context: DistributedContext) -> float:
     """One step by this rank's `loss`; the mean of the losses of all ranks."""
-    loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return context.all_reduce([float(loss.detach())])[0] / context.world_size
@@ -92,10 +91,11 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
     while len(values) < len(pipes):
         ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in values], timeout_seconds)
         assert ready, f"no rank answered within {timeout_seconds} s; rank(s) {sorted(values)} have ended"
-        for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+        for rank, pipe in enumerate(pipes):
+            if pipe not in ready:
+                continue
             try:
-                values[rank], error, has_met = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                values[rank], error, has_met = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise AssertionError(f"rank {rank} died without a word") from None
             if error is not None and not has_met and "Wait timeout" in error:
@@ -115,7 +115,7 @@ def _rank_main(
 ) -> None:
     replicas, layers, experts, sequences, device = mesh
     gc.freeze()  # what the parent left is never collected here: a process group of its would wait for threads of its
-    faulthandler.dump_traceback_later(50, file=sys.__stderr__)  # what keeps it from meeting the others
+    faulthandler.dump_traceback_later(50, file=2)  # what keeps it from meeting the others
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     has_met = False
@@ -133,7 +133,7 @@ def _rank_main(
             has_met = True
             value = function(context, *args)
             context.barrier()
-        answer = (value, None, True)
+        answer: tuple[Any, str | None, bool] = (value, None, True)
     except BaseException:
         answer = (None, traceback.format_exc(), has_met)
     out.send_bytes(pickle.dumps(answer))  # plain bytes: a tensor sent as an object would live in this process's memory

@@ -67,8 +67,8 @@ def run_arguments(arguments: list[str], timeout_seconds: float = 120) -> Ended:
             process.kill()
             process.join()
         assert process.exitcode is not None
-        texts = [(Path(directory) / name).read_text() for name in ("out", "err")]
-        return Ended(process.exitcode, *texts, Path(directory))
+        out, err = ((Path(directory) / name).read_text() for name in ("out", "err"))
+        return Ended(process.exitcode, out, err, Path(directory))
 
 
 class Started:
@@ -94,11 +94,11 @@ class Started:
             for process in processes:
                 _send(signal.SIGKILL, process)
             self._process.join()
-        texts = [(Path(self._directory.name) / name).read_text() for name in ("out", "err")]
+        out, err = ((Path(self._directory.name) / name).read_text() for name in ("out", "err"))
         self._directory.cleanup()
-        assert not alive, f"still running after {timeout_seconds} s\n" + "\n".join([*texts, stacks])
+        assert not alive, f"still running after {timeout_seconds} s\n" + "\n".join([out, err, stacks])
         assert self._process.exitcode is not None
-        return Ended(self._process.exitcode, *texts, self.run_dir)
+        return Ended(self._process.exitcode, out, err, self.run_dir)
 
 
 def _send(number: signal.Signals, process: int) -> None:

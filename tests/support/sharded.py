@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta, rebuild_buffers
@@ -24,7 +25,7 @@ def sharded(
     context: DistributedContext,
     *,
     tied: bool = True,
-    prepare: Callable[[nn.Module], object] = lambda model: None,
+    prepare: Callable[[PreTrainedModel], object] = lambda model: None,
 ) -> ShardedModel:
     """The tiny Llama, sharded, with the weights of seed 0 written through its local shards."""
     model = build_on_meta(llama_config(tied=tied), "float32")

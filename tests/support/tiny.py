@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
 def llama_config(*, tied: bool = True, layers: int = 2) -> LlamaConfig:
@@ -32,6 +33,12 @@ def llama(seed: int = 0, *, tied: bool = True, layers: int = 2) -> PreTrainedMod
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(llama_config(tied=tied, layers=layers))
     return model
+
+
+def causal_class(config: PretrainedConfig) -> str:
+    """The name of transformers' causal model for this config."""
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    return str(kind.__name__)
 
 
 def token_batch(step: int, rows: int = 12, length: int = 16, vocabulary: int = 257) -> torch.Tensor:
@@ -64,5 +71,5 @@ def save_adapter(directory: Path, base: Path) -> Path:
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     with warnings.catch_warnings():  # peft 0.21 asks transformers 5.23 for a property by its old name
         warnings.simplefilter("ignore", FutureWarning)
-        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(directory)
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(str(directory))
     return directory

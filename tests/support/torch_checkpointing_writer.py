@@ -70,7 +70,7 @@ def save_described(path: str) -> None:
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
     from torch_checkpointing.types import RankInfo
 
-    class MetadataManager(DefaultMetadataManager):  # type: ignore[misc]
+    class MetadataManager(DefaultMetadataManager):
         """Its own gathers through tensors on CUDA."""
 
         def _all_gather_pickled_data(self, data: Any, process_group: Any = None) -> dict[int, Any]:
@@ -78,7 +78,7 @@ def save_described(path: str) -> None:
             dist.all_gather_object(gathered, data, process_group)
             return dict(enumerate(gathered))
 
-    class State(CheckpointBase):  # type: ignore[misc]
+    class State(CheckpointBase):
         def get_items(self) -> dict[str, CheckpointItem]:
             layout = LayoutInfo(f"weights/part-{dist.get_rank()}.safetensors", SafetensorsSerialization())
             return {

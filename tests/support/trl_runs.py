@@ -134,7 +134,8 @@ def _fill_adapter(model: Any, directory: Path) -> None:
     from safetensors.torch import load_file
 
     values = load_file(directory / "adapter_model.safetensors")
-    if unknown := peft.set_peft_model_state_dict(model, values).unexpected_keys:
+    loaded: Any = peft.set_peft_model_state_dict(model, values)  # a named tuple, whose fields its types leave out
+    if unknown := loaded.unexpected_keys:
         raise SystemExit(f"error: {directory} has tensors that the model has not, such as {unknown[0]}")
 
 

@@ -18,6 +18,8 @@ from fsdp_shard.distributed import DistributedContext, LocalShard, init_distribu
 class Plain:
     """An unsharded module as a `ShardedModel`; counts the micro-batches whose gradients were not reduced."""
 
+    shard_mesh_dim = "replicate"
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.num_unsynced = 0

@@ -23,7 +23,7 @@ from fsdp_shard.training.peft.initial_values import fill_new
 from fsdp_shard.training.peft.lora import inject_lora
 from fsdp_shard.utils import replace_tensors
 from tests.support.digests import tensor_digests
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import llama, llama_config, save_model, token_batch
 
@@ -118,7 +118,7 @@ def of_peft(base: Path, kind: str, samples: Any) -> Any:
 def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], Any]]:
     """By kind: the losses of the same training with peft in one process, and the logits of what came out."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    samples = ShuffledDataset(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is ShuffledDataset
+    samples = ShuffledDataset(in_order(prepare_data(config, AutoTokenizer.from_pretrained(base)).train), 7)
     return {kind: _plain_training(of_peft(base, kind, samples), samples) for kind in KINDS}
 
 
@@ -144,7 +144,7 @@ def _plain_training(model: Any, samples: Any, lr: float = 3e-2) -> tuple[list[fl
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(token_batch(5)).logits  # type: ignore[no-any-return]  # untyped in transformers
+        return model(token_batch(5)).logits
 
 
 @pytest.mark.long
@@ -281,7 +281,7 @@ def plain_from_weights(
 ) -> dict[str, tuple[list[float], Any]]:
     """As `plain`: with peft, whose own initialization changes the base model."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    samples = ShuffledDataset(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is ShuffledDataset
+    samples = ShuffledDataset(in_order(prepare_data(config, AutoTokenizer.from_pretrained(base)).train), 7)
     found = {}
     for kind, word in (("pissa", "pissa"), ("pissa_fast", "pissa"), ("olora", "olora")):
         settings = peft.LoraConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -22,7 +23,12 @@ WORDS = r"both/config\.json is of a RobertaForCausalLM that attends to later tok
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "both"
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.RobertaConfig(**sizes, vocab_size=257, pad_token_id=1, max_position_embeddings=130)
     transformers.RobertaForCausalLM(config).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)

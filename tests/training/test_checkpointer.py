@@ -373,7 +373,7 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
     def work(context: DistributedContext, path: Path) -> None:
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters())
-        given = {"step": 2, "model": model, "optimizer": optimizer} | {
+        given: dict[str, Any] = {"step": 2, "model": model, "optimizer": optimizer} | {
             name: value(context) if callable(value) else value for name, value in arguments.items()
         }
         with fs.Checkpointer(path) as checkpointer:
@@ -483,7 +483,8 @@ def test_a_first_start_restores_nothing(step: str, tmp_path: Path) -> None:
 def test_a_restore_of_what_is_no_module(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, Net())
-        for model in (None, {"a": None}):
+        wrong: list[Any] = [None, {"a": None}]
+        for model in wrong:
             with pytest.raises(ModelError, match=r"None is neither a torch.nn.Module"):
                 checkpointer.restore(model)
 

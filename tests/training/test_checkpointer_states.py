@@ -29,7 +29,7 @@ def test_tensors_whose_keys_look_alike_stay_apart(tmp_path: Path) -> None:
         "0": torch.zeros(1),
     }
     first, second = Stateful(state), Stateful({"b": {"c": torch.full((2,), 2.0)}})
-    given = {"a": Stateful({"b.b.c": torch.full((2,), 3.0)}), "a.b": second, "odd": first}
+    given: dict[str, Any] = {"a": Stateful({"b.b.c": torch.full((2,), 3.0)}), "a.b": second, "odd": first}
     model = Net()
     with fs.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, model, extra=state, **given)
@@ -91,7 +91,7 @@ class _WithoutRate(torch.optim.Optimizer):
         super().__init__(params, {"step_size": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it takes no closure and has no loss
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -116,7 +116,8 @@ class _Global(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.state.setdefault("global", {"steps": torch.zeros(())})["steps"] += 1
+        state: dict[Any, Any] = self.state
+        state.setdefault("global", {"steps": torch.zeros(())})["steps"] += 1
         return super().step(closure)
 
 
@@ -173,10 +174,10 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
         checkpointer.save(1, model)
         for fill in (checkpointer.restore, lambda model: fs.load_weights(model, tmp_path / "run")):
-            model.table.zero_()
+            model.get_buffer("table").zero_()
             fill(model)
-            assert model.table.tolist() == [[0, 3], [1, 4], [2, 5]]
-        model.to(memory_format=torch.channels_last)
+            assert model.get_buffer("table").tolist() == [[0, 3], [1, 4], [2, 5]]
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # which its types leave out
         for use in (
             lambda model: checkpointer.save(2, model),
             checkpointer.restore,

@@ -22,7 +22,7 @@ from tests.support.tiny import token_batch
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 STEPS = 3
-ADAPTERS = {
+ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"modules_to_save": ["model.norm", "v_proj"], "dropout": 0.1},
     "dora": {"modules_to_save": ["model.norm"], "dropout": 0.1, "dora": True},
     "pissa": {"modules_to_save": ["model.norm"], "init": "pissa"},
@@ -39,7 +39,7 @@ def load(context: DistributedContext, directory: Path, wrapper: str, adapter: Ad
 def logits_of(loaded: LoadedModel, context: DistributedContext) -> torch.Tensor:
     tokens = token_batch(5).chunk(context.world_size)[context.rank]
     with torch.no_grad(), model_run_errors(loaded.model.module):
-        return loaded.model.module(input_ids=tokens, use_cache=False).logits.clone()  # type: ignore[no-any-return]  # untyped in transformers
+        return loaded.model.module(input_ids=tokens, use_cache=False).logits.clone()
 
 
 def train(context: DistributedContext, directory: Path, case: tuple[str, str], *, detour: bool) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def test_a_run_begins_with_the_adapter_of_another(settings: list[str], earlier: 
 def test_a_run_begins_with_an_adapter_of_peft(settings: list[str], tiny_model: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config).save_pretrained(tmp_path / "of_peft")
+    of_peft = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config)
+    of_peft.save_pretrained(str(tmp_path / "of_peft"))
     given = [*settings, f"adapter.path={tmp_path}/of_peft"]
     said = _refused(tmp_path / "refused", *given)
     remedy = next(line for line in said.splitlines() if "adapter.path=" in line).partition(" Set ")[2].rstrip(".")

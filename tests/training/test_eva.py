@@ -162,6 +162,7 @@ def test_a_stop_and_too_few_tokens_end_the_search(
     with pytest.raises(Interrupted, match=r"Stopped by SIGTERM before training, in .*adapter\.init=eva"):
         open_run(config, start, loaded, optimizer, data.train)
     start.stop.number = 0
+    assert loaded.adapter is not None
     with pytest.raises(ConfigError, match=r"at least adapter\.rank=3 tokens to predict"):
         eva.fill_eva(config, loaded.model, loaded.adapter.eva, _FewLabels(data.train), alone, start.stop)
 
@@ -179,11 +180,15 @@ class _FewLabels(ShuffledDataset):
 
 
 def test_mistakes() -> None:
-    for settings, task, said in (
-        ({"rank": 99}, "causal_lm", "at least adapter.rank=99 inputs, and model.layers.0.self_attn.q_proj has "),
-        ({}, "masked_lm", "is for model.task=causal_lm, not masked_lm"),
+    for adapter, task, said in (
+        (
+            LoraConfig(init="eva", rank=99),
+            "causal_lm",
+            "at least adapter.rank=99 inputs, and model.layers.0.self_attn.q_proj has ",
+        ),
+        (LoraConfig(init="eva"), "masked_lm", "is for model.task=causal_lm, not masked_lm"),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
-            inject_lora(build_on_meta(llama_config(), "float32"), LoraConfig(init="eva", **settings), "base", {}, task)
+            inject_lora(build_on_meta(llama_config(), "float32"), adapter, "base", {}, task)
     with pytest.raises(ConfigError, match=r"adapter\.init=eva cannot be combined with shard\.context_parallel=2"):
         check_adapter_mesh(LoraConfig(init="eva"), WRAPPERS["fsdp2"](context_parallel=2))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import GPT2Config
-from transformers.utils import is_liger_kernel_available
+from transformers.utils.import_utils import is_liger_kernel_available
 
 from fsdp_shard.cli import load_recipe
 from fsdp_shard.config import FinetuneConfig, PlanConfig, compose_jobs
@@ -128,9 +128,12 @@ def test_machines_and_settings_without_it(monkeypatch: pytest.MonkeyPatch) -> No
         check_installed("liger")
     monkeypatch.setattr("fsdp_shard.utils.environment.find_spec", lambda name: object())
     check_installed("liger")
-    for name in ("tensor_parallel", "expert_parallel"):
+    for name, shard in {
+        "tensor_parallel": ShardConfig(tensor_parallel=2),
+        "expert_parallel": ShardConfig(expert_parallel=2),
+    }.items():
         with pytest.raises(ConfigError, match=rf"cannot be combined with shard\.{name}=2"):
-            check_kernels("liger", ShardConfig(**{name: 2}), on_gpu=True)
+            check_kernels("liger", shard, on_gpu=True)
 
 
 def test_the_commands_refuse_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.peft.initial_values import fill_new
 from tests.support.digests import digest_tensor, tensor_digests
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import byte_tokenizer, save_model, token_batch
 
@@ -98,7 +98,7 @@ def peft_model(base: Path) -> Any:
 def plain(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], torch.Tensor]:
     """The same training with peft in one process: its losses, and the logits of what came out."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]  # it is ShuffledDataset
+    windows = in_order(prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train)
     samples = ShuffledDataset(windows, 7)
     model = peft_model(tiny_model)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -123,7 +123,7 @@ def plain(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactor
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(token_batch(5)).logits  # type: ignore[no-any-return]  # untyped in transformers
+        return model(token_batch(5)).logits
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
@@ -191,7 +191,7 @@ ignore_patterns = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_
 
 
 def save_mixtral(directory: Path) -> None:
-    sizes = {"vocab_size": 257, "hidden_size": 36, "intermediate_size": 20, "num_attention_heads": 3}
+    sizes: dict[str, Any] = {"vocab_size": 257, "hidden_size": 36, "intermediate_size": 20, "num_attention_heads": 3}
     config = MixtralConfig(**sizes, num_hidden_layers=1, num_key_value_heads=1, num_local_experts=3)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
@@ -401,7 +401,7 @@ def test_what_an_adapter_is_made_of_is_its_state(runs: dict[str, Ended], tmp_pat
     shutil.copytree(tiny_model, base)
     shutil.copytree(runs["fsdp2"].checkpoint, adapter, ignore=shutil.ignore_patterns("manifest.json", "optimizer"))
     config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(base)}
-    seen = []
+    seen: list[object] = []
     for changed in (adapter / "adapter_config.json", base / "model.safetensors", base / "generation_config.json"):
         (adapter / "adapter_config.json").write_text(json.dumps(config))
         os.utime(changed, ns=(0, len(seen)))
@@ -421,7 +421,7 @@ def test_square_layers_of_conv1d_are_merged_as_peft_does(tmp_path: Path) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, settings)
-        adapted.save_pretrained(tmp_path / "adapter")
+        adapted.save_pretrained(str(tmp_path / "adapter"))
         expected = adapted.merge_and_unload().state_dict()
     with locate(tmp_path / "adapter").model_index as index:
         for name in ("transformer.h.0.attn.c_proj.weight", "transformer.h.0.attn.c_attn.weight", "lm_head.weight"):

@@ -25,7 +25,7 @@ from fsdp_shard.training.optim.registry import OPTIMIZERS
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.initial_values import fill_new
 from tests.support.digests import tensor_digests
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 from tests.support.ranks import on_ranks
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import save_model
@@ -84,7 +84,7 @@ def overrides(wrapper: str, optimizer: str, ranks: int) -> list[str]:
 def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of peft in one process, with the optimizer that it makes."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    samples = ShuffledDataset(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is ShuffledDataset
+    samples = ShuffledDataset(in_order(prepare_data(config, AutoTokenizer.from_pretrained(base)).train), 7)
     targets = ["q_proj", "down_proj", "embed_tokens"]
     adapter = peft.LoraConfig(r=3, lora_alpha=32, target_modules=targets, modules_to_save=["model.norm"])
     model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter)

@@ -99,7 +99,7 @@ def test_plain_lines() -> None:
         for step in range(3, 8):
             now = next(seconds)
             loss = math.nan if step == 4 else float(step)
-            seen = {"tokens": 1000 * step, "total_tokens": 500 * step**2, "epoch": step / 4}
+            seen: dict[str, Any] = {"tokens": 1000 * step, "total_tokens": 500 * step**2, "epoch": step / 4}
             progress.show(replace(report(step), loss=loss, **seen))
         progress.note("saved")
     assert stream.getvalue().splitlines() == [

@@ -25,7 +25,6 @@ from transformers import (
     PretrainedConfig,
     T5GemmaConfig,
     T5GemmaModuleConfig,
-    XLNetConfig,
 )
 
 from fsdp_shard.checkpoint import CheckpointConfig, locate
@@ -178,14 +177,20 @@ def test_the_data_knows_how_many_tokens_the_model_embeds(tmp_path: Path) -> None
 
 
 def test_a_classifier_that_reads_padding_is_rejected() -> None:
-    check_classifier(GPT2Config(num_labels=2, pad_token_id=0))  # whose classifier does not use its summary_type
+    # GPT-2's classifier does not use its summary_type.
+    check_classifier(AutoConfig.for_model("gpt2", num_labels=2, pad_token_id=0))
     with pytest.raises(ModelError, match=r"xlnet with summary_type=last .* reads the padding"):
-        check_classifier(XLNetConfig(num_labels=2, pad_token_id=0))
+        check_classifier(AutoConfig.for_model("xlnet", num_labels=2, pad_token_id=0))
 
 
 def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:
     made = []
-    for name, values in (("good", {"pad_token_id": 256}), ("none", {}), ("one", {"pad_token_id": 2, "num_labels": 1})):
+    kinds: dict[str, dict[str, Any]] = {
+        "good": {"pad_token_id": 256},
+        "none": {},
+        "one": {"pad_token_id": 2, "num_labels": 1},
+    }
+    for name, values in kinds.items():
         config = LlamaConfig(**SIZES, intermediate_size=8, **values)
         model = save(tmp_path / name, config, AutoModelForSequenceClassification)
         made.append(replace(model, task="sequence_classification"))
@@ -258,8 +263,14 @@ def test_adapters_are_saved_for_pefts_class_of_the_task(kind: Any, task: str, ex
 
 def test_values_that_transformers_computes_are_not_kept(tmp_path: Path) -> None:
     """Marian's positions are not stored; whole on each rank, they would take memory until the end of the run."""
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
+    heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = MarianConfig(vocab_size=31, pad_token_id=30, decoder_start_token_id=30, **sizes, **heads)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
     source = locate(tmp_path)
@@ -267,6 +278,6 @@ def test_values_that_transformers_computes_are_not_kept(tmp_path: Path) -> None:
     settings = ModelConfig(path=str(tmp_path), task=SEQ2SEQ)
     with init_distributed("cpu") as context:
         loaded = load_sharded(settings, Fsdp2Config(param_dtype="float32"), source, context)
-        positions = loaded.model.module.get_parameter("model.encoder.embed_positions.weight")
+        positions: Any = loaded.model.module.get_parameter("model.encoder.embed_positions.weight")  # a DTensor
         assert positions.full_tensor().any()
     assert set(source.model_index.tensors) == stored

@@ -36,7 +36,12 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import train_plain
 from tests.support.tiny import byte_tokenizer, llama, llama_config, save_model, token_batch
 
-SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SMALL_TOWER |= {"image_size": 16, "patch_size": 8}
 
 
@@ -44,7 +49,7 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FullyShardedDataParallel is deprecated
         if wrapper == "fully_shard":
-            for layer in model.model.layers:
+            for layer in model.get_submodule("model.layers").children():
                 fully_shard(layer)
             fully_shard(model)
         elif wrapper == "fsdp":
@@ -91,7 +96,8 @@ def test_a_sharded_class_of_the_users_own_is_not_rebuilt(tmp_path: Path) -> None
         model = ScaledLlama(llama_config(), 2.0)
         fully_shard(model)
         fs.load_weights(model, source)
-        assert torch.equal(model.get_parameter("model.norm.weight").full_tensor(), tensors["model.norm.weight"])  # type: ignore[operator]  # a DTensor now
+        norm: Any = model.get_parameter("model.norm.weight")  # a DTensor now
+        assert torch.equal(norm.full_tensor(), tensors["model.norm.weight"])
 
     on_ranks(1, work)
 
@@ -204,9 +210,9 @@ def test_gradients_are_not_clipped_to_what_is_no_norm(max_norm: float) -> None:
 
 def test_what_is_neither_a_model_nor_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="path or hub id of a checkpoint as source, not None"):
-        fs.load_weights(nn.Linear(2, 1), None)  # type: ignore[arg-type]
+        fs.load_weights(nn.Linear(2, 1), None)  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(ModelError, match=r"'model' is neither a torch.nn.Module"):
-        fs.save_pretrained("model", tmp_path / "x")  # type: ignore[arg-type]
+        fs.save_pretrained("model", tmp_path / "x")  # type: ignore[arg-type]  # the mistake under test
 
 
 def test_a_process_group_that_exists_is_joined_and_left_alone() -> None:

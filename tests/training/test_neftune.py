@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
-from transformers.integrations import activate_neftune
+from transformers.integrations.neftune import activate_neftune
 
 from fsdp_shard.data import DataConfig, ShuffledDataset
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.neftune import noisy_embeddings
 from fsdp_shard.training.seeding import derived_seed
-from tests.support.prepared_data import prepare_data
+from tests.support.prepared_data import in_order, prepare_data
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import llama, token_batch
 
@@ -80,7 +80,7 @@ def test_losses_are_those_of_transformers_noise(runs: Runs, tiny_model: Path, te
     data = DataConfig(
         path=f"{texts}/train.txt", sequence_length=32, eval_fraction=0.02, cache_dir=str(tmp_path / "cache")
     )
-    samples = ShuffledDataset(prepare_data(data, AutoTokenizer.from_pretrained(tiny_model)).train.dataset, 7)  # type: ignore[attr-defined]  # it is ShuffledDataset
+    samples = ShuffledDataset(in_order(prepare_data(data, AutoTokenizer.from_pretrained(tiny_model)).train), 7)
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model).train()
     activate_neftune(model, ALPHA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

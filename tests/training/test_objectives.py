@@ -133,7 +133,7 @@ def _train(
 ) -> tuple[list[float], dict[str, float]]:
     """Losses of the steps, and the metrics of an evaluation after them."""
     data, settings = _samples(path, objective), WRAPPERS[wrapper](param_dtype="float32")
-    model = sharded(settings, context, tied=False, prepare=lambda module: use_loss_head(module, True))
+    model = sharded(settings, context, tied=False, prepare=lambda model: use_loss_head(model, True))
     if reference == "precomputed":
         data = _with_reference(data)
     compared: Any = PrecomputedReference() if reference == "precomputed" else None
@@ -220,7 +220,7 @@ def test_tokens_are_those_of_what_is_compared(tmp_path: Path, rows: Path) -> Non
 
 
 def test_the_cross_entropy_of_orpo_may_have_the_prompts(alone: DistributedContext, rows: Path) -> None:
-    objective: Any = OBJECTIVES["orpo"](learn_prompts=True)  # type: ignore[call-arg]
+    objective = OrpoConfig(learn_prompts=True)
     data, model = _samples(rows, objective), Plain(llama(tied=False))
     batch = data.batch(range(len(data)))
     total = number = 0.0

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from fsdp_shard.data import (
@@ -33,7 +32,8 @@ from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.objectives.objective import ForwardPass, ObjectiveConfig
 from fsdp_shard.training.objectives.reference_model import EXTRA, ModelReference, PrecomputedReference
 from fsdp_shard.training.objectives.registry import OBJECTIVES
-from tests.support.tiny import byte_tokenizer
+from fsdp_shard.training.objectives.reward import RewardConfig
+from tests.support.tiny import byte_tokenizer, causal_class
 from tests.training.conftest import Plain
 
 LENGTH, END = 64, 256
@@ -119,7 +119,7 @@ def _results(
     divisors = torch.tensor([sum(counts) for counts in zip(*map(objective.counts, batches), strict=True)])
     plain, total, sums = Plain(model), 0.0, StepSums(CustomFunctions(), alone)
     for batch in batches:
-        step = ForwardPass(plain, to_device(batch, alone.device), divisors, sums, reference)  # type: ignore[arg-type]  # it has the module
+        step = ForwardPass(plain, to_device(batch, alone.device), divisors, sums, reference)
         loss = objective.terms(step).sum()
         loss.backward()
         total += loss.item()
@@ -157,7 +157,7 @@ def test_losses_metrics_and_gradients_are_those_of_rows(
     apart, packed = _samples(rows, packs=False), _samples(rows, packs=True)
     assert isinstance(packed, PackedPairs)
     assert 1 < len(packed) < 8
-    reference = ModelReference(Plain(frozen), leaves_adapter_out=False)  # type: ignore[arg-type]  # it has the module
+    reference = ModelReference(Plain(frozen), leaves_adapter_out=False)
     for name, settings in OBJECTIVE_SETTINGS.items():
         objective: Any = OBJECTIVES[name.split()[0]](**settings)
         expected = _results(objective, model, reference, apart, 5, alone)
@@ -174,7 +174,7 @@ def test_rewards_are_read_at_the_last_token_of_each_answer(
 ) -> None:
     model = _model(family, attention, 0, scored=True)
     check_shared_prompts(model.config, attention, LENGTH)
-    objective: Any = OBJECTIVES["reward"](center=0.1)  # type: ignore[call-arg]
+    objective = RewardConfig(center=0.1)
     expected = _results(objective, model, None, _samples(rows, packs=False, scored=True), 5, alone)
     assert expected[1]["rewards/margins"] != 0
     for size in (1, 3):
@@ -189,7 +189,7 @@ def test_what_was_computed_before_goes_with_its_pair(rows: Path, alone: Distribu
         data: Any = _samples(rows, packs=packs)
         values = -torch.as_tensor(data.kept).float()
         data = with_extras(data, EXTRA, values.numpy())
-        report = evaluate_loss(model=Plain(model), dataset=data, micro_batch_size=2, context=alone,  # type: ignore[arg-type]  # it has the module
+        report = evaluate_loss(model=Plain(model), dataset=data, micro_batch_size=2, context=alone,
                                objective=objective, reference=PrecomputedReference())  # fmt: skip
         figures.append({"loss": report.loss, "tokens": report.num_tokens, **report.metrics})
     assert figures[1] == pytest.approx(figures[0], rel=1e-5)
@@ -197,7 +197,7 @@ def test_what_was_computed_before_goes_with_its_pair(rows: Path, alone: Distribu
 
 def _config(family: str, **values: Any) -> Any:
     config = AutoConfig.for_model(family, **values)
-    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.architectures = [causal_class(config)]
     return config
 
 

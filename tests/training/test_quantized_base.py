@@ -62,12 +62,12 @@ def _run(context: DistributedContext, directory: Path, cell: Cell) -> dict[str, 
     shard = WRAPPERS[cell.wrapper](param_dtype=cell.dtype, activation_checkpointing=cell.recompute)
     adapter = LoraConfig(rank=3, alpha=24, quantize=cell.kind)
     loaded = load_sharded(ModelConfig(path=str(directory)), shard, locate(directory), context, adapter, seed=7)
-    model, rows = loaded.model, {}
+    model, rows = loaded.model, dict[str, bytes]()
     for name, module in model.module.named_modules():
         if isinstance(module, QuantizedWeight):
             plain = clean_fqn(f"{name}.").removeprefix("module.").removesuffix(".")
 
-            def note(module: nn.Module, *_: Any, plain: str = plain) -> None:
+            def note(module: Any, *_: Any, plain: str = plain) -> None:
                 rows.setdefault(plain, module.rows.detach().clone().view(torch.uint8).numpy().tobytes())
 
             module.register_forward_pre_hook(note)
@@ -86,7 +86,7 @@ def _run(context: DistributedContext, directory: Path, cell: Cell) -> dict[str, 
 @pytest.fixture(scope="module")
 def results(tiny_model: Path) -> dict[tuple[int, Cell], tuple[dict[str, Any], ...]]:
     """By number of ranks and cell: what each rank gave."""
-    found = {}
+    found: dict[tuple[int, Cell], tuple[dict[str, Any], ...]] = {}
     for ranks, cells in ((1, ALONE), (2, CELLS)):
         by_cell = zip(*on_ranks(ranks, run_cells, tiny_model, cells), strict=True)
         found |= {(ranks, cell): gave for cell, gave in zip(cells, by_cell, strict=True)}
@@ -108,7 +108,7 @@ def decoded_peft(model: nn.Module, kind: str, rank: int = 3, alpha: int = 24) ->
         for name, linear in linears(model).items():
             linear.weight.copy_(rows_and_values(kind)[name][1])
     settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    wrapped = peft.get_peft_model(model, settings)  # type: ignore[arg-type]  # wider in fact than it is annotated
+    wrapped = peft.get_peft_model(model, settings)
     for name, param in wrapped.named_parameters():
         if "lora_" in name:
             whole = LocalShard(param, param.detach().view(-1), 0, tuple(param.shape), writes=True)

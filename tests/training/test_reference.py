@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.support.ranks import on_ranks
 from tests.support.tiny import byte_tokenizer, llama_config
 
 
-def settings(model: Path, directory: Path, cache: str = "cache", **objective: object) -> FinetuneConfig:
+def settings(model: Path, directory: Path, cache: str = "cache", **objective: Any) -> FinetuneConfig:
     rows = [{"prompt": f"{n} green ", "chosen": f"bottles {n}", "rejected": f"cans {n * n}"} for n in range(7)]
     (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return FinetuneConfig(

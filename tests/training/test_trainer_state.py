@@ -24,9 +24,9 @@ def test_round_trip() -> None:
     state.advance(8, 3, {"books": 3, "web": 0}, skipped=False)
     assert state.source_tokens == {"books": 7, "web": 5}
     assert TrainerState.from_json(state.to_json().encode(), "x") == state
-    assert state.epoch is None
+    epochs = [state.epoch]
     state.samples_per_epoch = 20
-    assert state.epoch == 32 / 20
+    assert [*epochs, state.epoch] == [None, 32 / 20]
     assert TrainerState.from_json(state.to_json().encode(), "x") == state
     fresh = TrainerState(seed=0, data="")
     assert "source_tokens" not in fresh.to_json()
@@ -59,7 +59,8 @@ def test_the_loss_before_training_is_of_the_same_samples() -> None:
     assert not state.record_held_out("a")
     assert state.loss_before == 0.0
     assert state.record_held_out("b")
-    assert (state.loss_before, state.never_improved) == (None, False)
+    assert vars(state)["loss_before"] is None
+    assert not state.never_improved
 
 
 def test_the_held_out_loss_is_of_this_step() -> None:
@@ -69,12 +70,13 @@ def test_the_held_out_loss_is_of_this_step() -> None:
     state.record_evaluation(3.0)
     assert TrainerState.from_json(state.to_json().encode(), "x").held_out_loss == 3.0
     state.advance(1, 1, {}, skipped=False)
-    assert state.held_out_loss is None
+    losses = [state.held_out_loss]
     state.record_evaluation(4.0)
     state.record_held_out("a")
-    assert state.held_out_loss == 4.0, "the first that are named"
+    losses.append(state.held_out_loss)
     state.record_held_out("b")
-    assert state.held_out_loss is None
+    losses.append(state.held_out_loss)
+    assert losses == [None, 4.0, None], "the first samples that are named are those of the loss"
     sampled = TrainerState(seed=0, data="", step=4, evaluated_step=4)  # completions only
     sampled.record_held_out("a")
     assert sampled.evaluated_step == 0, "its loss is still to be computed"

@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_shard.data import IGNORE_INDEX, ShuffledDataset, WindowDataset
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loop import StepReport, TrainingRun, train
 from fsdp_shard.training.optim.torch_optim import AdamWConfig
@@ -20,9 +21,11 @@ ADAMW = AdamWConfig(lr=LR, weight_decay=0.1)
 class Run:
     """A model under training that can be stopped, copied and gone on with."""
 
-    def __init__(self, context: DistributedContext, model: Any = None, data: WindowDataset | None = None) -> None:
+    def __init__(
+        self, context: DistributedContext, model: ShardedModel | None = None, data: WindowDataset | None = None
+    ) -> None:
         self.context = context
-        self.model = model or Plain(llama())
+        self.model: ShardedModel = model or Plain(llama())
         self.data = data or stream()
         self.dataset = ShuffledDataset(self.data, SEED)
         parameters = dict(self.model.module.named_parameters())

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ def test_what_has_threads_is_not_ended_in_the_forked_process() -> None:
     """The end of a process group waits for its threads, which are not forked."""
     gc.disable()
     try:
-        _Cycle(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+        _Cycle(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(minutes=1)))
         run_limited(gc.collect, "doing it", error=ModelError)
     finally:
         gc.enable()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 
 def quietly(save: Callable[[], object]) -> None:
@@ -58,7 +58,9 @@ class Hostile:
 
 def drop(metadata: Metadata) -> None:
     """Say of the tensor `a` that it has no pieces."""
-    metadata.state_dict_metadata["a"].chunks.clear()  # type: ignore[union-attr]
+    tensor = metadata.state_dict_metadata["a"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.chunks.clear()
 
 
 def link_outside(root: Path) -> None:

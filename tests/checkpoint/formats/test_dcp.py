@@ -95,9 +95,10 @@ def train_and_save(context: DistributedContext, root: Path, two_dims: bool) -> d
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 7)).sum().backward()
     optimizer.step()
-    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    weights: dict[str, Any] = get_model_state_dict(model)  # DTensors
+    state = {"model": weights, "optim": get_optimizer_state_dict(model, optimizer)}
     quietly(lambda: dcp.save({"app": state}, checkpoint_id=root))
-    return {name: tensor.full_tensor() for name, tensor in state["model"].items()}  # type: ignore[union-attr]
+    return {name: tensor.full_tensor() for name, tensor in weights.items()}
 
 
 @pytest.mark.parametrize(("world_size", "two_dims"), [(2, False), (3, False), (4, True)])
@@ -161,11 +162,11 @@ def test_the_nesting_is_that_of_the_keys(tmp_path: Path) -> None:
 def load_on_ranks(context: DistributedContext, root: Path) -> dict[str, torch.Tensor]:
     model = Mlp()
     fully_shard(model, mesh=init_device_mesh("cpu", (context.world_size,)))
-    state = get_model_state_dict(model)
+    state: dict[str, Any] = get_model_state_dict(model)  # DTensors
     for tensor in state.values():
-        tensor.to_local().zero_()  # type: ignore[union-attr]
+        tensor.to_local().zero_()
     quietly(lambda: dcp.load(state, checkpoint_id=root))
-    return {name: tensor.full_tensor() for name, tensor in state.items()}  # type: ignore[union-attr]
+    return {name: tensor.full_tensor() for name, tensor in state.items()}
 
 
 def test_ranks_load_their_parts_of_what_we_write(tmp_path: Path) -> None:

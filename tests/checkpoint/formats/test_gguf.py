@@ -3,11 +3,12 @@ from __future__ import annotations
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fsdp_shard.checkpoint.location import open_checkpoint
@@ -71,10 +72,13 @@ def test_long_rotary_frequencies_are_those_of_the_file(tmp_path: Path, monkeypat
         gguf.GGMLQuantizationType.F16,
         *(getattr(gguf.GGUFValueType, name) for name in ("UINT32", "FLOAT32", "STRING")),
     )
-    of = {"rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    of: dict[str, Any] = {"rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     of |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
     llama3 = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=HIDDEN // HEADS, rope_parameters=of)
-    plain = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=HIDDEN // HEADS, rope_theta=500000.0)
+    plain = AutoConfig.for_model(
+        "llama", hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=HIDDEN // HEADS, rope_theta=500000.0
+    )
+    assert isinstance(plain, LlamaConfig)
     wanted = LlamaRotaryEmbedding(llama3).inv_freq
     factors = (LlamaRotaryEmbedding(plain).inv_freq / wanted).numpy()
     assert factors.max() == pytest.approx(8)
@@ -89,11 +93,13 @@ def test_long_rotary_frequencies_are_those_of_the_file(tmp_path: Path, monkeypat
     scaled |= {"llama.rope.scaling.original_context_length": (16, u32)}
     path = write_gguf(tmp_path / "c.gguf", "llama", kind, values=scaled)
     found = LlamaConfig.from_pretrained(gguf_model_files(path))
-    assert found.rope_parameters["rope_type"] == "yarn"
-    assert (found.rope_parameters["factor"], found.rope_parameters["original_max_position_embeddings"]) == (4.0, 16)
+    rope: Any = found.rope_parameters
+    assert rope["rope_type"] == "yarn"
+    assert (rope["factor"], rope["original_max_position_embeddings"]) == (4.0, 16)
     one = {"llama.rope.scaling.type": ("linear", text), "llama.rope.scaling.factor": (0.0, f32)}
     found = LlamaConfig.from_pretrained(gguf_model_files(write_gguf(tmp_path / "d.gguf", "llama", kind, values=one)))
-    assert found.rope_parameters["rope_type"] == "default"
+    rope = found.rope_parameters
+    assert rope["rope_type"] == "default"
     path = write_gguf(
         tmp_path / "e.gguf", "llama", kind, values=scaled | {"llama.rope.scaling.attn_factor": (0.5, f32)}
     )

@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def save_with_accelerate(context: DistributedContext, root: Path, kind: str) -> 
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # asked for, but not used: the ranks have met
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = fully_shard(llama())
+        model = llama()
+        fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(2, 4, dtype=torch.long)).logits.sum().backward()
         optimizer.step()
@@ -197,7 +199,13 @@ def train(context: DistributedContext, root: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # asked for, but not used: the ranks have met
-    settings = {"max_steps": 2, "save_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    settings: dict[str, Any] = {
+        "max_steps": 2,
+        "save_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
     rows = [{"input_ids": list(range(8)), "labels": list(range(8))}] * 8
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.integrity.diff import diff
 from fsdp_shard.checkpoint.integrity.verify import verify
 
-_TOKENS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
+_TOKENS: dict[str, Any] = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
 def t5() -> PreTrainedModel:
@@ -31,13 +32,20 @@ def t5() -> PreTrainedModel:
 
 
 def marian() -> PreTrainedModel:
-    sizes = {f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes: dict[str, Any] = {
+        f"{side}_{name}": 1 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")
+    }
     sizes |= {"encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "d_model": 8, "max_position_embeddings": 16}
     return MarianMTModel(MarianConfig(vocab_size=31, **sizes, **_TOKENS))
 
 
 def mixtral() -> PreTrainedModel:
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return MixtralForCausalLM(MixtralConfig(vocab_size=31, **sizes, num_key_value_heads=1, num_local_experts=3))
 
 

@@ -27,7 +27,7 @@ def save(model: Any, settings: dict[str, Any], directory: Path) -> None:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data += torch.randn_like(parameter) / 100
-        adapted.save_pretrained(directory)
+        adapted.save_pretrained(str(directory))
     edit(directory, {"init_lora_weights": True}, None)  # as files of real training have it
 
 

@@ -77,10 +77,11 @@ def plain(config: Any, directory: Path) -> Tensors:
     return load_file(directory / "model.safetensors")
 
 
-def fp8_model(root: Path, scale_format: str = "float", block: tuple[int, int] = BLOCK) -> Path:
+def fp8_model(root: Path, scale_format: str = "float", block: tuple[int, int] | None = BLOCK) -> Path:
     """As DeepSeek publishes its models, by the operation of transformers that quantizes."""
-    settings = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_format)
-    quantize = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    blocks: Any = block  # None, too, which its types leave out
+    settings = FineGrainedFP8Config(weight_block_size=blocks, scale_fmt=scale_format)
+    quantize: Any = Fp8Quantize(SimpleNamespace(quantization_config=settings))
     tensors: Tensors = {}
     for name, tensor in plain(deepseek(), root / "plain").items():
         is_linear = "_proj" in name and tensor.dim() == 2

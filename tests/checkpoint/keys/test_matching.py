@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,17 @@ from tests.checkpoint.keys.matched_values import check_matched_values
 
 Tensors = dict[str, torch.Tensor]
 
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 31}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "vocab_size": 31,
+}
 BERT = BertConfig(**SIZES, max_position_embeddings=20)
 ROBERTA = RobertaConfig(**SIZES, max_position_embeddings=20)
 GPT2 = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=20)
-SIZES_OF_BOTH = {"d_model": 16, "vocab_size": 31, "max_position_embeddings": 20, "pad_token_id": 30} | {
+SIZES_OF_BOTH: dict[str, Any] = {"d_model": 16, "vocab_size": 31, "max_position_embeddings": 20, "pad_token_id": 30} | {
     f"{part}_{name}": size
     for part in ("encoder", "decoder")
     for name, size in {"layers": 2, "attention_heads": 2, "ffn_dim": 24}.items()

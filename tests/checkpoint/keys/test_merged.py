@@ -15,6 +15,7 @@ from transformers import (
     GptOssConfig,
     MixtralConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen3MoeConfig,
 )
 
@@ -26,19 +27,19 @@ from tests.checkpoint.keys.peft_adapters import assert_same, by_peft, save
 
 
 @pytest.fixture
-def mixtral(tmp_path: Path) -> torch.nn.Module:
+def mixtral(tmp_path: Path) -> PreTrainedModel:
     config = MixtralConfig(
         vocab_size=31, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=11,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     return model
 
 
-def test_values_are_those_of_transformers(tmp_path: Path, mixtral: torch.nn.Module) -> None:
+def test_values_are_those_of_transformers(tmp_path: Path, mixtral: PreTrainedModel) -> None:
     with open_checkpoint(tmp_path) as index:
-        names = match_names(mixtral, index).stored  # type: ignore[arg-type]
+        names = match_names(mixtral, index).stored
         for name, parameter in mixtral.named_parameters():
             assert torch.equal(index.read(names[name]), parameter), name
         merged = names["model.layers.0.mlp.experts.gate_up_proj"]
@@ -49,7 +50,7 @@ def test_values_are_those_of_transformers(tmp_path: Path, mixtral: torch.nn.Modu
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape"])
-def test_parts_that_do_not_fit_are_refused(tmp_path: Path, mixtral: torch.nn.Module, damage: str) -> None:
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, mixtral: PreTrainedModel, damage: str) -> None:
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if "experts.3.w3" in name)
@@ -59,7 +60,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path, mixtral: torch.nn.Mod
     save_file(tensors, file, {"format": "pt"})
     words = "lacks some of the experts" if damage == "missing" else r"experts\.3\.w3"
     with open_checkpoint(tmp_path) as index, pytest.raises(CheckpointError, match=words):
-        match_names(mixtral, index)  # type: ignore[arg-type]
+        match_names(mixtral, index)
 
 
 def gemma3(directory: Path) -> Path:
@@ -72,7 +73,7 @@ def gemma3(directory: Path) -> Path:
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
         "patch_size": 14,
     }  # fmt: skip
-    tokens = {"image_token_index": 57, "boi_token_index": 58, "eoi_token_index": 59}
+    tokens: dict[str, Any] = {"image_token_index": 57, "boi_token_index": 58, "eoi_token_index": 59}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
     Gemma3ForConditionalGeneration(config).save_pretrained(directory)
     return directory
@@ -107,9 +108,9 @@ def test_an_embedding_that_is_stored_under_another_name_is_tied_nonetheless(tmp_
         convert(tmp_path / "adapter", tmp_path / "target")
 
 
-def test_a_router_that_is_stored_under_another_name(tmp_path: Path, mixtral: torch.nn.Module) -> None:
+def test_a_router_that_is_stored_under_another_name(tmp_path: Path, mixtral: PreTrainedModel) -> None:
     """Files of Mixtral have `block_sparse_moe.gate`, and its module is `mlp.gate`."""
-    mixtral.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    mixtral.save_pretrained(tmp_path / "base")
     settings = {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}
     save(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), settings, tmp_path / "adapter")
     assert_merged_as_by_peft(tmp_path / "adapter", tmp_path / "base")

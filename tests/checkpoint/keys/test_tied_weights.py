@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GPT2Config,
@@ -22,15 +24,21 @@ from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.models import tied_names
 
-SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 11}
+SMALL: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 11,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama, tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama": LlamaConfig(**SMALL, tie_word_embeddings=False),
     "qwen2, tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
     "gpt2": GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11),
     "t5": T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1, vocab_size=11),
-    "t5 with its own head": T5Config(
-        d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1, vocab_size=11, tie_word_embeddings=False
+    "t5 with its own head": AutoConfig.for_model(
+        "t5", d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=1, vocab_size=11, tie_word_embeddings=False
     ),
 }
 

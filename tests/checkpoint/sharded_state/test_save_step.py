@@ -110,7 +110,7 @@ def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -
         def no_space(descriptor: int) -> None:
             raise OSError(28, "No space left on device")
 
-        os.fsync = no_space  # type: ignore[assignment]
+        os.fsync = no_space  # type: ignore[assignment]  # in this rank
     try:
         save_step(context, store, 2, state, layout="sharded")
     except SaveError as error:

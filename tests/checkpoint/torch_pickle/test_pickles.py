@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
+from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata, TensorStorageMetadata
 
 from fsdp_shard.checkpoint.io.safetensors_format import from_torch_name
 from fsdp_shard.checkpoint.torch_pickle import allow_list, metadata_classes
@@ -98,6 +98,7 @@ def test_metadata_of_dcp_equals_what_torch_reads(tmp_path: Path) -> None:
         found = ours.state_dict_metadata[name]
         assert type(found).__name__ == type(expected).__name__
         if isinstance(found, metadata_classes.TensorStorageMetadata):
+            assert isinstance(expected, TensorStorageMetadata)
             assert found.size == tuple(expected.size)
             assert from_torch_name(found.properties.dtype) == from_torch_name(str(expected.properties.dtype))
             assert [dataclasses.astuple(chunk) for chunk in found.chunks] == [

@@ -82,9 +82,9 @@ def test_every_stride(tmp_path: Path, is_zip: bool) -> None:
 
 def test_parameters_and_buffers(tmp_path: Path) -> None:
     module = torch.nn.BatchNorm1d(4)
-    module.extra = torch.nn.Parameter(torch.arange(3.0), requires_grad=False)  # type: ignore[assignment]
+    module.extra = torch.nn.Parameter(torch.arange(3.0), requires_grad=False)
     tagged = torch.nn.Parameter(torch.ones(2))
-    tagged.some_attribute = 3  # type: ignore[attr-defined]
+    tagged.some_attribute = 3  # type: ignore[attr-defined]  # of its own
     buffer = torch.nn.Buffer(torch.full((2,), 3.0))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()), "tagged": tagged, "buffer": buffer}
     torch.save(tensors, tmp_path / "x.pt")
@@ -125,7 +125,7 @@ def test_a_module_or_anything_else_is_refused_by_name(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(1, 1), tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"x\.pt asks to run 'torch\.nn\.modules\.linear\.Linear'"):
         read_torch_file(tmp_path / "x.pt")
-    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "y.pt")  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "y.pt")
     with pytest.raises(CheckpointError, match="TorchScript program"):
         read_torch_file(tmp_path / "y.pt")
 
@@ -152,7 +152,7 @@ def test_offsets_beyond_4_gb(tmp_path: Path) -> None:
         file.truncate(5 << 30)
         file.seek(0, io.SEEK_END)
         with zipfile.ZipFile(file, "w") as target:
-            target.start_dir = file.tell()  # type: ignore[attr-defined]
+            target.start_dir = file.tell()
             for name in source.namelist():
                 target.writestr(name, source.read(name))
     stored = read_torch_file(tmp_path / "x.pt")

@@ -106,8 +106,8 @@ def _overlapping() -> dict[str, torch.Tensor]:
     return {f"w{number}": whole[number : 90_000 + number] for number in range(1000)}
 
 
-def _rank_files(change: Callable[[Any], None]) -> Damage:
-    """Rank files of DTensors, each changed by `change` as it is unpickled."""
+def _rank_files(change: Callable[[bytes], bytes]) -> Damage:
+    """Rank files of DTensors, the pickle of each changed by `change`."""
 
     def apply(root: Path) -> None:
         for file in root.glob("model_world_size_*.pt"):

@@ -61,7 +61,8 @@ def _put(value: Any) -> Damage:
 
 
 def _itself(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["again"] = metadata.state_dict_metadata
+    entries: dict[str, Any] = metadata.state_dict_metadata
+    entries["again"] = entries
 
 
 def _zeros(root: Path) -> None:

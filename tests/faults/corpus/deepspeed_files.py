@@ -25,7 +25,7 @@ def _model(**values: Any) -> Damage:
     return edits.unpickled(_MODEL, lambda state: state.update(values))
 
 
-def _shapes(change: Callable[[dict[str, Any]], object]) -> Damage:
+def _shapes(change: Callable[[dict[Any, Any]], object]) -> Damage:
     return edits.unpickled(_MODEL, lambda state: change(state["param_shapes"][0]) and None)
 
 

@@ -198,7 +198,9 @@ def _third_pickle(data: bytes) -> int:
 def _pickle_length(data: bytes) -> int:
     import pickletools
 
-    return next(position for opcode, _, position in pickletools.genops(data) if opcode.name == "STOP") + 1
+    (stop,) = (position for opcode, _, position in pickletools.genops(data) if opcode.name == "STOP")
+    assert stop is not None
+    return stop + 1
 
 
 def _sealed(text: str) -> bytes:

@@ -146,7 +146,7 @@ class Watch:
         self._seen: list[str] = []
         self._is_open = True
         sys.addaudithook(self._hear)  # which stays as long as the process
-        socket.socket.connect = self._refuse("connect")  # type: ignore[method-assign]
+        socket.socket.connect = self._refuse("connect")  # type: ignore[method-assign]  # in this process alone
         socket.getaddrinfo = self._refuse("getaddrinfo")
 
     def close(self) -> None:
