@@ -76,7 +76,7 @@ coverage: $(STAMP)
 	@scripts/coverage
 
 bench-coverage: $(STAMP)
-	@$(VENV)/bin/python -m benchmarks.coverage --work "$(WORK)/coverage"
+	@$(VENV)/bin/python benchmarks/coverage.py --work "$(WORK)/coverage"
 
 bench-inference: $(STAMP)
 	@$(VENV)/bin/python benchmarks/inference.py --work "$(WORK)"

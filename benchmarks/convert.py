@@ -232,15 +232,15 @@ def memory(bench: Bench, sizes: Sequence[float]) -> Iterator[Row]:
     for size in sizes:
         model = bench.model(size)
         rank_files = bench.converted("ranks-8", "format=sharded", "ranks=8", "verify=false", size=size)
-        conversions: dict[str, tuple[Path | str, ...]] = {
-            "one file -> shards": (model, f"max_shard_size={bench.shard_size}"),
-            "one file -> 8 ranks": (model, "format=sharded", "ranks=8"),
-            "8 rank files -> huggingface": (rank_files,),
-            "one file -> dcp": (model, "format=dcp", "ranks=2"),
-            "dcp -> huggingface": (bench.by_ranks(2, size) / "dcp",),
-            "cast": (model, "dtype=float32"),
+        conversions: dict[str, tuple[Path, list[str]]] = {
+            "one file -> shards": (model, [f"max_shard_size={bench.shard_size}"]),
+            "one file -> 8 ranks": (model, ["format=sharded", "ranks=8"]),
+            "8 rank files -> huggingface": (rank_files, []),
+            "one file -> dcp": (model, ["format=dcp", "ranks=2"]),
+            "dcp -> huggingface": (bench.by_ranks(2, size) / "dcp", []),
+            "cast": (model, ["dtype=float32"]),
         }
-        for name, (source, *settings) in conversions.items():
+        for name, (source, settings) in conversions.items():
             costs = side_by_side({"ours": bench.inside(source, *settings)}, bench.target, 1)
             yield Row(f"memory, {size:g} GB, {name}", costs["ours"].inside["grown_bytes"] / MB, "MB", 150)
 

@@ -2,7 +2,7 @@
 
 Every config class with every class for causal, seq2seq and masked models and classifiers, and of all others one. Each
 runs in a process of its own with a limit on time and memory, and is recorded when it ends, so that the work can be done
-in pieces: `python -m benchmarks.coverage --work DIR` goes on where it was stopped, and writes docs/coverage.md.
+in pieces: `python benchmarks/coverage.py --work DIR` goes on where it was stopped, and writes docs/coverage.md.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 import transformers
+from coverage_stages import TASKS, Case, shard_as_it_is, train_small
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
-
-from benchmarks.coverage_stages import TASKS, Case, shard_as_it_is, train_small
 
 KINDS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -57,8 +56,8 @@ def cases() -> Iterator[Case]:
                 if f"{kind}/{cls}" not in seen and hasattr(transformers, cls):
                     seen.add(f"{kind}/{cls}")
                     yield Case(kind, model_type, cls)
-    names = sorted(name for name in dir(modeling_auto) if re.fullmatch(r"MODEL_\w*MAPPING_NAMES", name))
-    for name in ["MODEL_MAPPING_NAMES", *names]:
+    others = sorted(name for name in dir(modeling_auto) if re.fullmatch(r"MODEL_\w*MAPPING_NAMES", name))
+    for name in ["MODEL_MAPPING_NAMES", *others]:
         for model_type, found in getattr(modeling_auto, name).items():
             cls = found if isinstance(found, str) else found[0]
             if model_type not in known and model_type in CONFIG_MAPPING and hasattr(transformers, cls):
@@ -124,7 +123,7 @@ def report(work: Path) -> str:
         "# Architectures",
         "",
         f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}. Written by "
-        "`python -m benchmarks.coverage`; use `--only` and `--stage` to repeat parts of it.",
+        "`python benchmarks/coverage.py`; use `--only` and `--stage` to repeat parts of it.",
         "",
         "*Structure*: each class is built on meta with its real widths and at most 4 layers, resolved into blocks, and",
         "sharded by fsdp2 on two ranks. *Training*: each class is trained with random weights, 2 layers and small",

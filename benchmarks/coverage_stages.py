@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def _shard(context: DistributedContext, model: nn.Module) -> None:
     Fsdp2Config().shard(model, replace(context, device=torch.device("meta")))
 
 
-def _first(make: Any, attempts: tuple[Any, ...]) -> Any:
+def _first(make: Any, attempts: Sequence[Any]) -> Any:
     """What `make` makes of the first of `attempts` that it does not fail with, or the error of the very first."""
     failures = []
     for attempt in attempts:
@@ -159,8 +159,8 @@ def train_small(case: Case) -> Iterator[str]:
     """Train the model, small and random, on two ranks and in one process; save, reload and dispatch it."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        attempts = ((2, "small"), (2, "divided"), (4, "small"), (4, "divided"), (None, "divided"), (2, "real"))
-        attempts += ((2, "filled"), (4, "filled"))
+        attempts: list[tuple[int | None, str]] = [(2, "small"), (2, "divided"), (4, "small"), (4, "divided")]
+        attempts += [(None, "divided"), (2, "real"), (2, "filled"), (4, "filled")]
         model, data, losses, statistics = _first(lambda attempt: _train_plain(case, root, *attempt), attempts)
         yield "trained by one process"
         ranks = on_ranks(2, _train_sharded, case, root, data, timeout_seconds=120)

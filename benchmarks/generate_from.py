@@ -33,7 +33,7 @@ def script(source: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     out = model.generate(**tokenizer(WORDS, return_tensors="pt"), max_new_tokens=1, do_sample=False)
     print(tokenizer.decode(out[0]))
 

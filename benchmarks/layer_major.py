@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,10 @@ def compare(source: Path, budget: int, options: argparse.Namespace) -> dict[str,
         for name in SIDES if number % 2 == 0 else reversed(SIDES):
             command = [sys.executable, str(HERE / "layer_major.py"), "--side", name, str(source), *sizes]
             is_limited = options.memory is not None and name != "in memory"
-            with memory_limit(options.memory * 1e9) if is_limited else nullcontext([]) as limit:
+            limited: AbstractContextManager[list[str]] = nullcontext([])
+            if is_limited:
+                limited = memory_limit(options.memory * 1e9)
+            with limited as limit:
                 cost = run([*limit, *command])
             shutil.rmtree(f"{source}-offload", ignore_errors=True)
             found[name].append(dict(cost.inside))
@@ -150,13 +153,13 @@ def main() -> None:
         options.size, options.repeats, options.tokens = 0.03, 1, 16
     options.work.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
-    source = Sources(options.work.resolve(), options.size, options.repeats, "200MB", True).model()
+    model = Sources(options.work.resolve(), options.size, options.repeats, "200MB", True).model()
     if options.float32:
-        stored, source = source, source.with_name(f"{source.name}-float32")
-        if not source.exists():
-            convert(stored, source, dtype="float32")
-    budget = sum(file.stat().st_size for file in source.glob("*.safetensors")) // 4
-    table = rows(compare(source, budget, options), budget)
+        stored, model = model, model.with_name(f"{model.name}-float32")
+        if not model.exists():
+            convert(stored, model, dtype="float32")
+    budget = sum(file.stat().st_size for file in model.glob("*.safetensors")) // 4
+    table = rows(compare(model, budget, options), budget)
     print("\n" + "\n".join(map(str, table)))
     if options.json:
         options.json.write_text(json.dumps([{**asdict(row), "is_met": row.is_met} for row in table], indent=2) + "\n")

@@ -45,7 +45,7 @@ from fsdp_shard.training import FinetuneSaver, LoadedModel, LoadFigures, Trainer
 from fsdp_shard.utils import keep_freed_memory
 
 # SmolLM2-135M's sizes, and a model of a few MB.
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
     "quick": {"hidden_size": 72, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 1024},
 }

@@ -198,7 +198,7 @@ def measure_save(work: Path, model: str, ranks: int) -> dict[str, Any]:
             {},
             {name: shard(shape, context.rank, torch.float32) for name, shape in states.items()},
         )
-        save_step(context, store, 1, state, layout="sharded")  # type: ignore[arg-type]  # a stand-in
+        save_step(context, store, 1, state, layout="sharded")
 
     results: list[Any] = []
 
@@ -267,7 +267,10 @@ def measure_dcp(work: Path, model: str, ranks: int) -> dict[str, Any]:
     ours: Any = importlib.import_module("fsdp_shard.checkpoint.torch_pickle")
     file = dcp_metadata(work, model, ranks)
     data = file.read_bytes()
-    readers = {"cpu_seconds": lambda: ours.load(data, str(file)), "pickle_cpu_seconds": lambda: pickle.loads(data)}
+    readers: dict[str, Callable[[], Any]] = {
+        "cpu_seconds": lambda: ours.load(data, str(file)),
+        "pickle_cpu_seconds": lambda: pickle.loads(data),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(2):
         for name, read in readers.items():
@@ -327,12 +330,12 @@ def measure_init_alone(work: Path, model: str, ranks: int) -> dict[str, Any]:
 
 
 def _start(work: Path, ranks: int, replicas: int) -> dict[str, Any]:
-    import torch.multiprocessing as processes
+    from torch.multiprocessing.spawn import start_processes
 
     place = work / f"init-{ranks}"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    processes.start_processes(_init, (ranks, replicas, str(place)), ranks, start_method="fork")
+    start_processes(_init, (ranks, replicas, str(place)), ranks, start_method="fork")
     found = [json.loads(file.read_text()) for file in place.glob("*.json")]
     shutil.rmtree(place)
     assert len(found) == ranks

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +97,8 @@ class SimulatedRank(Communicator):
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
         found = self.meeting.exchange(self.rank, values)
         self.meeting.received[self.rank] += 16 * len(values)  # once to reduce and once to gather, in rings
-        return [{"sum": sum, "max": max, "min": min}[operation](column) for column in zip(*found, strict=True)]
+        operations: dict[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
+        return [operations[operation](column) for column in zip(*found, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def torch_ranks(target: str, source: str, ranks: str) -> None:
 def _save(context: Any, target: str, source: str) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors import safe_open
+    from torch import Size
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -112,7 +113,7 @@ def _save(context: Any, target: str, source: str) -> None:
         warnings.simplefilter("ignore")
         for name in file.keys():  # noqa: SIM118 (it is no dict)
             part = file.get_slice(name)
-            shape = tuple(part.get_shape())
+            shape = Size(part.get_shape())
             rows = -(-shape[0] // context.world_size)
             start = min(rows * context.rank, shape[0])
             local = part[start : min(start + rows, shape[0])].clone()

@@ -90,7 +90,7 @@ def trainer(network: Any, data: Any, dtype: str, steps: int, log: str, **argumen
 
     record = StepLog(log)
 
-    class Steps(TrainerCallback):  # type: ignore[misc]  # untyped in transformers
+    class Steps(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             record.begin()
 

@@ -14,7 +14,7 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,7 +56,9 @@ def torch_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def ours(model: str, dtype: str, data: Dataset, run_dir: str, context: DistributedContext) -> Iterator[float]:
+def ours(
+    model: str, dtype: str, data: Dataset, run_dir: str, context: DistributedContext
+) -> Generator[float, None, None]:
     """One step each time it is asked for, as recipes/finetune.py makes them; its loss."""
     settings, shard = ModelConfig(path=model), Fsdp2Config(param_dtype=dtype)
     loaded = load_sharded(settings, shard, locate(model), context)
@@ -73,7 +75,7 @@ def ours(model: str, dtype: str, data: Dataset, run_dir: str, context: Distribut
 
 def bare(
     model: Any, forward: Any, loss_of: Loss, optimizer: Any, data: Dataset, context: DistributedContext
-) -> Iterator[float]:
+) -> Generator[float, None, None]:
     """The loop that a tutorial has: one window a rank, gradients clipped, the loss looked at. The samples are ours."""
     for start in itertools.count(0, context.world_size):
         batch = data.batch([start + context.rank])
@@ -93,15 +95,18 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def bare_fsdp2(path: str, dtype: str, context: DistributedContext) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     *inner, _ = plan_units(model, Fsdp2Config(param_dtype=dtype))
     for unit in inner:
         fully_shard(model.get_submodule(unit.fqn), mesh=context.mesh["shard"], mp_policy=policy)
-    return fully_shard(model, mesh=context.mesh["shard"], mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=context.mesh["shard"], mp_policy=policy, reshard_after_forward=False)
+    return model
 
 
-def side(name: str, path: str, dtype: str, data: Dataset, run_dir: str, context: DistributedContext) -> Iterator[float]:
+def side(
+    name: str, path: str, dtype: str, data: Dataset, run_dir: str, context: DistributedContext
+) -> Generator[float, None, None]:
     """The steps of one of `SIDES`."""
     if name == "ours":
         return ours(path, dtype, data, run_dir, context)
@@ -119,7 +124,8 @@ def side(name: str, path: str, dtype: str, data: Dataset, run_dir: str, context:
 
 
 def main() -> None:
-    name, path, dtype, length, steps = *sys.argv[1:4], *map(int, sys.argv[4:])
+    name, path, dtype = sys.argv[1:4]
+    length, steps = map(int, sys.argv[4:])
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with init_distributed("cpu") as context, TemporaryDirectory() as directory:

@@ -57,4 +57,5 @@ def main(run: str, source: str, text: str, batch_size: int = 6) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:5]))
+    run, source, text, *numbers = sys.argv[1:]
+    main(run, source, text, *map(int, numbers[:1]))

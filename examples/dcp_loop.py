@@ -55,7 +55,8 @@ def main(loaded: str, saved: str, source: str, num_steps: int = 3) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    loaded, saved, source, *numbers = sys.argv[1:]
+    main(loaded, saved, source, *map(int, numbers))
     # A thread of gloo that frees its last tensors while Python exits would abort the process (torch 2.13).
     sys.stdout.flush()
     os._exit(0)

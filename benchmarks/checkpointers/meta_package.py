@@ -25,11 +25,11 @@ class TorchCheckpointing(LoopSide):
     )
 
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
-        from torch_checkpointing import CheckpointManager  # type: ignore[import-not-found]  # only where it is installed
-        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig  # type: ignore[import-not-found]  # only where it is installed
-        from torch_checkpointing.config import AsyncCheckpointSaverConfig  # type: ignore[import-not-found]  # only where it is installed
-        from torch_checkpointing.staging import CheckpointStagerConfig  # type: ignore[import-not-found]  # only where it is installed
-        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # type: ignore[import-not-found]  # only where it is installed
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         super().__init__(directory, model)
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)

@@ -100,7 +100,7 @@ def test_checkpointers_are_compared(tmp_path: Path) -> None:
 
 def test_architectures_are_counted(tmp_path: Path) -> None:
     report = tmp_path / "coverage.md"
-    command = [sys.executable, "-m", "benchmarks.coverage", "--work", str(tmp_path), "--report", str(report)]
+    command = [sys.executable, "benchmarks/coverage.py", "--work", str(tmp_path), "--report", str(report)]
     for name in ("masked/bert/", "other/clip/"):
         result = subprocess.run([*command, "--only", name], cwd=ROOT, capture_output=True, text=True, timeout=280)
         assert result.returncode == 0, result.stderr
