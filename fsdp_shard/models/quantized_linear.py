@@ -141,7 +141,7 @@ class QuantizedWeight(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         # torch leaves `apply` untyped.
-        product: torch.Tensor = _Product.apply(inputs, self.rows, self.code, self.shape)  # type: ignore[no-untyped-call]
+        product: torch.Tensor = _Product.apply(inputs, self.rows, self.code, self.shape)  # type: ignore[no-untyped-call]  # untyped in torch
         return product
 
     def extra_repr(self) -> str:

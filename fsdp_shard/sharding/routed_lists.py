@@ -74,7 +74,7 @@ class _Routed:
             if runs_somewhere and module not in self.has_run
         ]
         params = [param for module in only_elsewhere for param in module.parameters() if param.requires_grad]
-        completed: torch.Tensor = _ZeroGradients.apply(output, *params)  # type: ignore[no-untyped-call]
+        completed: torch.Tensor = _ZeroGradients.apply(output, *params)  # type: ignore[no-untyped-call]  # untyped in torch
         return completed
 
 
