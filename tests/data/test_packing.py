@@ -237,6 +237,11 @@ def test_models_that_cannot_are_refused_by_name(config: Any, words: str) -> None
         check_packing(config)
 
 
+def test_the_vocabulary_may_be_small() -> None:
+    for cls, name in ((transformers.Qwen3Config, "Qwen3ForCausalLM"), (transformers.GPT2Config, "GPT2LMHeadModel")):
+        check_packing(cls(architectures=[name], vocab_size=31, num_hidden_layers=2))
+
+
 def default_config(family: str) -> Any:
     config = AutoConfig.for_model(family)
     config.architectures = [causal_class(config)]

@@ -39,6 +39,14 @@ def test_models_that_attend_to_later_tokens_are_refused(cls: str, key: str, valu
     check_left_to_right(config_of(cls, **{key: value}))
 
 
+def test_the_vocabulary_may_be_small() -> None:
+    """Letters, or bases of DNA."""
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 16}
+    config = config_of("BertLMHeadModel", vocab_size=31, max_position_embeddings=32, **sizes)
+    with pytest.raises(ModelError, match="attends to later tokens"):
+        check_left_to_right(config)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "bart", "bloom", "gemma3_text"])
 def test_causal_models_pass_with_their_defaults(family: str) -> None:
     config = AutoConfig.for_model(family)
