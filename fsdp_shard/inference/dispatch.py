@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,16 @@ from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, keep_dtypes, load_config, no_split_blocks
 from fsdp_shard.utils import check, format_count, format_size, nearest
+
+if TYPE_CHECKING:
+
+    class _DispatchedModel(PreTrainedModel):
+        """What type checkers know of a dispatched model; only language models have `generate`."""
+
+        hf_device_map: dict[str, int | str]
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 Log = Callable[[str], object]
 OnPlan = Callable[[DevicePlan], object]
@@ -67,7 +77,7 @@ def load_dispatched(
     config: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     **options: Unpack[DispatchOptions],
-) -> PreTrainedModel:
+) -> "_DispatchedModel":
     """Load a transformers model in eval mode, ready for `generate()`, its blocks spread over devices and disk.
 
     Parameters require no gradients, until the model's own `set_adapter` or `enable_adapters` makes those of an adapter
@@ -117,7 +127,7 @@ def load_dispatched(
         model = dispatch_model(source, load_config(source.config_directory, settings.trust_remote_code), settings)
         if located:
             add_adapters(model, located, source)
-    return model
+    return cast("_DispatchedModel", model)
 
 
 def _fixed(path: str | os.PathLike[str]) -> str | os.PathLike[str]:

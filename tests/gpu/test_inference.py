@@ -180,7 +180,7 @@ def generation_peak(path: str, device_map: dict[str, Any], quantize: str, budget
     devices = plan_dispatch(model_from_config(config, settings), settings, budget)[1]
     plan = plan_generation(model_from_config(config, settings), devices, budget, quantize=quantize)
     assert plan.problem is None, plan.problem
-    model: Any = load_dispatched(path, device_map, memory, "bfloat16", quantize=quantize)
+    model = load_dispatched(path, device_map, memory, "bfloat16", quantize=quantize)
     new = budget.num_tokens // 8
     ids = _prompt(device, budget.batch_size, budget.num_tokens - new)
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_p": 0.9}
@@ -220,7 +220,7 @@ def offloaded_speed(side: str, path: str, num_tokens: int) -> float:
     device = open_device()
     layers = range(config_of("8B", 8).num_hidden_layers)
     if side == "ours":
-        model: Any = load_dispatched(path, _streaming(layers))
+        model = load_dispatched(path, _streaming(layers))
     else:
         here = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), _HERE)
         model = loaded_by_transformers(Path(path), {**here, **{f"model.layers.{number}": "cpu" for number in layers}})

@@ -126,7 +126,7 @@ def test_generate_gives_the_same_tokens(tmp_path: Path, tied: bool, wanted: str)
     path = save_model(tmp_path / "model", seed=3, tied=tied)
     reference: Any = plain(path)
     reference.generation_config.pad_token_id = 0
-    model: Any = load_dispatched(path, **MAPS[wanted])
+    model = load_dispatched(path, **MAPS[wanted])
     model.generation_config.pad_token_id = 0
     expected = reference.generate(IDS, max_new_tokens=12, do_sample=False)
     assert torch.equal(model.generate(IDS, max_new_tokens=12, do_sample=False), expected)
@@ -159,7 +159,7 @@ def test_the_stored_dtype_is_kept(tmp_path: Path) -> None:
 
 
 def test_disk_blocks_hold_no_memory_outside_their_pass(sources: dict[str, Path]) -> None:
-    model: Any = load_dispatched(sources["2 ranks"], **MAPS["half"])
+    model = load_dispatched(sources["2 ranks"], **MAPS["half"])
     on_disk = [fqn for fqn, device in model.hf_device_map.items() if device == "disk"]
     assert on_disk
     assert "cpu" in model.hf_device_map.values()

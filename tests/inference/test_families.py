@@ -42,7 +42,7 @@ def outputs(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def check_equal(path: Path, wanted: str, expected: list[torch.Tensor], blocks: list[Block]) -> None:
-    model: Any = load_dispatched(path, **settings(wanted, blocks))
+    model = load_dispatched(path, **settings(wanted, blocks))
     assert set(model.hf_device_map.values()) <= {"cpu", "disk"}
     if wanted not in ("cpu", "auto"):
         assert "disk" in model.hf_device_map.values()

@@ -87,7 +87,7 @@ def test_generation_takes_what_was_planned(
     ids = torch.randint(5, 500, (rows, length if name.startswith("t5") else length - new))
     mask = torch.ones_like(ids)
     mask[1:, : 7 if not name.startswith("t5") else 0] = 0
-    model: Any = load_dispatched(tmp_path / "model", device_map, budgets, dtype)
+    model = load_dispatched(tmp_path / "model", device_map, budgets, dtype)
     with LiveBytes() as live:
         model.generate(ids[:, :8], max_new_tokens=2)  # so that all weights are known
         live.reset()
@@ -178,7 +178,7 @@ def test_adapters_take_what_was_planned(device_map: str, dtype: str, tmp_path: P
     ids = torch.randint(5, 500, (2, 124))
     mask = torch.ones_like(ids)
     mask[1:, :7] = 0
-    model: Any = load_dispatched(tmp_path / "model", device_map, budgets, dtype, adapters=found)
+    model = load_dispatched(tmp_path / "model", device_map, budgets, dtype, adapters=found)
     with LiveBytes() as live:
         for name in found:
             model.set_adapter(name)

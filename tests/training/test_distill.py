@@ -200,7 +200,7 @@ def test_a_teacher_read_from_the_disk_says_the_same(tmp_path: Path) -> None:
     batch = to_device(stream().batch(range(6)), CPU)
     expected = ModelTeacher(_teacher(), 9).targets(batch)
     for budget in ("1GB", "150KB"):
-        model: Any = load_dispatched(tmp_path, max_memory={"cpu": budget})
+        model = load_dispatched(tmp_path, max_memory={"cpu": budget})
         assert ("disk" in model.hf_device_map.values()) is (budget == "150KB")
         for has_head in (False, True):
             assert not has_head or use_loss_head(model, True)
