@@ -156,6 +156,7 @@ def test_inspect_lists_tensors(checkpoint: Path) -> None:
     assert none.error.endswith("model has no tensor that weight fits; it has a, b.")
 
 
+@pytest.mark.long
 def test_two_checkpoints(checkpoint: Path) -> None:
     copy = checkpoint.parent / "copy"
     shutil.copytree(checkpoint, copy)
@@ -345,6 +346,7 @@ def test_debug_shows_the_traceback_of_the_rank(how: str, ranks: int, place: Path
     assert "debug: true" in (place / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_a_rank_that_is_no_number_is_reported(name: str, place: Path) -> None:
     """Before the ranks meet, for which the others may have to be waited for."""

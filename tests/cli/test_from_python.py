@@ -65,6 +65,7 @@ def test_other_line_ends_within_a_prompt_end_no_row(tiny_model: Path) -> None:
     assert row["prompt"] == "a\u2028b\x85c"
 
 
+@pytest.mark.long
 def test_the_file_of_completions_is_named_if_it_is_kept(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -287,6 +287,7 @@ def test_a_connection_that_is_cut_each_time_is_told(trained: Path, hub: HubStand
     assert last.endswith("The same command resumes where it stopped.")
 
 
+@pytest.mark.long
 def test_what_is_missing_is_told(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     model = trained / "tiny"
     for variables, said in (

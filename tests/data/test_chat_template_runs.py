@@ -58,6 +58,7 @@ def test_the_template_lies_beside_an_adapter(settings: list[str], tmp_path: Path
     assert "the model's tokenizer has none" in refused.err
 
 
+@pytest.mark.long
 def test_the_name_of_a_template(settings: list[str], tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = {"default": "{{ messages }}", "short": TEMPLATE, "tool_use": "{{ tools }}"}

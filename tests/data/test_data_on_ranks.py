@@ -124,6 +124,7 @@ def test_a_stream_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_pa
         assert "differ from those of the run to resume" in refused.err
 
 
+@pytest.mark.long
 def test_what_is_left_out_of_a_stream_is_told(tiny_model: Path, tmp_path: Path) -> None:
     """Also of a run that is interrupted, and of all of it once that has gone on."""
     rows = [{"prompt": "a", "chosen": f"b{number}", "rejected": "c"} for number in range(4)]

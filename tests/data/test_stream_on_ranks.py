@@ -248,6 +248,7 @@ def _resume(context: DistributedContext, config: DataConfig, states: dict[int, A
     return found
 
 
+@pytest.mark.long
 def test_it_goes_on_on_other_ranks(tmp_path: Path) -> None:
     config, task = config_of(tmp_path, "packed mixture")
     whole = open_alone(config, task)

@@ -34,6 +34,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", KINDS)
 def test_it_goes_on_from_any_place(tmp_path: Path, tokenizer: Any, more: dict[str, Any]) -> None:
     config = DataConfig(path=folder(tmp_path / "d"), streaming=True, shuffle_buffer=8, **more)

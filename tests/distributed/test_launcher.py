@@ -420,6 +420,7 @@ def _program(place: Path, body: str, settings: str = "") -> list[str]:
     return [sys.executable, "program.py", str(place)]
 
 
+@pytest.mark.long
 def test_a_program_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     """A spawned rank imports the program; forked ones do not, but `fs.finetune` forks none."""
     (tmp_path / "program.py").write_text(
@@ -466,6 +467,7 @@ def test_a_stop_that_torch_sees_before_us_is_no_reason_to_restart(tmp_path: Path
     assert {file.name for file in tmp_path.glob("attempt-*")} == {"attempt-0-rank-0", "attempt-0-rank-1"}
 
 
+@pytest.mark.long
 def test_a_stop_while_ranks_are_forked_is_not_lost(tmp_path: Path) -> None:
     """Libraries close their connections around a fork, and Python swallows what a handler raises there."""
     command = _program(tmp_path, "time.sleep(100)", "grace_seconds=1")
@@ -519,12 +521,14 @@ def test_a_failed_run_is_started_again_as_often_as_asked(tmp_path: Path) -> None
     assert done.out == "RankError: Rank 1 raised ValueError: once.\n"
 
 
+@pytest.mark.long
 def test_the_last_attempt_is_the_one_that_is_told_of(tmp_path: Path) -> None:
     body = "if rank == str(1 - int(attempt)): raise ValueError(f'attempt {attempt}')"
     done = run(_program(tmp_path, body, "max_restarts=1"), tmp_path)
     assert done.out == "RankError: Rank 0 raised ValueError: attempt 1.\n"
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (Path(here) / f'deaf-{rank}').touch(); time.sleep(100)"
     program = _program(tmp_path, body, "grace_seconds=1")

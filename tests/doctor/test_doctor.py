@@ -49,6 +49,7 @@ def settings(tiny_model: Path, texts: Path, tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_that_would_work(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_shard.doctor.disk._SLOW_BYTES_PER_SECOND", 0)  # other tests write to the disk meanwhile
     place = tmp_path / "outputs"
@@ -66,6 +67,7 @@ def test_a_run_that_would_work(settings: list[str], tmp_path: Path, monkeypatch:
     assert list(place.iterdir()) == []  # no run directory, and nothing of what was tried
 
 
+@pytest.mark.long
 def test_memory_is_divided_among_the_ranks_of_this_machine_that_others_started(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

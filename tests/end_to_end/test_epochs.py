@@ -112,6 +112,7 @@ def test_whether_an_older_run_is_finished_the_data_tells(tmp_path: Path) -> None
         assert is_finished(tmp_path, str(tmp_path), TrainConfig(epochs=epochs, global_batch_size=4)) is expected
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_told_by_every_rank(settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path, *settings, "train.epochs=2", "train.warmup_steps=6", "launch.ranks=2")
     assert ended.status == 2, ended.err

@@ -322,6 +322,7 @@ def test_a_step_with_a_part_missing_is_refused(
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.long
 def test_a_run_starts_from_what_another_trainer_left(tiny_model: Path, settings: list[str], tmp_path: Path) -> None:
     """DCP inside a Trainer's directory, config and tokenizer further out: the losses of the model itself."""
     around = tmp_path / "trainer"

@@ -353,6 +353,7 @@ def test_mistakes(overrides: tuple[str, ...], said: str, settings: list[str], tm
     assert said in ended.err
 
 
+@pytest.mark.long
 def test_a_damaged_cache_is_named(settings: list[str], tmp_path: Path) -> None:
     given = [*settings, "objective=ipo", f"data.cache_dir={tmp_path}/cache"]
     _done(tmp_path / "first", *given)
@@ -414,6 +415,7 @@ def test_other_samples_are_another_run_and_the_setting_is_named(settings: list[s
     assert "; changed: data.packing false -> true), so its position in the data is not valid" in ended.err
 
 
+@pytest.mark.long
 def test_a_loss_with_other_settings_is_another_run(settings: list[str], tmp_path: Path) -> None:
     _done(tmp_path / "run", *settings, "objective=dpo", "train.steps=2")
     ended = run_recipe("finetune", tmp_path / "run", *settings, "objective=dpo", "objective.beta=0.5")

@@ -284,6 +284,7 @@ def signed(texts: Path) -> Iterator[str]:
         yield f"{address}/train.txt?part=1&sig="
 
 
+@pytest.mark.long
 def test_what_signs_the_address_of_the_data_is_not_recorded(settings: list[str], signed: str, tmp_path: Path) -> None:
     first = run_recipe("finetune", tmp_path / "run", *settings, f"data.path={signed}first-secret")
     assert first.status == 0, first.err

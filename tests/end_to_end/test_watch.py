@@ -99,6 +99,7 @@ def signal_in_step(step: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fs, "train", signaled)
 
 
+@pytest.mark.long
 def test_a_signal_in_the_last_step_costs_no_evaluation(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +269,7 @@ def evaluated_steps(run_dir: Path) -> list[int]:
     return [row["step"] for row in evaluations(run_dir)]
 
 
+@pytest.mark.long
 def test_a_resume_with_nothing_left_to_train_evaluates_its_step(settings: list[str], tmp_path: Path) -> None:
     first = run_recipe("finetune", tmp_path, *settings, "train.steps=4", "train.eval_every=3", "checkpoint.every=2")
     assert first.status == 0, first.err
@@ -320,6 +322,7 @@ def test_the_best_of_the_saved_steps_where_the_best_is_not_saved(settings: list[
     assert worse.result["perplexity"] is None, "beyond all numbers"
 
 
+@pytest.mark.long
 def test_retention_holds_from_the_start_of_a_resume(settings: list[str], tmp_path: Path) -> None:
     """After a full disk, fewer steps to keep make room for the first save."""
     arguments = [*settings, "checkpoint.every=1", "checkpoint.save_best=false", "train.eval_windows=4"]

@@ -157,6 +157,7 @@ def test_a_finished_evaluation_is_not_made_again(tiny_model: Path, texts: Path, 
     assert "settings.stride" in changed.out
 
 
+@pytest.mark.long
 def test_another_config_of_the_same_weights_starts_again(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)

@@ -179,6 +179,7 @@ def test_a_tuned_model_against_its_base(tiny_model: Path, data: DataConfig, tmp_
     assert (same["loss"], same["interval"], same["p_value"]) == (0.0, [0.0, 0.0], 1.0)
 
 
+@pytest.mark.long
 def test_the_comparison_is_said_in_a_sentence(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", seed=1)
     given = [f"checkpoint={tiny_model}", f"data.path={data.path}", f"data.cache_dir={data.cache_dir}"]

@@ -144,6 +144,7 @@ def test_answers_of_a_causal_model(way: str, llama: Path, pairs: Path, tmp_path:
     assert {"exact_match", "f1"} < set(ended.result["confidence_interval"])
 
 
+@pytest.mark.long
 def test_answers_of_an_encoder_decoder(t5: Path, pairs: Path, tmp_path: Path) -> None:
     given = [f"checkpoint={t5}", "data.kind=pairs", f"data.path={pairs}", "data.source_format=write: {source}"]
     ended, rows = evaluate(tmp_path / "run", *given, "batch_size=3", "dispatch.device_map=disk")

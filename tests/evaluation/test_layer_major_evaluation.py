@@ -49,6 +49,7 @@ def test_the_figures_are_equal_and_the_order_is_told(tiny_model: Path, texts: Pa
         assert f"read once for {num_batches} batches, whose hidden states are in memory" in ended.out
 
 
+@pytest.mark.long
 def test_what_was_killed_goes_on_in_either_order(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     given, run_dir = settings(tiny_model, texts, tmp_path), tmp_path / "run"
     whole = run_recipe("evaluate", run_dir, *given)

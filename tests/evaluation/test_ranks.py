@@ -67,6 +67,7 @@ def test_what_two_ranks_have_begun_goes_on_alone_and_the_other_way(
         assert losses(run_dir) == expected
 
 
+@pytest.mark.long
 def test_an_error_of_one_rank_is_that_of_the_run(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

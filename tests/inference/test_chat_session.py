@@ -154,6 +154,7 @@ def _said(decoder: Decoder, *lines: str) -> str:
     return "".join(said)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wanted", ["cpu", "disk"])
 def test_a_turn_computes_only_what_is_new(tiny_model: Path, wanted: str) -> None:
     lines = ("hello", "and then?", "x", "/new", "help me")

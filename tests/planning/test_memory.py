@@ -94,6 +94,7 @@ def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
     assert sum(rank.optimizer_bytes for rank in ranks) == pytest.approx(real, abs=4 * len(params))  # steps are twice
 
 
+@pytest.mark.long
 def test_an_average_of_what_is_trained_is_kept_in_float32() -> None:
     model = ModelConfig(path="x", dtype="bfloat16")
     for adapter, share in ((LoraConfig(), 1), (AdapterConfig(), 2)):  # factors are float32
@@ -220,6 +221,7 @@ def test_blocks_that_are_alike_are_run_three_times_and_repeated(kind: bool | int
     assert kept_by_forward(eleven) - kept_by_forward(nine) == two - one
 
 
+@pytest.mark.long
 def test_offloaded_activations_are_not_on_the_device() -> None:
     def most(layers: int, offload: bool) -> int:
         shard = Fsdp2Config(activation_offload=offload)

@@ -119,6 +119,7 @@ def test_the_command_plans_it_in_seconds(name: str, tmp_path: Path) -> None:
     assert grown < MEMORY_BYTES
 
 
+@pytest.mark.long
 def test_t5_3b_takes_10_6_gib_in_float32(tmp_path: Path) -> None:
     plan = plan_memory(config_of("t5-3b", tmp_path), run_of("t5-3b", Fsdp2Config()))
     assert plan.model_class == "T5ForConditionalGeneration"

@@ -214,6 +214,7 @@ def test_a_masked_model_computes_logits_of_what_is_masked_only(num_masked: int) 
     assert all_logits == masked_flops(BERT, LENGTH)
 
 
+@pytest.mark.long
 def test_a_mixture_whose_experts_are_adapted_can_be_measured() -> None:
     """peft asks for the device of a factor, which must be one that computes."""
     facts, plain = (measured(mixture_config("qwen3_moe"), FLOAT32, adapter) for adapter in (LORA, AdapterConfig()))

@@ -107,6 +107,7 @@ def resharded(context: DistributedContext, settings: list[bool | int]) -> list[d
     return results
 
 
+@pytest.mark.long
 def test_resharding_to_some_of_the_ranks() -> None:
     """All units share one mesh, whose two groups have the timeout of the run; a second model has the same mesh."""
     for result in on_ranks(4, resharded, [True, False, 2, 2]):

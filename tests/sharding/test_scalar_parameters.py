@@ -255,6 +255,7 @@ def build_offloaded(context: DistributedContext, name: str) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_offloaded_with_an_optimizer_that_needs_full_parameters_they_are_refused() -> None:
     for said in on_ranks(2, build_offloaded, "adafactor"):
         assert "the scalar parameter logit_scale stays on the GPU; use optim=adamw or optim=sgd, or shard.cpu" in said

@@ -115,6 +115,7 @@ def _assigned(target: ast.expr, names: _Names) -> set[str]:
     )
 
 
+@pytest.mark.long
 def test_modules_change_nothing_that_is_not_theirs() -> None:
     found = {
         (".".join(file.relative_to(_ROOT / "fsdp_shard").with_suffix("").parts), what)
@@ -146,6 +147,7 @@ def test_each_of_them_is_seen(source: str, expected: str) -> None:
     assert _findings(source) == {expected}
 
 
+@pytest.mark.long
 def test_starting_ranks_leaves_the_process_as_it_was(tmp_path: Path) -> None:
     program = """
 import gc, os

@@ -73,6 +73,7 @@ def test_the_wheel_puts_nothing_but_the_package_on_the_path(wheel: Path) -> None
     assert "fsdp_shard/py.typed" in names
 
 
+@pytest.mark.long
 def test_the_sdist_builds_the_same_wheel_at_any_time(wheel: Path, tmp_path: Path) -> None:
     sdist = _built("sdist", ROOT, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:

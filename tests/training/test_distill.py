@@ -295,6 +295,7 @@ def test_a_cache_that_two_runs_create_at_once(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
+@pytest.mark.long
 def test_a_stopped_pass_keeps_what_it_has(alone: DistributedContext, tiny_model: Path, tmp_path: Path) -> None:
     teacher, text = tmp_path / "teacher", tmp_path / "text.txt"
     _teacher().save_pretrained(teacher)

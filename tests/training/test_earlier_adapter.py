@@ -73,6 +73,7 @@ def test_a_run_begins_with_the_adapter_of_another(settings: list[str], earlier: 
     assert abs(_loss_before(still) - _loss_before(new)) > 0.01
 
 
+@pytest.mark.long
 def test_a_run_begins_with_an_adapter_of_peft(settings: list[str], tiny_model: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -159,6 +160,7 @@ def test_a_plan_reads_it_if_it_is_there(earlier: Path, tiny_model: Path, tmp_pat
     assert "Set adapter.alpha=32.0." in scaled.err
 
 
+@pytest.mark.long
 def test_an_earlier_adapter_keeps_its_scale(settings: list[str], earlier: Path, tmp_path: Path) -> None:
     """It is the reference of a run that is resumed, too."""
     (step,) = (earlier / "checkpoints").glob("step-*")
@@ -196,6 +198,7 @@ def test_a_resumed_run_began_with_the_same(settings: list[str], earlier: Path, t
         gone.rename(earlier)
 
 
+@pytest.mark.long
 def test_the_classes_of_an_earlier_head_stay(settings: list[str], tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": "ab " * n, "label": ["neg", "pos"][n % 2]}) + "\n" for n in range(1, 9))
     (tmp_path / "rows.jsonl").write_text(rows)

@@ -205,6 +205,7 @@ def test_an_average_of_another_step_is_found(runs: Runs, tmp_path: Path) -> None
     convert(tmp_path / "alone", tmp_path / "target")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_or_without_it(runs: Runs, settings: list[str], tmp_path: Path) -> None:
     step = f"resume={step_of(runs['one rank'], 2)}"
     without = [setting for setting in settings if "ema_decay" not in setting]

@@ -294,6 +294,7 @@ def test_resume_under_another_wrapper_on_another_number_of_ranks(
     assert rest.losses == pytest.approx(runs["fsdp1"].losses[STEPS // 2 :], abs=1e-5)
 
 
+@pytest.mark.long
 def test_what_cannot_go_on_says_so(
     runs: dict[str, Ended], settings: list[str], tmp_path: Path, tiny_model: Path
 ) -> None:

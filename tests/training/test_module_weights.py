@@ -234,6 +234,7 @@ def test_a_process_group_without_a_backend_for_the_cpu(monkeypatch: pytest.Monke
     on_ranks(1, work)
 
 
+@pytest.mark.long
 def test_the_interface_as_one_loop(tmp_path: Path) -> None:
     """Build on meta, shard, fill, train, save, resume on other ranks, write a model, all with what `shard` gave."""
     source = save_model(tmp_path / "model")

@@ -125,6 +125,7 @@ def test_resume_is_bit_equal(run: tuple[str, int], runs: Runs, settings: list[st
     assert rest.losses == runs[run].losses[STEPS // 2 :]
 
 
+@pytest.mark.long
 def test_models_with_adapters_get_it_too(settings: list[str], tmp_path: Path) -> None:
     adapter = ["adapter=lora", "adapter.target_modules=[q_proj]"]
     losses = [run_recipe("finetune", tmp_path / str(len(n)), *settings, *adapter, *n).losses for n in ([NOISE], [])]

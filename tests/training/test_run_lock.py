@@ -54,6 +54,7 @@ def take_turns(context: DistributedContext, run_dir: str) -> int:
     return mine
 
 
+@pytest.mark.long
 def test_a_lock_that_goes_with_its_run_is_never_had_twice(tmp_path: Path) -> None:
     counts = on_ranks(2, take_turns, str(tmp_path))
     assert min(counts) > 10

@@ -54,6 +54,7 @@ def complete(context: DistributedContext, wrapper: str, settings: dict[str, Any]
     return {"found": found, "training": model.module.training}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's
 @pytest.mark.parametrize(
     ("wrapper", "world_size", "settings"),

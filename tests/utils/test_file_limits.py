@@ -97,6 +97,7 @@ def test_nesting_as_deep_as_the_limit_is_parsed() -> None:
     assert parse_json(b"[" * 64 + b"]" * 64, "x.json")
 
 
+@pytest.mark.long
 def test_the_largest_checkpoints_are_far_below() -> None:
     """DeepSeek-V3: 91,991 tensors in 163 files; a manifest of its weights in float32, one record a line."""
     names = [f"model.layers.{n % 61}.mlp.experts.{n // 61}.gate_proj.weight_scale_inv" for n in range(91_991)]

@@ -72,6 +72,7 @@ def restore(context: DistributedContext, config: ShardConfig, step: Path) -> dic
     return {"shards": {name: (s.start, s.data.clone(), s.writes) for name, s in states.items() if s.shape}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wrapper", "to"), [("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")])
 def test_optimizer_state_moves_between_wrappers_and_ranks(
     wrapper: str, to: str, tiny_model: Path, tmp_path: Path

@@ -216,6 +216,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_pickles_are_one_error(name: str) -> None:
