@@ -7,7 +7,7 @@ is replaced, so parameter names do not change.
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -45,7 +45,7 @@ def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]
     return list(blocks.values())
 
 
-def offload_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:
+def offload_blocks(blocks: Iterable[nn.Module], device: torch.device, *, compiled: bool = False) -> None:
     """Replace the forward of `blocks`, in execution order, with one that keeps its saved tensors in CPU memory.
 
     Call it after compilation: graphs save their own tensors, and the copies are not part of the graphs.
@@ -53,8 +53,9 @@ def offload_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:
     Args:
         blocks: The blocks, which run on `device`.
         device: The device whose memory the saved tensors leave.
+        compiled: Whether the blocks are compiled, so that tensors must return with the strides that they had.
     """
-    offload = _Offload(device)
+    offload = _Offload(device, keeps_strides=compiled)
     for block in blocks:
         block.forward = offload.wrap(block.forward)
 
@@ -77,8 +78,8 @@ class _Offload:
     pass runs. Those of the last block are used before they would leave.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.copies = device, _Copies(device)
+    def __init__(self, device: torch.device, *, keeps_strides: bool) -> None:
+        self.device, self.copies, self.keeps_strides = device, _Copies(device), keeps_strides
         # In the order of their forward passes. Only the autograd graph keeps them alive.
         self._blocks: list[weakref.ref[_SavedBlock]] = []
 
@@ -141,7 +142,7 @@ class _SavedBlock:
         values = version(tensor), part.is_conj(), part.is_neg()
         key = (layout if tensor.requires_grad else id(tensor), *values)
         if key not in self._known:
-            saved = _SavedTensor(self, tensor, part, self._offload.copies)
+            saved = _SavedTensor(self, tensor, part, self._offload)
             # The object stays, too: another one, such as the next mask of dropout, could get its id otherwise.
             self._known[key] = saved, tensor
             self.tensors.add(saved)
@@ -165,6 +166,7 @@ class _SavedBlock:
             self.fetch()
             for saved in self.tensors:
                 saved.copies.wait(self._copied)
+            self._offload.copies.limit_fetches()
             if (before := self._offload.block_before(self)) is not None:
                 before.fetch()
 
@@ -184,20 +186,20 @@ class _SavedTensor:
         block: Its block.
         tensor: What autograd saves.
         part: This rank's values of it.
-        copies: Makes the copies.
+        offload: That of the model.
     """
 
-    def __init__(self, block: _SavedBlock, tensor: torch.Tensor, part: torch.Tensor, copies: "_Copies") -> None:
+    def __init__(self, block: _SavedBlock, tensor: torch.Tensor, part: torch.Tensor, offload: _Offload) -> None:
         self.on_device: torch.Tensor | None = part.detach()
-        self.copies = copies
+        self.copies = offload.copies
         self._block = block
         self._shape, self._version, self._is_changed = part.shape, version(part), False
         self._of_ranks = _in_ranks(tensor) if isinstance(tensor, DTensor) else None
         once = _without_repeats(part.detach())
         self._strides = once.stride()
-        self._host = copies.to_host(once)
+        self._host = self.copies.to_host(once)
         # Slices of a fused query, key and value would each take as much memory again as all of them.
-        if _num_spanned(once) > 2 * once.numel():
+        if not offload.keeps_strides and _num_spanned(once) > 2 * once.numel():
             self._strides = self._host.stride()
 
     def leave_device(self) -> None:
@@ -262,26 +264,43 @@ class _Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._begun: torch.cuda.Event | None = None  # at the beginning of a block's backward pass
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begin a copy to dense pinned memory after all computations so far; the caller keeps `tensor` alive."""
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.preserve_format)
-        if self._stream is None:
-            return host.copy_(tensor)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            return host.copy_(tensor, non_blocking=True)
+        # Between devices, torch copies strides that are not those of dense memory by way of memory that is not pinned.
+        is_dense = _num_spanned(tensor) == tensor.numel()
+        layout = torch.preserve_format if is_dense else torch.contiguous_format
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=layout)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._in_order():
+            # torch resolves these bits on the CPU before the copy has ended (pytorch#146286); remove it once it waits.
+            return host.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
 
     def to_device(self, host: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         """Begin a copy to the device, in memory that belongs to the copy stream.
 
         Compiled backward passes require the strides that a tensor had, and attention kernels those of a mask.
         """
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._in_order():
             if host.stride() == strides:
                 return host.to(self._device, non_blocking=True)
             empty = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=self._device)
             return empty.copy_(host, non_blocking=True)
+
+    def limit_fetches(self) -> None:
+        """Wait until the device has begun the block before the one that begins now.
+
+        Python is ahead of a GPU, and would otherwise fetch all blocks at once. FSDP1 limits what it gathers likewise.
+        """
+        if self._stream is not None:
+            begun, self._begun = self._begun, torch.cuda.current_stream(self._device).record_event()
+            if begun is not None:
+                begun.synchronize()
+
+    def _in_order(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def event(self) -> torch.cuda.Event | None:
         """An event at the end of the copies begun so far."""

@@ -134,6 +134,11 @@ class ShardConfig:
                 f"{prefix}blocks={self.blocks} and {prefix}min_params={self.min_params} are two ways to choose the "
                 f"units; set only one of them."
             )
+        if self.activation_offload and self.activation_checkpointing == "selective":
+            raise ConfigError(
+                f"{prefix}activation_offload=true moves nearly nothing with {prefix}activation_checkpointing="
+                f"selective, whose results stay on the GPU; set {prefix}activation_checkpointing=true, or none."
+            )
         if self.norms_in_float32 and self.param_dtype == "float32":
             raise ConfigError(
                 f"{prefix}norms_in_float32=true has no effect, as {prefix}param_dtype=float32 holds for all layers."

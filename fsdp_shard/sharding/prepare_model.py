@@ -45,7 +45,7 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
         for block in blocks:
             block.forward = torch.compile(block.forward, backend="inductor" if shard.compile is True else shard.compile)
     if shard.activation_offload:
-        offload_blocks(blocks, context.device)
+        offload_blocks(blocks, context.device, compiled=shard.compile is not False)
     for owner, name, _, buffer in persistent_buffers(model):
         if buffer.is_meta:
             setattr(owner, name, torch.empty_like(buffer, device=context.device))

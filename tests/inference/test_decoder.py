@@ -557,6 +557,10 @@ def test_ids_are_where_the_model_computes(model: PreTrainedModel, monkeypatch: p
 
 
 def test_a_cache_that_needs_a_gpu_says_so(model: PreTrainedModel) -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="cache=offloaded has no effect"):
-            Decoder(model, TOKENIZER, GenerationSettings(cache="offloaded"))
+    """Also on a machine that has one, where the CPU computes; encoder-decoders cannot have it anywhere."""
+    offloaded = GenerationSettings(cache="offloaded")
+    with pytest.raises(ConfigError, match="cache=offloaded has no effect, as the model computes on the CPU"):
+        Decoder(model, TOKENIZER, offloaded)
+    encoder_decoder = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(ConfigError, match="cache=offloaded does not work for T5ForConditionalGeneration"):
+        Decoder(encoder_decoder, TOKENIZER, offloaded)

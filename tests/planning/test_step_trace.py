@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,6 +197,28 @@ def test_this_process_stays_as_it_was() -> None:
 def test_what_cannot_be_traced_is_said(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trace_step(tiny(), planned(**settings))
+
+
+_WITH_A_DEVICE = """
+import sys, torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
+import fsdp_shard as fs
+if __name__ == "__main__":
+    register("other")  # with another device than the CPU, as with a GPU, autograd has threads of its own
+    torch.ones(2, requires_grad=True).sum().backward()
+    settings = ["launch.ranks=2", "launch.device=cpu", "data.sequence_length=16", "trace=true"]
+    print(fs.plan([f"model.path={sys.argv[1]}", *settings])["trace"]["peak_bytes"])
+"""
+
+
+@pytest.mark.long
+def test_a_machine_with_another_device_traces_too(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "model")
+    (tmp_path / "script.py").write_text(_WITH_A_DEVICE, encoding="utf-8")
+    command = [sys.executable, "script.py", "model"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[-1]) > 0
 
 
 def test_an_interrupted_trace_leaves_no_process() -> None:

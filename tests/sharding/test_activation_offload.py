@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.sharding.activation_checkpointing import _SavedTensor, offload_blocks, recompute_blocks
+from fsdp_shard.sharding.activation_checkpointing import _Copies, _SavedTensor, offload_blocks, recompute_blocks
 from fsdp_shard.sharding.registry import Fsdp2Config
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, token_batch
@@ -176,6 +177,101 @@ def test_whatever_is_saved_returns_as_it_was(function: Callable[[torch.Tensor], 
         y.sum().backward()
         grads.append([x.grad, *(param.grad for block in blocks for param in block.parameters())])
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+
+
+class Strided(torch.autograd.Function):
+    """Requires the strides that a tensor had when it was saved, as the backward pass of a compiled block does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, part)
+        ctx.strides = part.stride()
+        return x * part
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, part = ctx.saved_tensors
+        assert part.stride() == ctx.strides
+        return grad * part, grad * x
+
+
+def test_compiled_blocks_get_the_strides_of_a_slice() -> None:
+    """As Gemma 4's layers, each of which has its part of one large input."""
+
+    class Part(nn.Module):
+        def forward(self, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            return Strided.apply(x, part)
+
+    blocks, x = [Part() for _ in range(3)], torch.ones(4, 8, requires_grad=True)
+    large = torch.randn(4, 5, 8, requires_grad=True)
+    offload_blocks(blocks, CPU, compiled=True)
+    y: torch.Tensor = x
+    for number, block in enumerate(blocks):
+        y = block(y, (large * 1)[:, number])
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, large[:, :3].prod(1))
+
+
+class Stream:
+    """Stands in for the stream of a GPU: its events are counted, and what waits for them is told."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.waits: list[tuple[int, int]] = []  # (the event, how many there were)
+
+    def record_event(self) -> Any:
+        self.num_events += 1
+        number = self.num_events
+        return SimpleNamespace(synchronize=lambda: self.waits.append((number, self.num_events)))
+
+
+def test_blocks_are_fetched_no_faster_than_the_device_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block waits until the one before has begun, so that three at most have memory there."""
+    compute = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    copies = _Copies(CPU)
+    copies._stream = compute  # type: ignore[assignment]  # a stand-in
+    for _ in range(4):
+        copies.limit_fetches()
+    assert compute.waits == [(1, 2), (2, 3), (3, 4)]
+
+    limited = []
+    monkeypatch.setattr(_Copies, "limit_fetches", lambda copies: limited.append(True))
+    blocks = [Block() for _ in range(3)]
+    offload_blocks(blocks, CPU)
+    x = torch.randn(2, 8, 64, requires_grad=True)
+    for block in blocks:
+        x = block(x)
+    x.sum().backward()
+    assert len(limited) == 3
+
+
+def test_bits_are_resolved_before_a_copy_begins() -> None:
+    """torch resolves them on the CPU, where the copy of a GPU may not have arrived yet."""
+
+    class Resolved(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                copied.append(args[1].is_conj() or args[1].is_neg() or args[0].is_conj() or args[0].is_neg())
+            return func(*args, **(kwargs or {}))
+
+    copied: list[bool] = []
+    z = torch.randn(4, dtype=torch.complex64)
+    with Resolved():
+        hosts = [_Copies(CPU).to_host(tensor) for tensor in (z.conj(), z.conj().imag)]
+    assert torch.equal(hosts[0], z.conj())
+    assert torch.equal(hosts[1], -z.imag)
+    assert copied
+    assert not any(copied[-2:])
+
+
+def test_memory_on_the_cpu_is_dense() -> None:
+    """Of others, a copy between devices goes through memory that is not pinned."""
+    for tensor in (torch.randn(4, 8).t(), torch.randn(4, 16)[:, :8].t(), torch.randn(4, 6)[:, ::2]):
+        host = _Copies(CPU).to_host(tensor)
+        assert torch.equal(host, tensor)
+        assert host.is_contiguous() or host.t().is_contiguous()
 
 
 class Divided(nn.Module):

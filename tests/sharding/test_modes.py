@@ -21,7 +21,7 @@ from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.module_shards import clean_fqn
 from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
-from fsdp_shard.utils import is_costly_operator
+from fsdp_shard.utils import check, is_costly_operator
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assembled, sharded, train_plain, train_sharded
 from tests.support.tiny import llama, llama_config, token_batch
@@ -190,6 +190,11 @@ def test_selective_checkpointing_with_units_inside_of_blocks_is_refused(
     check_shardable(llama(), wrapper(activation_checkpointing=True, **more))
     with pytest.raises(ConfigError, match=r"cannot be combined with units inside of blocks, such as model\.layers\.0"):
         check_shardable(llama(), wrapper(activation_checkpointing="selective", **more))
+
+
+def test_offload_of_what_stays_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"activation_offload=true moves nearly nothing with .*=selective"):
+        check(Fsdp2Config(activation_offload=True, activation_checkpointing="selective"))
 
 
 def test_what_fsdp1_cannot_add_up_on_the_cpu_is_refused() -> None:

@@ -219,10 +219,13 @@ def generation_config(
     config.return_dict_in_generate = True
     config.use_cache = settings.cache != "none"
     if settings.cache == "offloaded":
-        if not torch.cuda.is_available():
+        if model.config.is_encoder_decoder:
             raise ConfigError(
-                "generation.cache=offloaded has no effect without a GPU, and torch finds none; remove it."
+                f"generation.cache=offloaded does not work for {type(model).__name__}, whose layers read keys of the "
+                f"encoder without fetching them; remove it."
             )
+        if model.device.type != "cuda":
+            raise ConfigError("generation.cache=offloaded has no effect, as the model computes on the CPU; remove it.")
         config.cache_implementation = "offloaded"
     vocab_size = getattr(model.config.get_text_config(), "vocab_size", None) or sys.maxsize
     ends = _valid_tokens(end_tokens(model, tokenizer), vocab_size)

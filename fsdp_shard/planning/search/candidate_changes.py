@@ -208,7 +208,7 @@ def _average(run: PlannedRun) -> Iterator[Option]:
 
 def _recomputing(run: PlannedRun) -> Iterator[Option]:
     kind = run.shard.activation_checkpointing
-    if kind in (False, "none"):
+    if kind in (False, "none") and not run.shard.activation_offload:
         yield _set("shard", {"activation_checkpointing": "selective"}, 10.0)
     if kind is not True and kind != "all":
         yield _set("shard", {"activation_checkpointing": True}, 25.0)

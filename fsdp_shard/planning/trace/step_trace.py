@@ -106,8 +106,10 @@ def trace_step(config: PretrainedConfig, run: PlannedRun, rank: int = 0) -> Step
         ModelError: No blocks are found in the model, or it cannot be run.
     """
     _check(run, rank)
-    # Ranks of a process group cannot fork; a plan has no process group, and a fork has everything imported.
-    processes: Any = multiprocessing.get_context("spawn" if dist.is_initialized() else "fork")
+    # A fork has everything imported. Ranks of a process group cannot fork, and where there is a GPU, torch refuses a
+    # backward pass in a fork of a process that has run one, as the plan has.
+    cannot_fork = dist.is_initialized() or torch.accelerator.is_available()
+    processes: Any = multiprocessing.get_context("spawn" if cannot_fork else "fork")
     receiver, sender = processes.Pipe(duplex=False)
     child = processes.Process(target=_trace_and_send, args=(sender, config, run, rank))
     child.start()
